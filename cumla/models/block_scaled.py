@@ -23,6 +23,7 @@ class BlockScaledWeight:
     scratch  memory for the rows that a product of many tokens dequantises
     finite   whether it is known that no code is NaN
     is_ue8m0  whether it is known that all scales are powers of two from 2^-100 to 2^7
+    rounds_activations  whether products of many tokens round activations to e4m3, with a scale for 128 values
     """
 
     codes: Any
@@ -32,6 +33,7 @@ class BlockScaledWeight:
     scratch: Scratch
     finite: bool = False
     is_ue8m0: bool = False
+    rounds_activations: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,6 +98,14 @@ class Parts(tuple[Any, ...]):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self)
+
+
+def let_products_round(layer: Any, *names: str) -> None:
+    """Let products of many tokens with these matrices of a layer round activations to FP8."""
+    for name in names:
+        weight = getattr(layer, name, None)
+        if isinstance(weight, BlockScaledWeight):
+            setattr(layer, name, replace(weight, rounds_activations=True))
 
 
 def can_stay(weight: Any) -> bool:

@@ -22,6 +22,7 @@ from ..layers.sparse import Observer, not_observed
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_and_insert
 from . import caches
+from .block_scaled import let_products_round
 from .caches import DeepseekV32Caches
 from .config_validation import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
@@ -124,12 +125,16 @@ class DeepseekV32Attention:
         if "q_a_proj.weight" not in weights:
             weights = LayerWeights(weights, layer, V32_ATTENTION)
         self.xp = place_of(weights) if xp is None else xp
-        self.activations = check_options(layer, None, activations, cache_format, max_position, self.xp is np, backend)
+        self.activations = check_options(
+            layer, None, activations, cache_format, max_position, self.xp is np, backend, weight_format
+        )  # fmt: skip
         self.config, self.layer, self.backend = config, layer, backend
         self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
         self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
         read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
+        if activations == "fp8":
+            let_products_round(self, "low_rank", "q_b", "index_q_b", "o")
         read.check_all_read()
         self.cos_sin = self.xp.asarray(
             cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)

@@ -24,6 +24,7 @@ from ..layout import CacheLayout
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
+from .block_scaled import let_products_round
 from .caches import DeepseekV4Caches
 from .hidden_states import attend
 from .output_projection import project_output
@@ -48,7 +49,8 @@ class DeepseekV4Attention:
     weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
                   tensors under transformers' or the published names of the whole model: arrays of any framework in
                   float32 or bfloat16, or FP8 with a scale for each block
-    activations   bfloat16, or on the host also float32
+    activations   bfloat16, or on the host also float32. "fp8": bfloat16, and products of more than 384 tokens with FP8
+                  weights round them to e4m3, with a scale, a power of two, for 128 values of a token
     cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
     weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
@@ -81,13 +83,22 @@ class DeepseekV4Attention:
             weights = LayerWeights(weights, layer, V4_ATTENTION)
         self.xp = place_of(weights) if xp is None else xp
         self.activations = check_options(
-            layer, len(config.compress_ratios), activations, cache_format, max_position, self.xp is np, backend
+            layer,
+            len(config.compress_ratios),
+            activations,
+            cache_format,
+            max_position,
+            self.xp is np,
+            backend,
+            weight_format,
         )
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
         self.scratch = scratch or Scratch()
         read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
+        if activations == "fp8":
+            let_products_round(self, "low_rank", "q_b", "index_q_b", "o_a", "o_b")
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
         self.cos_sin = self.xp.asarray(table)

@@ -1,7 +1,8 @@
 """Products with weights: BLAS on the host, cuBLAS on a device; FP8 weights are read as they are.
 
 A product of FP8 weights and more than MOST_TOKENS tokens on a device dequantises some of their rows at a time, into
-memory that stays in the L2 cache, and multiplies them by cuBLAS.
+memory that stays in the L2 cache, and multiplies them by cuBLAS. Where a layer chose so, it rounds the activations
+of so many tokens to FP8, too, and multiplies FP8 values if the backend can.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .block_scaled import BlockScaledWeight, Parts, block_scaled
 from .scratch import Scratch
 
 MOST_TOKENS = 384
+FP8_GROUP = 128  # activations that share a scale
 VALUES_AT_A_TIME = 8 << 20  # dequantised: 16 MB
 
 
@@ -50,6 +52,11 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
 
 def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
     """out [T, N] or [T, G, N] of x [T, K] or [T, G, K]."""
+    if len(x) > MOST_TOKENS and weight.rounds_activations and x.shape[-1] % FP8_GROUP == 0:
+        rounded = multiply_fp8(by_group(x), weight, by_group(out), backend)
+        if rounded is None:
+            return
+        x = rounded[0] if x.ndim == 2 else rounded.transpose(1, 0, 2)
     if len(x) > MOST_TOKENS and not isinstance(x, np.ndarray):
         multiply_dequantized(by_group(x), weight, by_group(out), backend)
         return
@@ -58,6 +65,23 @@ def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: 
         float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite,
         is_ue8m0=weight.is_ue8m0, out=out, backend=backend,
     )  # fmt: skip
+
+
+def multiply_fp8(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> Any:
+    """Write out [G, T, N] of x [G, T, K], rounded to FP8, and return None; or return the rounded x, in x's dtype."""
+    groups, tokens, columns = x.shape
+    values = weight.scratch.shaped("fp8_values", x.shape, np.uint8, x)
+    scales = weight.scratch.shaped("fp8_scales", (groups, tokens, columns // FP8_GROUP), np.float32, x)
+    call = Call(backend)
+    call.begin(x, dlpack.framework_of(x))
+    with call.kernels("projection") as kernels:
+        kernels.quantize_groups(x, values, scales)
+        codes, factors = by_group(weight.codes, 0), by_group(weight.scales, 0)
+        if kernels.fp8_product(values, scales, codes, factors, weight.block_rows, weight.block_columns, out):
+            return None
+        rounded = weight.scratch.shaped("fp8_rounded", x.shape, x.dtype, x)
+        kernels.dequantize_blocks(values, scales, 1, FP8_GROUP, rounded)
+    return rounded
 
 
 def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:

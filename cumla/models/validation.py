@@ -70,14 +70,22 @@ def check_options(
     max_position: Any,
     on_host: bool,
     backend: str | None,
+    weight_format: str | None = None,
 ) -> np.dtype[Any]:
-    """The activations' type. Raises TypeError or ValueError for options that no layer supports."""
+    """The activations' type. Raises TypeError or ValueError for options that no layer supports.
+
+    weight_format  of a layer whose products of many tokens may round activations to FP8
+    """
     check_integers(0, 2**31 - 1 if num_layers is None else num_layers - 1, layer=layer)
     check_optional_size(max_position=max_position)
     choose(backend, on_device=not on_host)
     float32 = ("float32",) if on_host else ()
     name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
-    check_choice(("bfloat16", *float32), activations=name)
+    check_choice(("bfloat16", *(("fp8",) if weight_format else ()), *float32), activations=name)
+    if name == "fp8":
+        if weight_format != "fp8":
+            raise ValueError(f"activations: got 'fp8' with weight_format={weight_format!r}, expected FP8 weights")
+        name = "bfloat16"
     check_choice(("fp8", "bfloat16", *float32), cache_format=cache_format)
     return PLAIN_DTYPES[name]
 

@@ -7,6 +7,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_value
 from ..types.projection import BlockScaledProduct
+from .norm_rope import TO_QUANTIZE, _quantize
 from .threads import parallel_for
 
 VALUES_AT_A_TIME = 1 << 22  # dequantised: 16 MB, which caches of servers hold
@@ -42,6 +43,26 @@ def dequantize_blocks(
     for group in range(len(weight)):
         _dequantize(weight[group], scales[group], block_rows, block_columns, values)
         out[group] = values
+
+
+def quantize_groups(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
+    """e4m3 values [n, M, K] of x [n, M, K], and scales [n, M, K / 128], powers of two."""
+    tokens = x.transpose(1, 0, 2).astype(np.float32)
+    work = TO_QUANTIZE * x.shape[0] * x.shape[2]
+    parallel_for(len(tokens), work, _quantize, tokens, True, values.view(np.uint8), scales)
+
+
+def fp8_product(
+    values: np.ndarray,
+    x_scales: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    block_rows: int,
+    block_columns: int,
+    out: np.ndarray,
+) -> bool:
+    """There is none: dequantised values are multiplied."""
+    return False
 
 
 def _dequantize(

@@ -9,6 +9,7 @@ from ..types.projection import BlockScaledProduct
 from .compile import kernel
 from .device import device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
+from .tma import NO_MAP, Words, map_of_pages
 
 # Values of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
 DATA_TYPES = {"float32": 0, "bfloat16": 14, "float16": 2}
@@ -19,13 +20,17 @@ WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
 
 # sm80/projection.cu and sm90/projection.cu
 WARPS = 8
-TILES = (8, 16, 32, 64, 128)  # tokens; on Hopper wgmma multiplies those from 16 on
+TILES = (8, 16, 32, 64, 128)  # tokens
 MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
-MOST_STAGES = 6
+MOST_STAGES, BARRIER_BYTES = 8, 128
 ENOUGH = 0.7  # of the SMs with a CTA: others wait for memory anyway
 TWO_CTAS = 32  # tokens of a tile up to which two CTAs fit on an SM: by their registers, and so by their memory
-PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks takes at a time
+PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks or quantize_groups takes at a time
+
+# sm90/fp8_product.cu
+FP8_TOKENS, FP8_ROWS, FP8_STAGES, FP8_THREADS = 128, 128, 6, 384
+FP8_SHARED = FP8_STAGES * (CHUNK * (FP8_TOKENS + FP8_ROWS) + 16)
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
@@ -120,19 +125,27 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
     x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = given
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
-    tiles = division(rows, columns, groups, tokens, power_of_two, out.device.id)
     block_columns = min(block_columns, -(-columns // CHUNK) * CHUNK)  # fewer values, fewer programs
+    aligned = is_aligned(x, weight, out)
+    hopper = aligned and is_hopper(out.device.id) and (power_of_two or block_columns % CHUNK == 0)
+    uniform = power_of_two and finite and block_columns % CHUNK == 0
+    tiles = division(rows, columns, groups, tokens, uniform, hopper, out.device.id)
+    maps: list[Words] = []
+    if tiles.hopper:
+        maps = [map_of_matrices(weight, tiles.rows), map_of_matrices(x, tiles.tokens)]
+        if NO_MAP in maps:
+            tiles, maps = division(rows, columns, groups, tokens, uniform, False, out.device.id), []
     made, shared_bytes = product_kernel(
-        tiles, C_NAMES[out.dtype.name], block_columns, is_aligned(x, weight, out), prefetch, finite, power_of_two,
-        out.device.id,
-    )  # fmt: skip
+        tiles, C_NAMES[out.dtype.name], block_columns, aligned, prefetch, finite, power_of_two, out.device.id
+    )
     of_tokens = -(-tokens // tiles.tokens)
     made(
         (tiles.splits, -(-rows // tiles.rows), groups * of_tokens),
-        (32 * WARPS,),
+        (32 * (WARPS + (producers(tiles) if tiles.hopper else 0)),),
         (
-            weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns, block_rows, 0,
-            x, out, *strides(x)[:2], *strides(out)[:2], tokens, of_tokens,
+            weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns,
+            x, out, *strides(x)[:2], *strides(out)[:2], tokens, of_tokens, *(word for each in maps for word in each),
+            block_rows,
         ),
         shared_mem=shared_bytes,
         overlap=True,
@@ -149,30 +162,35 @@ class Tiles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def division(rows: int, columns: int, groups: int, tokens: int, power_of_two: bool, device: int) -> Tiles:
-    """Tiles that occupy the device, as an H200 measured them (docs/kernels/weights.md).
+def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int) -> Tiles:
+    """Tiles that occupy the device (docs/kernels/weights.md).
 
-    Clusters of more than two CTAs cost more than they divide unless each SM has two of them. A few tokens are best
-    multiplied by tiles of few rows, whose columns a CTA's warps divide.
+    uniform  scales are powers of two, one a chunk, and no code is NaN
+
+    On Hopper tiles have 64 rows, of which two warpgroups multiply every second chunk, or more for large weights. The
+    portable kernel multiplies a few tokens best by tiles of few rows, whose columns a CTA's warps divide.
     """
-    sms, hopper = device_sms(device), is_hopper(device)
+    sms = device_sms(device)
     tile = next((size for size in TILES if size >= tokens), TILES[-1])
-    hopper = hopper and tile > TILES[0]
     of_tokens = groups * -(-tokens // tile)
-    tiles, most_splits, splits = of_tokens * -(-rows // MOST_ROWS), MOST_SPLITS if has_clusters(device) else 1, 1
+    most_splits, splits = MOST_SPLITS if has_clusters(device) else 1, 1
+    if hopper:
+        few = tile <= TWO_CTAS
+        wide, enough = (MOST_ROWS, sms) if few or not uniform else (2 * MOST_ROWS, ENOUGH * sms)
+        tile_rows = wide if of_tokens * -(-rows // wide) >= enough else MOST_ROWS // 2
+        splits = cluster_size(of_tokens * -(-rows // tile_rows), columns // CHUNK, few, sms)
+        return Tiles(tile, tile_rows, splits, True)
+    tiles = of_tokens * -(-rows // MOST_ROWS)
     while splits < most_splits and 2 * splits * CHUNK < columns and splits * tiles < ENOUGH * sms:
         splits *= 2
-    if hopper and tile > TWO_CTAS:
-        wide = power_of_two and splits in (1, 4) and rows > MOST_ROWS  # then x is read half as often
-        return Tiles(tile, 2 * MOST_ROWS if wide else MOST_ROWS, splits, hopper)
-    if hopper or tiles >= sms or splits == MOST_SPLITS:
+    if tiles >= sms or splits == MOST_SPLITS:
         if splits == 4 and 2 * splits * CHUNK < columns:
             splits *= 2
-        return Tiles(tile, MOST_ROWS, splits, hopper)
+        return Tiles(tile, MOST_ROWS, splits)
     tile_rows, splits = MOST_ROWS, 1
     least = 32 if most_splits > 1 else LEAST_ROWS
     while (
-        tile_rows > least and ring_stages(tile, tile_rows // 2, device) > 1
+        tile_rows > least and ring_stages(tile, tile_rows // 2, depth_of(tile_rows // 2), device) > 1
         and of_tokens * -(-rows // tile_rows) < sms
     ):  # fmt: skip
         tile_rows //= 2
@@ -181,18 +199,35 @@ def division(rows: int, columns: int, groups: int, tokens: int, power_of_two: bo
     return Tiles(tile, tile_rows, splits)
 
 
+def cluster_size(tiles: int, chunks: int, few: bool, sms: int) -> int:
+    """CTAs that divide the columns of a tile on Hopper: at least 4 chunks each.
+
+    Clusters of two occupy every SM, larger ones cannot, as the SMs that a cluster may have are not a multiple of them.
+
+    few  two CTAs fit on an SM
+    """
+    most = 1.5 * sms if few else 0.9 * sms
+    fitting = [size for size in range(1, MOST_SPLITS + 1) if size * tiles <= most and 4 * size <= chunks]
+    pairs = 2 * tiles <= (2 if few else 1) * sms and chunks >= 16
+    return max([1, *fitting, *([2] if pairs else [])])
+
+
+def producers(tiles: Tiles) -> int:
+    """Warps that copy, on Hopper."""
+    return 1 if tiles.tokens <= TWO_CTAS and tiles.rows <= MOST_ROWS else 4
+
+
 def depth_of(tile_rows: int) -> int:
     """Columns of a stage: the warps that are not needed along the rows take further ones."""
     return CHUNK * max(WARPS * LEAST_ROWS // tile_rows, 1)
 
 
-def ring_stages(tile: int, tile_rows: int, device: int) -> int:
-    """Stages of a ring that fit: a stage has 16 KB of weights, and the same columns of the tokens."""
-    depth = depth_of(tile_rows)
+def ring_stages(tile: int, tile_rows: int, depth: int, device: int) -> int:
+    """Stages of a ring that fit: a stage has `depth` columns of the weights and of the tokens."""
     most = shared_bytes_per_block(device)
     if tile <= TWO_CTAS and tile_rows <= MOST_ROWS:
         most = min(most, (most + 1024) // 2 - 1024)  # of each CTA's memory the driver takes 1 KB
-    return min(most // (tile_rows * depth + 2 * tile * depth), MOST_STAGES)
+    return min((most - BARRIER_BYTES) // (tile_rows * depth + 2 * tile * depth), MOST_STAGES)
 
 
 @functools.cache
@@ -207,17 +242,73 @@ def product_kernel(
     device: int,
 ) -> tuple[Kernel, int]:
     """The kernel for such tiles, and the shared memory that it needs."""
-    depth, stages = depth_of(tiles.rows), max(ring_stages(tiles.tokens, tiles.rows, device), 2)
+    depth = CHUNK if tiles.hopper else depth_of(tiles.rows)
+    stages = max(ring_stages(tiles.tokens, tiles.rows, depth, device), 2)
     file, arch = ("sm90/projection.cu", "sm_90a") if tiles.hopper else ("sm80/projection.cu", None)
     made = kernel(
         file, "block_scaled_product", arch, TOKENS=tiles.tokens, ROWS=tiles.rows, SPLITS=tiles.splits, STAGES=stages,
         OUTPUT=output, BLOCK_COLUMNS=block_columns, ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
         POWER_OF_TWO=int(power_of_two),
     )  # fmt: skip
-    sums = depth // CHUNK * tiles.tokens * (tiles.rows + 4) * 4
-    shared_bytes = max(stages * depth * (tiles.rows + 2 * tiles.tokens), sums)
+    sums = depth_of(tiles.rows) // CHUNK * tiles.tokens * (tiles.rows + 4) * 4
+    barriers = 16 * stages if tiles.hopper else 0
+    shared_bytes = max(stages * depth * (tiles.rows + 2 * tiles.tokens) + barriers, sums)
     made.max_dynamic_shared_size_bytes = shared_bytes
     return made, shared_bytes
+
+
+def quantize_groups(x: Any, values: Any, scales: Any) -> None:
+    """e4m3 values [n, M, K] of x [n, M, K], and scales [n, M, K / 128], powers of two."""
+    groups, tokens, columns = x.shape
+    kernel("common/quantize_groups.cu", "quantize_groups", ALIGNED=int(is_aligned(x, values)))(
+        (tokens, groups, -(-columns // PARTS_OF_ROW)),
+        (128,),
+        (x, *strides(x)[:2], values, *strides(values)[:2], scales, *strides(scales), columns),
+        overlap=True,
+    )
+
+
+def fp8_product(
+    values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any
+) -> bool:
+    """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
+
+    Returns False, and writes nothing, where sm90/fp8_product.cu does not take them.
+    """
+    (groups, tokens, columns), rows = values.shape, weight.shape[1]
+    device = out.device.id
+    whole = columns % CHUNK == 0 and rows % 8 == 0 and block_rows % CHUNK == 0 and block_columns % CHUNK == 0
+    if not (whole and is_hopper(device) and is_aligned(values, weight, out)):
+        return False
+    maps = [map_of_matrices(array, tile) for array, tile in ((values, FP8_TOKENS), (weight, FP8_ROWS))]
+    if NO_MAP in maps:
+        return False
+    made = kernel("sm90/fp8_product.cu", "fp8_product", "sm_90a", OUTPUT=C_NAMES[out.dtype.name])
+    made.max_dynamic_shared_size_bytes = FP8_SHARED
+    token_tiles, row_tiles = -(-tokens // FP8_TOKENS), -(-rows // FP8_ROWS)
+    tiles = token_tiles * row_tiles * groups
+    made(
+        (min(tiles, device_sms(device)),),
+        (FP8_THREADS,),
+        (
+            x_scales, scales, out, *strides(x_scales), *strides(scales)[:2], *strides(out)[:2], tokens, rows, columns,
+            block_rows, block_columns, token_tiles, row_tiles, tiles, *maps[0], *maps[1],
+        ),
+        shared_mem=FP8_SHARED,
+        overlap=True,
+    )  # fmt: skip
+    return True
+
+
+def map_of_matrices(array: Any, tile: int) -> Words:
+    """A map of [n, rows, K], by boxes of `tile` rows of 128 bytes; NO_MAP unless rows are at multiples of 16 bytes."""
+    (groups, rows, columns), unit = array.shape, array.dtype.itemsize
+    group_stride, row_stride = (unit * stride for stride in strides(array)[:2])
+    row_stride = row_stride if rows > 1 else unit * columns
+    group_stride = group_stride if groups > 1 else rows * row_stride
+    if unit * columns % 16 or row_stride % 16 or group_stride % 16:
+        return NO_MAP
+    return map_of_pages(pointer(array), groups, group_stride, rows, unit * columns, tile, row_stride)
 
 
 def dequantize_blocks(weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any) -> None:

@@ -18,28 +18,34 @@ def box_rows(block_rows: int, page_rows: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def map_of_pages(address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int) -> Words:
+def map_of_pages(
+    address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int = 0
+) -> Words:
     """The words of a TensorMap of 16-bit values [pages][page_rows][row_bytes / 2] by boxes of 64 values of `rows` rows.
 
+    row_stride  bytes from row to row; 0: row_bytes
     The first word is the address, which may be replaced by another. NO_MAP if the driver rejects such a map. The device
     is not accessed: this may be called while a CUDA graph is captured.
     """
     here, elsewhere = (
-        encoded(where, pages, page_bytes, page_rows, row_bytes, rows) for where in (address, address ^ 1 << 20)
+        encoded(where, pages, page_bytes, page_rows, row_bytes, rows, row_stride or row_bytes)
+        for where in (address, address ^ 1 << 20)
     )
     if here[:1] != (address,) or here[1:] != elsewhere[1:]:
         return NO_MAP
     return here
 
 
-def encoded(address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int) -> Words:
+def encoded(
+    address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int
+) -> Words:
     encode = getattr(ctypes.CDLL("libcuda.so.1"), "cuTensorMapEncodeTiled", None)  # since CUDA 12
     if encode is None:
         return NO_MAP
     memory = (ctypes.c_int64 * (2 * MAP_WORDS))()
     at = -(-ctypes.addressof(memory) // 64) * 64  # alignment required by the driver
     sizes = (ctypes.c_uint64 * 3)(row_bytes // 2, page_rows, pages)
-    strides = (ctypes.c_uint64 * 2)(row_bytes, page_bytes)
+    strides = (ctypes.c_uint64 * 2)(row_stride, page_bytes)
     box, steps = (ctypes.c_uint32 * 3)(64, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
     status = encode(
         ctypes.c_void_p(at), UINT16, 3, ctypes.c_void_p(address), sizes, strides, box, steps,

@@ -8,11 +8,21 @@ import numpy as np
 from ..types.projection import BlockScaledProduct
 from .compiler import cuda, float32, uint32
 from .launch import SIMULATED, kind_of, launch
-from .numbers import e4m3_value, from_float32, to_float32
+from .numbers import (
+    e4m3_byte,
+    e4m3_value,
+    float32_bits,
+    float32_value,
+    from_float32,
+    power_of_two,
+    scale_exponent,
+    to_float32,
+)
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 
 ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product
 TOGETHER = 8  # tokens that a thread block multiplies with a row of block-scaled weights
+QUANTIZED, MIN_AMAX, INFINITY_BITS = 128, np.float32(1e-10), 0x7F800000
 GROUPS = 2  # depth of a tile of the factors, in groups of 64 values
 
 
@@ -106,6 +116,41 @@ def dequantize_blocks(weight: Any, scales: Any, block_rows: int, block_columns: 
     """out [n, N, K] is each code of [n, N, K] times its block's scale."""
     blocks = out.shape[0] * out.shape[1]
     launch(dequantize_kernel, blocks, THREADS, weight, scales, block_rows, block_columns, out, kind_of(out))
+
+
+def quantize_groups(x: Any, values: Any, scales: Any) -> None:
+    """e4m3 values [n, M, K] of x [n, M, K], and scales [n, M, K / 128], powers of two."""
+    groups, tokens, columns = x.shape
+    blocks = groups * tokens * (columns // QUANTIZED)
+    launch(quantize_kernel, blocks, THREADS, x, kind_of(x), values.view(np.uint8), scales)
+
+
+def quantize_kernel(x, kind, values, scales):
+    """A thread block takes 128 values."""
+    largest = cuda.shared.array(1, np.int32)
+    parts = x.shape[2] // QUANTIZED
+    at, part = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts
+    group, token, first = at // x.shape[1], at % x.shape[1], part * QUANTIZED
+    if cuda.threadIdx.x == 0:
+        largest[0] = np.int32(float32_bits(MIN_AMAX))
+    cuda.syncthreads()
+    for k in range(first + cuda.threadIdx.x, first + QUANTIZED, cuda.blockDim.x):
+        magnitude = float32_bits(to_float32(np.int64(x[group, token, k]), kind)) & 0x7FFFFFFF
+        if magnitude < INFINITY_BITS:
+            cuda.atomic.max(largest, 0, np.int32(magnitude))
+    cuda.syncthreads()
+    scale = power_of_two(scale_exponent(float32_value(largest[0]), -126))
+    if cuda.threadIdx.x == 0:
+        scales[group, token, part] = float32_bits(scale)
+    for k in range(first + cuda.threadIdx.x, first + QUANTIZED, cuda.blockDim.x):
+        values[group, token, k] = e4m3_byte(to_float32(np.int64(x[group, token, k]), kind) / scale)
+
+
+def fp8_product(
+    values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any
+) -> bool:
+    """There is none: dequantised values are multiplied."""
+    return False
 
 
 def dequantize_kernel(weight, scales, block_rows, block_columns, out, kind):

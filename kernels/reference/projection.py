@@ -4,6 +4,9 @@ import ml_dtypes
 import numpy as np
 
 from ..types.projection import BlockScaledProduct
+from .rows import scale_exponent, to_e4m3
+
+GROUP, MIN_AMAX = 128, np.float32(1e-10)
 
 
 def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
@@ -22,6 +25,34 @@ def dequantize_blocks(
 ) -> None:
     """out [n, N, K] is each code of [n, N, K] times its block's scale."""
     out[...] = dequantized(weight, scales, block_rows, block_columns)
+
+
+def quantize_groups(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
+    """e4m3 values [n, M, K] of x [n, M, K], and scales [n, M, K / 128], powers of two: x is about value * scale.
+
+    A scale is the least of which 448 is at least the largest finite magnitude, which counts as at least 1e-10.
+    """
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
+    largest = np.maximum(np.where(np.isfinite(groups), np.abs(groups), 0).max(axis=-1), MIN_AMAX)
+    exponents = np.vectorize(scale_exponent, otypes=[int])(largest, -126)
+    scales[...] = np.ldexp(np.float32(1), exponents)
+    values[...] = to_e4m3(groups / scales[..., None]).reshape(x.shape).view(values.dtype)
+
+
+def fp8_product(
+    values: np.ndarray,
+    x_scales: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    block_rows: int,
+    block_columns: int,
+    out: np.ndarray,
+) -> bool:
+    """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
+
+    Returns whether the backend has such a product of this size; otherwise nothing is written.
+    """
+    return False
 
 
 def dequantized(weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int) -> np.ndarray:

@@ -312,6 +312,10 @@ SOURCES = [
     ("common/shards.cu", {}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 1}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 0}),
+    ("common/quantize_groups.cu", {"ALIGNED": 1}),
+    ("common/quantize_groups.cu", {"ALIGNED": 0}),
+    ("sm90/fp8_product.cu", {"OUTPUT": "bf16"}),
+    ("sm90/fp8_product.cu", {"OUTPUT": "float"}),
     *(
         ("sm80/projection.cu", projection_macros(*numbers, output))
         for *numbers, output in (
@@ -326,12 +330,19 @@ SOURCES = [
     *(
         ("sm90/projection.cu", projection_macros(*numbers, output))
         for *numbers, output in (
-            (16, 128, 8, 5, 0, 1, 1, 1, 1, "bf16"),
+            (8, 128, 2, 6, 0, 1, 1, 1, 1, "bf16"),
             (128, 256, 1, 3, 0, 1, 1, 1, 1, "bf16"),
             (32, 128, 4, 4, 0, 1, 1, 1, 0, "float"),
-            (64, 128, 2, 6, 1, 1, 1, 0, 0, "bf16"),
+            (32, 128, 1, 4, 0, 1, 1, 1, 1, "bf16"),
+            (32, 64, 1, 6, 0, 1, 1, 1, 1, "bf16"),
+            (16, 128, 8, 5, 0, 1, 1, 0, 1, "float"),
+            (32, 128, 2, 4, 1, 1, 0, 0, 1, "bf16"),
+            (32, 256, 1, 5, 0, 1, 1, 1, 1, "bf16"),
+            (64, 128, 2, 6, 1, 1, 1, 0, 1, "bf16"),
+            (128, 64, 3, 5, 0, 1, 1, 1, 1, "bf16"),
             (128, 128, 2, 4, 0, 1, 1, 0, 0, "bf16"),
-            (32, 128, 1, 4, 1, 0, 0, 0, 1, "float"),
+            (128, 256, 4, 3, 0, 1, 0, 1, 1, "float"),
+            (128, 128, 4, 4, 1, 1, 0, 0, 1, "float"),
         )
     ),
     ("common/merge_partials.cu", {"VALUE": "bf16", "ALIGNED": 1}),

@@ -1,107 +1,235 @@
 // out [tokens, rows] = x [tokens, K] W^T for few tokens, by wgmma: weights are the first operand, from registers, and x the second, from
-// shared memory (sm80/block_scaled.cuh says how the work is divided). A warpgroup has tiles of
-// 64 rows, 16 of each warp.
+// shared memory (sm80/block_scaled.cuh says how the work is divided).
 //
-// wgmma takes the columns of a step of 16 in their order, where a lane has eight neighbouring codes of 32. So the columns of x are
-// permuted as they are copied: four bytes at a time, a row of 128 bytes by a warp, without conflicts.
+// A thread copies both by TMA, chunks of 128 columns. Two warpgroups multiply tiles of 64 rows, 16 of each warp: all chunks of their own
+// tiles or, with 64 rows, every second chunk of the same tile. While the products of half a chunk run, codes of the next half
+// become bfloat16.
+#define CHUNKS_IN_TURN
 #include "sm80/block_scaled.cuh"
+#include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
-static_assert(ROWS == 128 || ROWS == 256, "a warpgroup has one or two tiles of 64 rows");
+static_assert(ROWS == 64 || ROWS == 128 || ROWS == 256, "a warpgroup has one or two tiles of 64 rows");
+static_assert(ALIGNED, "TMA copies rows that start at multiples of 16 bytes");
+static_assert(POWER_OF_TWO || !FINE, "sums of a block of 32 columns are not kept apart");
+static_assert(HEIGHT == 1 || (POWER_OF_TWO && !FINE), "registers hold no more");
 
-#if TOKENS <= 32 && ROWS == 128
-#define BOUNDS THREADS, 2
+#ifdef CTAS
+constexpr bool TWO_CTAS = CTAS == 2;
 #else
-#define BOUNDS THREADS
+constexpr bool TWO_CTAS = TOKENS <= 32 && ROWS <= 128;  // on an SM
 #endif
+constexpr int OPERANDS = TOKENS > 64 && TWO_CTAS ? 1 : 2;
+constexpr int PRODUCERS = TWO_CTAS ? 1 : 4;             // warps; setmaxnreg takes warpgroups
+constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS, HALF = TOKENS * 128;
+constexpr bool DIRECT = SPLITS == 1 && PARTS == 1 && TOKENS >= 16 && sizeof(OUTPUT) == 2;  // no sums are added
+constexpr int RESULT_STRIDE = 2 * ROWS + 16;                                                 // bytes from token to token
 
+__device__ inline void wgmma_bf16(float (&x)[4], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 " REGISTERS4 ", {%4, %5, %6, %7}, %8, p, 1, 1, 0;\n}\n"
+                 : FLOATS4(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
 __device__ inline void wgmma_bf16(float (&x)[64], const uint32 (&a)[4], uint64 b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
                  : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-struct Wgmma {
-    const bf16* from;
-    int64 apart;
-    int rows, column, to;
+// The ring of a CTA: addresses of its stages and of their barriers, after the last stage.
+struct Ring {
+    uint32 start;
+    __device__ uint32 weights(int slot) const { return start + slot * STAGE_BYTES; }
+    __device__ uint32 x(int slot) const { return weights(slot) + WEIGHT_BYTES; }
+    __device__ uint32 full(int slot) const { return start + STAGES * STAGE_BYTES + 8 * slot; }
+    __device__ uint32 empty(int slot) const { return full(slot) + 8 * STAGES; }
+};
 
-    // Lane j copies the pair of columns 32 (j / 16) + 2 (j % 16) of a half of 64 columns, a warp every eighth token.
-    __device__ Wgmma(const Tokens& tokens, const bf16* x, int count) {
-        int warp = threadIdx.x / 32, j = threadIdx.x % 32;
-        column = 2 * j;
-        from = x + warp * tokens.x_stride + column;
-        apart = 8 * tokens.x_stride;
-        rows = count - warp;
-        int chunk = j / 16 * 4 + j / 2 % 2 * 2 + j % 2, word = j / 4 % 4;
-        to = warp * 128 + ((chunk ^ warp) << 4) + 4 * word;
-    }
-
-    __device__ static void sync() {
-        fence_proxy_async();
-        __syncthreads();
-    }
-
-    __device__ static void copy_pair(uint8* target, const bf16* source) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
-    }
-
-    // A pair, of which `left` values are there.
-    __device__ static void store_part(uint8* target, const bf16* source, int left) {
-        uint32 low = left > 0 ? source[0].bits : 0, high = left > 1 ? source[1].bits : 0;
-        *reinterpret_cast<uint32*>(target) = low | high << 16;
-    }
-
-    // Columns [k, k + 128) to two tiles of TOKENS rows of 128 bytes. Rows without a token stay as they are: they make columns of the
-    // product that nothing reads.
-    __device__ void copy(uint8* stage, int k, int end) const {
-        const bf16* source = from + k;
-        stage += to;
-        if (ALIGNED && k + 128 <= end) {
+// By one thread.
+__device__ inline void produce(const Ring& ring, const Tile& tile, const TensorMap& map, const TensorMap& x_map) {
+    auto load_weights = [&](int slot, int i) {
+        barrier_arrive_expecting(ring.full(slot), STAGE_BYTES);
+        tma_load(ring.weights(slot), map, tile.column(i) / 2, tile.row, tile.group, ring.full(slot));
+    };
+    if (EARLY)
+        for (int i = 0; i < min(STAGES, tile.chunks); ++i) load_weights(i, i);
+    pdl_wait();
+    for (int i = 0, slot = 0, round = 0; i < tile.chunks; ++i) {
+        if (i >= STAGES) barrier_wait(ring.empty(slot), round % 2 ^ 1);
+        if (i >= STAGES || !EARLY) load_weights(slot, i);
 #pragma unroll
-            for (int i = 0; i < TOKENS / 8; ++i, source += apart)
+        for (int half = 0; half < 2; ++half)
+            tma_load(ring.x(slot) + half * HALF, x_map, tile.column(i) + 64 * half, tile.first, tile.group, ring.full(slot));
+        if (++slot == STAGES) slot = 0, ++round;
+    }
+}
+
+using RowScales = float[HEIGHT][2][FINE ? 4 : 1];  // of a lane's rows, for each 32 columns of a chunk if they differ
+
+// The operand of four steps, columns 64 half to 64 half + 63 of the rows at `row` and 8 further on. Lane 4 g + c has values 2 c, + 1,
+// 2 c + 8 and + 9 of a step; the four lanes of a row read all 16 at once.
+__device__ inline void load_half(uint32 (&a)[4][4], uint32 (&nan)[2], uint32 row, const float (&scale)[2][FINE ? 4 : 1], int half) {
+    int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
+    uint32 pick = 0x1000 + 0x2220 * c;  // bytes 2 c and 2 c + 1 to the upper bytes of both halves
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (8 * i < rows) copy_pair(stage + half * TOKENS * 128 + 1024 * i, source + 64 * half);
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            uint4 x = lds128(row + i * 1024 + ((4 * half + t ^ g) << 4));
+            if (!FINITE)
+                nan[i] |= ((x.x & 0x7f7f7f7f) + 0x01010101) | ((x.y & 0x7f7f7f7f) + 0x01010101) |
+                          ((x.z & 0x7f7f7f7f) + 0x01010101) | ((x.w & 0x7f7f7f7f) + 0x01010101);
+            uint32 unit = code_unit(scale[i][FINE ? 2 * half + t / 2 : 0]);
+            a[t][i] = upper_bytes_to_bf16(__byte_perm(x.x, x.y, pick), unit);
+            a[t][i + 2] = upper_bytes_to_bf16(__byte_perm(x.z, x.w, pick), unit);
+        }
+}
+
+struct Consumer {
+    Sums sums = {};
+    uint32 row;  // of the lane's first codes in a stage
+    int scale_rows[HEIGHT][2];  // where the scales of these rows are
+    RowScales next;
+
+    __device__ Consumer(const Weights& w, const Tile& tile, int strip_row, int part, int block_rows) {
+        row = (strip_row + threadIdx.x % 32 / 4) * 128;
+#pragma unroll
+        for (int i = 0; i < 2 * HEIGHT; ++i) {
+            int block = min(tile.row + strip_row + 8 * i + int(threadIdx.x) % 32 / 4, w.rows - 1) / block_rows;
+            scale_rows[i / 2][i % 2] = tile.group * int(w.scale_group_stride) + block * int(w.scale_row_stride);
+        }
+        load_scales(w, tile.column(part));
+    }
+    __device__ void load_scales(const Weights& w, int k) {
+#pragma unroll
+        for (int i = 0; i < 2 * HEIGHT; ++i)
+#pragma unroll
+            for (int q = 0; q < (FINE ? 4 : 1); ++q)
+                next[i / 2][i % 2][q] = w.scales[scale_rows[i / 2][i % 2] + min(k + 32 * q, w.columns - 1) / BLOCK_COLUMNS];
+    }
+    __device__ float (&sum(int h))[TOKENS / 2] { return reinterpret_cast<float(&)[TOKENS / 2]>(sums.x[h]); }
+
+    // Add the products of a chunk, halves in turn, each with all tiles of 64 rows.
+    __device__ void multiply(uint32 weights, uint32 x, const RowScales& scale) {
+        uint64 tile = tile_descriptor(x & 0xffffff);  // without the CTA's rank in its cluster
+        uint32 a[OPERANDS][4][4];
+        float products[TOKENS / 2];
+        load_half(a[0], sums.nan[0], weights + row, scale[0], 0);
+#pragma unroll
+        for (int u = 0; u < 2 * HEIGHT; ++u) {
+            int half = u / HEIGHT, h = u % HEIGHT, next_half = (u + 1) / HEIGHT, next_h = (u + 1) % HEIGHT;
+            wgmma_fence();
+#pragma unroll
+            for (int t = 0; t < 4; ++t)
+                wgmma_bf16(POWER_OF_TWO ? sum(h) : products, a[u % OPERANDS][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
+            wgmma_commit();
+            if (u + 1 == 2 * HEIGHT) break;
+            if (OPERANDS == 1) wgmma_wait<0>();
+            else if (u) wgmma_wait<1>();  // the other operand is free
+            load_half(a[(u + 1) % OPERANDS], sums.nan[next_h], weights + row + next_h * 2048, scale[next_h], next_half);
+        }
+        wgmma_wait<0>();
+        if (POWER_OF_TWO) {
+#pragma unroll
+            for (int h = 0; h < HEIGHT; ++h) pin(sum(h));
             return;
         }
-#pragma unroll 1
-        for (int i = 0; i < TOKENS / 8; ++i, source += apart)
-            for (int half = 0; half < 2; ++half)
-                if (8 * i < rows) store_part(stage + half * TOKENS * 128 + 1024 * i, source + 64 * half, end - k - column - 64 * half);
+        pin(products);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) sum(0)[i] = fmaf(products[i], scale[0][i / 2 % 2][0], sum(0)[i]);
     }
 
-    __device__ void multiply(Sums& sums, const Codes& a, const uint8* x, const Scales& scale) const {
-        constexpr int STEPS = FINE && !POWER_OF_TWO ? 2 : 8;  // of 16 columns that are added before they are scaled
-        uint64 tile = tile_descriptor(shared_address(x) & 0xffffff);  // without the CTA's rank in its cluster
+    __device__ void run(const Ring& ring, const Weights& w, const Tile& tile, int part) {
+        for (int i = part, slot = part % STAGES, round = part / STAGES; i < tile.chunks; i += PARTS) {
+            RowScales scale;
+#pragma unroll
+            for (int j = 0; j < 2 * HEIGHT; ++j)
+#pragma unroll
+                for (int q = 0; q < (FINE ? 4 : 1); ++q) scale[j / 2][j % 2][q] = next[j / 2][j % 2][q];
+            load_scales(w, tile.column(i + PARTS));
+            barrier_wait(ring.full(slot), round % 2);
+            multiply(ring.weights(slot), ring.x(slot), scale);
+            warp_arrive(ring.empty(slot));
+            if ((slot += PARTS) >= STAGES) slot -= STAGES, ++round;
+        }
+    }
+
+    // A warp's results as bfloat16, [TOKENS] of RESULT_STRIDE bytes in place of the ring.
+    __device__ void store_result(uint32 to, int strip_row) const {
+        int lane = threadIdx.x % 32, token = lane / 16 * 8 + lane % 8, row = strip_row + lane / 8 % 2 * 8;
 #pragma unroll
         for (int h = 0; h < HEIGHT; ++h) {
-            float(&sum)[TOKENS / 2] = reinterpret_cast<float(&)[TOKENS / 2]>(sums.x[h]);
+            bool is_nan[2];
 #pragma unroll
-            for (int first = 0; first < 8; first += STEPS) {
-                float products[TOKENS / 2];
-                wgmma_fence();
+            for (int i = 0; i < 2; ++i) is_nan[i] = row_is_nan(sums.nan[h][i]);
 #pragma unroll
-                for (int step = first; step < first + STEPS; ++step)
-                    wgmma_bf16(POWER_OF_TWO ? sum : products, a[h][step],
-                               tile + step / 4 * (TOKENS * 128 >> 4) + step % 4 * 2, POWER_OF_TWO || step > first);
-                wgmma_commit();
-                wgmma_wait<0>();
-                if (POWER_OF_TWO) {
-                    pin(sum);
-                    continue;
+            for (int n = 0; n < TOKENS / 8; n += 2) {
+                uint32 words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* from = sums.x[h][n + i / 2] + i % 2 * 2;
+                    words[i] = is_nan[i % 2] ? 0x7fc07fc0 : pack(bf16{}, from[0], from[1]);
                 }
-                pin(products);
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) sum[i] = fmaf(products[i], scale[h][i / 2 % 2][FINE ? first / 2 : 3], sum[i]);
+                stmatrix4_transposed(to + (8 * n + token) * RESULT_STRIDE + 2 * (row + 16 * h), words[0], words[1], words[2], words[3]);
             }
         }
     }
 };
 
-extern "C" CLUSTER __global__ void __launch_bounds__(BOUNDS)
-block_scaled_product(Weights w, Tokens tokens) {
+// The result of a CTA that has no sums to add, 16 bytes at a time.
+__device__ inline void copy_result(uint32 from, const Tokens& tokens, const Weights& w, const Tile& tile) {
+    OUTPUT* out = tokens.out + tile.group * tokens.out_group_stride + tile.first * tokens.out_stride + tile.row;
+    for (int i = threadIdx.x; i < tile.count * (ROWS / 8); i += THREADS) {
+        int t = i / (ROWS / 8), r = i % (ROWS / 8) * 8;
+        if (tile.row + r >= w.rows) continue;
+        uint4 x = lds128(from + t * RESULT_STRIDE + 2 * r);
+        OUTPUT* to = out + t * tokens.out_stride + r;
+        if (tile.row + r + 8 <= w.rows) {
+            *reinterpret_cast<uint4*>(to) = x;
+        } else {
+            uint32 words[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                if (tile.row + r + j < w.rows) reinterpret_cast<uint16*>(to)[j] = words[j / 2] >> 16 * (j % 2);
+        }
+    }
+}
+
+extern "C" CLUSTER __global__ void __launch_bounds__(ALL_THREADS, TWO_CTAS ? 2 : 1)
+block_scaled_product(Weights w, Tokens tokens, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+                     int block_rows) {
     extern __shared__ uint4 memory[];
-    if ((shared_address(memory) & 0xffffff) != SHARED_START) __trap();  // tiles are aligned to 1024 bytes
-    multiply_rows<Wgmma>(w, tokens, reinterpret_cast<uint8*>(memory));
+    Ring ring{shared_address(memory)};
+    if ((ring.start & 0xffffff) != SHARED_START || reinterpret_cast<uint64>(&map) % 64) __trap();  // tiles are aligned to 1024 bytes
+    Tile tile(w, tokens);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), WARPS / PARTS * WARP_ARRIVALS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    pdl_release();
+    int strip_row = threadIdx.x / 32 % STRIPS * 16 * HEIGHT, part = threadIdx.x / 32 / STRIPS;
+    float* partial = reinterpret_cast<float*>(memory);
+    if (threadIdx.x >= THREADS) {
+        if (!TWO_CTAS) warpgroup_reg_dealloc<40>();
+        if (threadIdx.x == THREADS) produce(ring, tile, map, x_map);
+        __syncwarp();
+        __syncthreads();
+        sync_splits();
+        if (SPLITS > 1) sync_splits();
+        return;
+    }
+    if (!TWO_CTAS) warpgroup_reg_alloc<232>();
+    if (!EARLY) pdl_wait();
+    Consumer consumer(w, tile, strip_row, part, block_rows);
+    consumer.run(ring, w, tile, part);
+    __syncthreads();  // every warp has read its last stage
+    if (DIRECT) consumer.store_result(ring.start, strip_row);
+    else store_sums(partial, consumer.sums, part, strip_row);
+    if (EARLY) pdl_wait();  // before the result is written
+    sync_splits();
+    if (DIRECT) copy_result(ring.start, tokens, w, tile);
+    else write_result(tokens, w, tile, partial);
+    if (SPLITS > 1) sync_splits();  // this CTA's sums have been read
 }

@@ -41,10 +41,12 @@ __device__ inline void wgmma_rows(bf16, float (&x)[32], uint64 a, uint64 b, int 
 __device__ inline void wgmma_rows(f16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_f16(x, a, b, add); }
 
 // Like the products of 64 columns in sm90/hopper.cuh, with 32 and 16 columns: a is in registers, b a tile of as many rows.
+#define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS8(x) \
     "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7])
 #define FLOATS16(x) \
     FLOATS8(x), "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15])
+#define REGISTERS4 "{%0, %1, %2, %3} "
 #define REGISTERS8 "{%0, %1, %2, %3, %4, %5, %6, %7} "
 #define REGISTERS16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15} "
 __device__ inline void wgmma_f16(float (&x)[16], const uint32 (&a)[4], uint64 b, int add) {
@@ -66,6 +68,13 @@ __device__ inline void wgmma_bf16(float (&x)[8], const uint32 (&a)[4], uint64 b,
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " REGISTERS8 ", {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}\n"
                  : FLOATS8(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// x (64 x 128) = a b^T (+ x) of e4m3 tiles of 64 and 128 rows: 32 values along both.
+__device__ inline void wgmma_e4m3(float (&x)[64], uint64 a, uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " REGISTERS64 ", %64, %65, p, 1, 1;\n}\n"
+                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
 }
 
 // Synchronise the threads of a warpgroup by named barrier `id`, 1 to 15.
