@@ -94,6 +94,11 @@ class CacheLayout:
         return self.quantized_dim // self.scale_tile if self.scale_tile else 0
 
     @property
+    def has_fine_scales(self) -> bool:
+        """Whether scales change within 64 values, which attention kernels multiply at a time: V4.1's do."""
+        return 0 < self.scale_tile < 64
+
+    @property
     def rope_offset(self) -> int:
         """First byte of the 16-bit tail of a quantised row, from the start of the row."""
         in_row = self.scale_bytes if self.scale_placement == "in_row" else 0

@@ -16,7 +16,7 @@ from ..types.segments import Pages
 from .attention_tile import Tile, attention_of
 from .compiler import cuda, float32, int32, uint32
 from .intrinsics import exponential
-from .latent_rows import has_fine_scales, latent_rows_of
+from .latent_rows import latent_rows_of
 from .launch import (
     NO_PARTS,
     NO_SCALE,
@@ -84,7 +84,7 @@ def attend(
     formats = layout, lists[-1].pages.layout
     caches = [x.pages.bytes for x in lists]
     groups, float16 = -(-layout.head_dim // GROUP), q.dtype == np.float16
-    weighted = layout.num_scales > 0 and not has_fine_scales(layout)
+    weighted = layout.num_scales > 0 and not layout.has_fine_scales
     tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16)
     blocks = batch * s_q * -(-heads // ROWS)
     parts = part_count(blocks, -(-most_keys // KEYS), multiprocessors()) if may_split else 1

@@ -42,14 +42,9 @@ class LatentRows(NamedTuple):
     store: Any
 
 
-def has_fine_scales(layout: CacheLayout) -> bool:
-    """Whether scales change within a group of values."""
-    return 0 < layout.scale_tile < GROUP
-
-
 def latent_rows_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], aligned: bool) -> LatentRows:
     """For the formats of two caches, which are equal unless their scales are fine."""
-    return fine_rows_of(tile, formats, aligned) if has_fine_scales(formats[0]) else rows_of(tile, formats[0], aligned)
+    return fine_rows_of(tile, formats, aligned) if formats[0].has_fine_scales else rows_of(tile, formats[0], aligned)
 
 
 @functools.cache

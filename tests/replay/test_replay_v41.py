@@ -1,6 +1,5 @@
 """Small runs of V4.1's layers: shared rows and selections, rings of running requests, every part timed and checked."""
 
-import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from cumla.replay.trace import TraceRequest
 from cumla.replay.verify import CHOICE_BOUND
 from cumla.replay.whole_v41 import v41_shapes
 from cumla.replay.whole_v41_exact import gap
+from support import wrong_calls
 from support.v41_stack import GOLDEN
 
 OPTIONS = ReplayOptions(
@@ -121,26 +121,8 @@ def padding(rows):
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
-    """Each operation is called with something that is not what the layer gives it."""
-    module, name = what.rsplit(".", 1)
-    right = getattr(importlib.import_module(module), name)
-
-    def wrong(*args, **keywords):
-        if name == "apply_rope":  # rotates by the wrong angle
-            args = (args[0], args[1] + 1, *args[2:])
-        elif name == "compress_latents":  # rows of other tokens
-            args = (np.roll(args[0], 1, axis=0), *args[1:])
-        elif name == "fused_indexer_q_rope_quant":  # rotates by the wrong angle
-            args = (args[0] + 1, *args[1:])
-        elif name == "candidate_topk":  # scores of other queries
-            args = (np.roll(args[0], 1, axis=-1), *args[1:])
-        else:  # keys of other rows
-            args = (np.roll(args[0], 1, axis=0), *args[1:])
-        return right(*args, **keywords)
-
-    monkeypatch.setattr(what, wrong)
-    _, records = run([TraceRequest(0.0, 150, 6, (0,))])
-    failures = failures_of(records)
+    wrong_calls.make(monkeypatch, what)
+    failures = wrong_calls.failures(OPTIONS)
     assert any(found in failure and layer in failure for failure in failures), failures
 
 

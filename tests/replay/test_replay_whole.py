@@ -1,6 +1,5 @@
 """Small runs of whole layers: every part is timed, shared prefixes continue from rows and states."""
 
-import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 from cumla.replay.whole import v4_shapes, v32_shapes
+from support import wrong_calls
 from support.models import DeepseekV4Config, DeepseekV32Config, records
 
 OPTIONS = ReplayOptions(
@@ -61,27 +61,8 @@ def test_every_layer_is_checked_against_float64(finished):
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
-    """Each operation is called with something that is not what the layer gives it."""
-    module, name = what.rsplit(".", 1)
-    right = getattr(importlib.import_module(module), name)
-
-    def wrong(*args, **keywords):
-        if name == "apply_rope":  # rotates by the wrong angle
-            args = (args[0], args[1] + 1, *args[2:])
-        elif name == "qnorm_rope_and_insert":  # rows of other tokens
-            args = (args[0], np.roll(args[1], 1, axis=1), *args[2:])
-        elif name == "concat_and_cache_mla":
-            args = (np.roll(args[0], 1, axis=1), *args[1:])
-        elif name == "compute_global_topk_indices_and_lens":  # other rows than those selected
-            args = (np.where(args[0] > 0, args[0] - 1, args[0]), *args[1:])
-        else:
-            keywords["attn_sink"] = keywords["attn_sink"] + 4
-        return right(*args, **keywords)
-
-    monkeypatch.setattr(what, wrong)
-    options = replace(OPTIONS, layers=(layer,))
-    engine = Engine(options, [TraceRequest(0.0, 150, 6, (0,))])
-    failures = [sample.failure for record in engine.steps() for sample in record.samples if sample.failure]
+    wrong_calls.make(monkeypatch, what)
+    failures = wrong_calls.failures(replace(OPTIONS, layers=(layer,)))
     assert any(found in failure for failure in failures), failures
 
 

@@ -24,11 +24,6 @@ HOPPER_BF16 = (DSV4_BF16, MLA_BF16)
 HOPPER = (DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, *HOPPER_BF16)
 
 
-def has_fine_scales(layout: CacheLayout) -> bool:
-    """Whether scales change within a slice, as V4.1's do."""
-    return 0 < layout.scale_tile < SLICE
-
-
 def has_whole_slices(layout: CacheLayout) -> bool:
     """Whether a fast kernel can take the format: its quantised values and its 16-bit tail are multiples of a slice."""
     return layout.head_dim % SLICE == 0 and layout.quantized_dim % SLICE == 0
@@ -42,6 +37,6 @@ def layout_macros(formats: Formats) -> dict[str, str | int]:
 
 def exact_macros(formats: Formats, aligned: bool, heads: int) -> dict[str, Any]:
     """The macros for csrc/common/sparse/exact.cu."""
-    follows = all(has_whole_slices(x) and not has_fine_scales(x) for x in formats)
+    follows = all(has_whole_slices(x) and not x.has_fine_scales for x in formats)
     float64 = {} if follows else {"FLOAT64_ONLY": 1}
     return {**layout_macros(formats), "ALIGNED": int(aligned), "TILE_HEADS": heads, **float64}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....layout import CacheLayout
-from .formats import Formats, has_fine_scales, layout_macros
+from .formats import Formats, layout_macros
 
 THREADS, WARPS = 256, 8
 STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
@@ -103,7 +103,7 @@ def shared_bytes(formats: Formats, size: Size) -> int:
 
 def _ring_row_bytes(layout: CacheLayout) -> int:
     """Bytes of a row in the ring, where rows of fine scales are expanded to a byte a value."""
-    return max(layout.token_bytes, layout.quantized_dim if has_fine_scales(layout) else 0)
+    return max(layout.token_bytes, layout.quantized_dim if layout.has_fine_scales else 0)
 
 
 def _aligned(size: int) -> int:
