@@ -7,6 +7,7 @@ test_simulated_attention.py has small cases. `nowhere(when)` marks combinations 
 `thorough(when)` marks combinations that only slow tests cover, where there is no device.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -114,6 +115,10 @@ def pytest_collection_modifyitems(items):
     result = yield
     items[:] = [item for item in items if not is_said(item, "nowhere")]
     return result
+
+
+def pytest_collection_finish():
+    gc.freeze()  # or each collection of garbage would look at all tests again
 
 
 def pytest_runtest_logreport(report):

@@ -1,6 +1,5 @@
 // cp.async: a late copy completes only when its thread waits for it. Copies of boxes complete at any time.
 #include "emulator.h"
-#include <deque>
 #include <vector>
 
 namespace emulator {
@@ -20,7 +19,7 @@ using Group = std::vector<Copy>;
 
 struct Thread {
     Group open;
-    std::deque<Group> groups;
+    std::vector<Group> groups;
 };
 std::vector<Thread> copying;
 
@@ -122,7 +121,10 @@ void copies_commit() {
 
 void copies_wait(uint32_t pending) {
     Thread& thread = copying[fiber_number];
-    for (; thread.groups.size() > pending; thread.groups.pop_front()) run(thread.groups.front());
+    if (thread.groups.size() <= pending) return;
+    auto end = thread.groups.end() - pending;
+    for (auto group = thread.groups.begin(); group < end; ++group) run(*group);
+    thread.groups.erase(thread.groups.begin(), end);
 }
 
 void copies_arrive(uint32_t barrier) {

@@ -48,6 +48,7 @@ static uint32_t to_bf16(float x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// A subnormal x becomes zero with or without its flushing, here and in to_e4m3.
 static uint32_t to_f16(float x) {
     uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
     if (bits > 0x7f800000) return 0x7fff;
@@ -55,6 +56,12 @@ static uint32_t to_f16(float x) {
     if (bits < 0x38800000) return sign | uint32_t(lrintf(of_bits(bits) * 16777216.0f));  // below 2^-14: steps of 2^-24
     return sign | (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
 }
+
+static const std::vector<uint32_t> E4M3_AS_F16 = [] {
+    std::vector<uint32_t> values(256);
+    for (uint32_t byte = 0; byte < 256; ++byte) values[byte] = to_f16(E4M3[byte]);
+    return values;
+}();
 
 static uint32_t to_e4m3(float x) {
     if (x != x) return 0x7f;
@@ -70,16 +77,10 @@ static uint32_t to_e4m3(float x) {
     return code | (signbit(x) ? 0x80 : 0);
 }
 
-uint32_t to_f16x2(float low, float high) {
-    KeepSubnormals keep;
-    return to_f16(low) | to_f16(high) << 16;
-}
+uint32_t to_f16x2(float low, float high) { return to_f16(low) | to_f16(high) << 16; }
 uint32_t to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
-uint16_t to_e4m3x2(float low, float high) {
-    KeepSubnormals keep;
-    return to_e4m3(low) | to_e4m3(high) << 8;
-}
-uint32_t e4m3x2_to_f16x2(uint32_t bytes) { return to_f16x2(from_e4m3(bytes), from_e4m3(bytes >> 8)); }
+uint16_t to_e4m3x2(float low, float high) { return to_e4m3(low) | to_e4m3(high) << 8; }
+uint32_t e4m3x2_to_f16x2(uint32_t bytes) { return E4M3_AS_F16[bytes & 0xff] | E4M3_AS_F16[bytes >> 8 & 0xff] << 16; }
 uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     KeepSubnormals keep;
     // The product of two bfloat16 values is exact in double; a sum with a third may be rounded twice only where it is no tie.

@@ -3,13 +3,13 @@
 // Lane 4 g + c of a 16 x 8 fragment of 16-bit values holds rows g and g + 8, columns 2 c and 2 c + 1, and the same of
 // the next 8 columns; of a result it holds columns 2 c and 2 c + 1 of both rows.
 #include "emulator.h"
-#include <deque>
 #include <vector>
 
 namespace emulator {
 namespace {
 
 constexpr int LANES = 32, K = 16;
+constexpr int ROWS = 16, MOST_DEPTH = 32, MOST_COLUMNS = 256;  // of a warp's product; bytes are twice as deep
 
 struct Operand {
     uint32_t address, x[4];
@@ -24,6 +24,23 @@ template <class T> T& as(uint8_t* bytes) { return *reinterpret_cast<T*>(bytes); 
 
 float value(uint32_t pair, int half, bool bfloat16) {
     return bfloat16 ? from_bf16(pair >> 16 * half & 0xffff) : from_f16(pair >> 16 * half);
+}
+
+// sums = a b, in order along the depth; `columns` is a multiple of 8.
+__attribute__((target_clones("avx2", "default"))) void sum_products(const float (*a)[MOST_DEPTH],
+                                                                const float (*b)[MOST_COLUMNS], int depth, int columns,
+                                                                float (*sums)[MOST_COLUMNS]) {
+    constexpr int AT_ONCE = 8;
+    typedef float Columns __attribute__((vector_size(4 * AT_ONCE)));
+    for (int row = 0; row < ROWS; row += AT_ONCE)
+        for (int column = 0; column < columns; column += AT_ONCE) {
+            Columns x[AT_ONCE] = {}, of_b;
+            for (int k = 0; k < depth; ++k) {
+                memcpy(&of_b, &b[k][column], sizeof of_b);
+                for (int i = 0; i < AT_ONCE; ++i) x[i] += a[row + i][k] * of_b;
+            }
+            for (int i = 0; i < AT_ONCE; ++i) memcpy(&sums[row + i][column], &x[i], sizeof of_b);
+        }
 }
 
 uint16_t& element(uint8_t (*brought)[MOST_BYTES], int matrix, int row, int column) {
@@ -78,7 +95,7 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
          uint32_t b1, bool bfloat16) {
     auto multiply = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
         KeepSubnormals keep;
-        float a[16][K], b[K][8];
+        float a[ROWS][MOST_DEPTH], b[K][MOST_COLUMNS], sums[ROWS][MOST_COLUMNS];
         for (int lane = 0; lane < LANES; ++lane) {
             const auto& from = as<Fragments>(brought[lane]);
             int g = lane / 4, k = 2 * (lane % 4);
@@ -89,10 +106,7 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
                     b[k + 8 * i + half][g] = value(from.b[i], half, bfloat16);
                 }
         }
-        float sums[16][8] = {};
-        for (int row = 0; row < 16; ++row)
-            for (int k = 0; k < K; ++k)
-                for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+        sum_products(a, b, K, 8, sums);
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < 4; ++i)
                 as<Fragments>(taken[lane]).x[i] += sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
@@ -135,20 +149,26 @@ struct Tile {
           stride((descriptor >> 32 & 0x3fff) << 4) {
         if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
     }
-    float at(uint32_t offset, Operands type) const {
+    // The values of a chunk, each `step` after the one before it.
+    void read(uint32_t offset, Operands type, float* values, int step) const {
         uint32_t address = start + offset, own = cluster_rank << RANK_SHIFT;  // absent from descriptors
-        uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & 0x70)), bytes_of(type));
-        if (type == Operands::E4M3) return from_f16(e4m3x2_to_f16x2(*bytes));
-        uint32_t bits = *reinterpret_cast<uint16_t*>(bytes);
-        return type == Operands::BF16 ? from_bf16(bits) : from_f16(bits);
+        const uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & 0x70)), 16);
+        auto words = reinterpret_cast<const uint16_t*>(bytes);
+        if (type == Operands::E4M3)
+            for (int i = 0; i < 16; ++i) values[i * step] = from_e4m3(bytes[i]);
+        else if (type == Operands::BF16)
+            for (int i = 0; i < 8; ++i) values[i * step] = from_bf16(words[i]);
+        else
+            for (int i = 0; i < 8; ++i) values[i * step] = from_f16(words[i]);
     }
-    // Rows of the operand are rows of the tile, k runs along them.
-    float along(int row, int k, Operands type) const {
-        return at(row / 8 * stride + row % 8 * 128 + bytes_of(type) * k, type);
+    // Rows of the operand are rows of the tile, k runs along them: all of its 32 bytes.
+    void along(int row, Operands type, float* values, int step) const {
+        for (int chunk = 0; chunk < 2; ++chunk)
+            read(row / 8 * stride + row % 8 * 128 + 16 * chunk, type, values + chunk * 16 / bytes_of(type) * step, step);
     }
-    // Transposed; another tile every 64 columns.
-    float across(int k, int column, Operands type) const {
-        return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, type);
+    // Transposed, 8 columns; another tile every 64 columns.
+    void across(int k, int column, Operands type, float* values, int step) const {
+        read(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, type, values, step);
     }
 };
 
@@ -166,25 +186,27 @@ struct Product {
 
     void run() const {
         KeepSubnormals keep;
-        constexpr int MOST = 32;  // bytes are twice as deep as what has two
-        int depth = MOST / bytes_of(type);
-        float a[16][MOST], b[MOST][256], sums[16][256] = {};
+        int depth = MOST_DEPTH / bytes_of(type);
+        float a[ROWS][MOST_DEPTH], b[MOST_DEPTH][MOST_COLUMNS], sums[ROWS][MOST_COLUMNS];
         Tile a_at(of[0].a ? b_tile : a_tile), b_at(b_tile);
-        for (int row = 0; row < 16; ++row)
-            for (int k = 0; k < depth; ++k) {
-                int per_word = 4 / bytes_of(type), lane = row % 8 * 4 + k % (4 * per_word) / per_word;
-                uint32_t word = of[lane].a ? of[lane].a[row / 8 + k / (4 * per_word) * 2] : 0;
-                a[row][k] = of[lane].a && type == Operands::E4M3 ? from_e4m3(word >> 8 * (k % 4) & 0xff)
-                             : of[lane].a ? value(word, k % 2, type == Operands::BF16)
-                             : a_rows  ? a_at.along(first_row + row, k, type)
-                                       : a_at.across(k, first_row + row, type);
-            }
-        for (int k = 0; k < depth; ++k)
-            for (int column = 0; column < columns; ++column)
-                b[k][column] = b_rows ? b_at.along(column, k, type) : b_at.across(k, column, type);
-        for (int row = 0; row < 16; ++row)
+        if (of[0].a) {
+            for (int row = 0; row < ROWS; ++row)
+                for (int k = 0; k < depth; ++k) {
+                    int per_word = 4 / bytes_of(type), lane = row % 8 * 4 + k % (4 * per_word) / per_word;
+                    uint32_t word = of[lane].a[row / 8 + k / (4 * per_word) * 2];
+                    a[row][k] = type == Operands::E4M3 ? from_e4m3(word >> 8 * (k % 4) & 0xff)
+                                                       : value(word, k % 2, type == Operands::BF16);
+                }
+        } else if (a_rows) {
+            for (int row = 0; row < ROWS; ++row) a_at.along(first_row + row, type, a[row], 1);
+        } else {
             for (int k = 0; k < depth; ++k)
-                for (int column = 0; column < columns; ++column) sums[row][column] += a[row][k] * b[k][column];
+                for (int row = 0; row < ROWS; row += 8) a_at.across(k, first_row + row, type, &a[row][k], MOST_DEPTH);
+        }
+        for (int column = 0; b_rows && column < columns; ++column) b_at.along(column, type, &b[0][column], MOST_COLUMNS);
+        for (int k = 0; !b_rows && k < depth; ++k)
+            for (int column = 0; column < columns; column += 8) b_at.across(k, column, type, &b[k][column], 1);
+        sum_products(a, b, depth, columns, sums);
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < columns / 2; ++i) {
                 int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
@@ -195,11 +217,14 @@ struct Product {
 
 struct WarpProducts {
     std::vector<Product> open;
-    std::deque<std::vector<Product>> groups;
+    std::vector<std::vector<Product>> groups;
 
     void finish(size_t pending) {
-        for (; groups.size() > pending; groups.pop_front())
-            for (const Product& product : groups.front()) product.run();
+        if (groups.size() <= pending) return;
+        auto end = groups.end() - pending;
+        for (auto group = groups.begin(); group < end; ++group)
+            for (const Product& product : *group) product.run();
+        groups.erase(groups.begin(), end);
     }
 };
 std::vector<WarpProducts> products;

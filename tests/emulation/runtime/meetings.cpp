@@ -97,8 +97,13 @@ const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act
     if (warp.arrived == 0) warp.what = what;
     else if (warp.what != what && strcmp(warp.what, what))
         fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
-    memcpy(warp.brought[place][lane], brought, bytes);
-    memcpy(warp.taken[place][lane], brought, bytes);  // kept if `act` does not change it
+    if (bytes == 4) {  // most often
+        memcpy(warp.brought[place][lane], brought, 4);
+        memcpy(warp.taken[place][lane], brought, 4);
+    } else {
+        memcpy(warp.brought[place][lane], brought, bytes);
+        memcpy(warp.taken[place][lane], brought, bytes);  // kept if `act` does not change it
+    }
     uint64_t now = warp.meetings;
     if (++warp.arrived == LANES) {
         if (act) act(context, warp.brought[place], warp.taken[place]);

@@ -22,7 +22,7 @@
 #include <vector>
 #include <xmmintrin.h>
 
-// Saves this stack in `*from`, and continues with the other.
+// Saves this stack in `*from`, and continues with the other. A jump, as the CPU would predict a return to this stack.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -33,7 +33,8 @@ emulator_switch:
     movq %rsp, (%rdi)
     movq %rsi, %rsp
     popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
-    ret
+    popq %rcx
+    jmp *%rcx
 )");
 
 namespace emulator {
@@ -54,6 +55,8 @@ struct Fiber {
     void* stack_pointer;
     Wait wait;
     bool done, begun;
+    int thread, rank;  // its number in its block, and the block's in the cluster
+    Index index;
 };
 
 // The launch that Python requests.
@@ -83,6 +86,7 @@ struct Running {
     Index first_block;                             // of the cluster
     void* scheduler = nullptr;
     Fiber* fibers = nullptr;
+    std::vector<char> alike;  // of each warp: its lanes, when they ran last
     size_t level = 0;
 };
 Running now;
@@ -105,6 +109,14 @@ uint8_t* new_stack() {
     return static_cast<uint8_t*>(memory) + PAGE;
 }
 
+int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
+
+void place_fiber(Fiber& fiber, int number) {
+    fiber.thread = number % threads_of_block(), fiber.rank = number / threads_of_block();
+    unsigned row = fiber.thread / block_size.x;
+    fiber.index = {fiber.thread % block_size.x, row % block_size.y, row / block_size.y};
+}
+
 void begin_fiber(Fiber& fiber, int number) {
     // Tops of stacks have different offsets in a page, or those of a warp would map to the same cache lines.
     void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - number % 32 * 128) - 2;
@@ -115,20 +127,17 @@ void begin_fiber(Fiber& fiber, int number) {
 
 bool is_blocked(const Wait& wait) { return wait.word && (*wait.word & wait.mask) == wait.value; }
 
-int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
-
 void enter_block(int rank) {
     cluster_rank = rank, shared_memory = levels[now.level].shared[rank];
     block_index = {now.first_block.x + rank, now.first_block.y, now.first_block.z};
 }
 
 void resume(int number) {
-    fiber_number = number, thread_number = number % threads_of_block();
-    enter_block(number / threads_of_block());
-    unsigned row = thread_number / block_size.x;
-    thread_index = {thread_number % block_size.x, row % block_size.y, row / block_size.y};
-    now.fibers[number].begun = true;
-    emulator_switch(&now.scheduler, now.fibers[number].stack_pointer);
+    Fiber& fiber = now.fibers[number];
+    fiber_number = number, thread_number = fiber.thread, thread_index = fiber.index;
+    if (fiber.rank != cluster_rank) enter_block(fiber.rank);
+    fiber.begun = true;
+    emulator_switch(&now.scheduler, fiber.stack_pointer);
 }
 
 [[noreturn]] void report_deadlock(int threads) {
@@ -161,6 +170,7 @@ void run_kernel_ahead() {
         now.fibers = levels[now.level].fibers.data();
     }
     grid_size = grid, block_size = size, shared_end = end, cluster_size = blocks;
+    enter_block(0);
     kernel_ahead_is_to_come = 0;
 }
 
@@ -187,15 +197,26 @@ void put_in_order(std::vector<int>& warps) {
     std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return groups[a / 4] < groups[b / 4]; });
 }
 
+// Whether all lanes of a warp wait for the same, or have ended.
+bool are_alike(const Fiber* lanes) {
+    for (int i = 1; i < 32; ++i)
+        if (lanes[i].done != lanes[0].done || lanes[i].wait.word != lanes[0].wait.word ||
+            lanes[i].wait.mask != lanes[0].wait.mask || lanes[i].wait.value != lanes[0].wait.value)
+            return false;
+    return true;
+}
+
 // Run the lanes of a warp that can continue, as far as they can for now.
 bool run_warp(int warp) {
     bool ran = false;
+    if (now.alike[warp] && (now.fibers[32 * warp].done || is_blocked(now.fibers[32 * warp].wait))) return false;
     int first = now.seeded ? random_number(32) : 0;
+    Fiber* lanes = now.fibers + 32 * warp;
     for (int i = 0; i < 32; ++i) {
-        int thread = 32 * warp + (first + i) % 32;
-        const Fiber& fiber = now.fibers[thread];
-        if (!fiber.done && !is_blocked(fiber.wait)) ran = true, resume(thread);
+        int lane = (first + i) % 32;
+        if (!lanes[lane].done && !is_blocked(lanes[lane].wait)) ran = true, resume(32 * warp + lane);
     }
+    now.alike[warp] = are_alike(lanes);
     return ran;
 }
 
@@ -209,8 +230,10 @@ bool is_done(int threads) {
 void run_blocks(int threads) {
     std::vector<int> warps(threads / 32);
     for (int i = 0; i < threads; ++i) begin_fiber(now.fibers[i], i);
+    now.alike.assign(warps.size(), false);
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
     now.late_work.clear();
+    enter_block(0);
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
     int turns = now.seeded ? 1 << 3 * random_number(4) : 0;  // average duration of an order
     if (now.seeded) put_in_order(warps);
@@ -237,11 +260,12 @@ void run_kernel(const Launch& launch) {
     now.launch = &launch, now.seeded = launch.seed != 0, now.generator.seed(launch.seed);
     if (threads % 32 || threads > 1024) fail("a block is not of up to 1024 threads in whole warps");
     if (launch.shared_bytes > MOST_SHARED) fail("more shared memory than there is");
-    while (int(level.fibers.size()) < threads * cluster_size) level.fibers.push_back({new_stack(), nullptr, {}, true, false});
+    while (int(level.fibers.size()) < threads * cluster_size) level.fibers.push_back({new_stack(), nullptr, {}, true, false, 0, 0, {}});
     now.fibers = level.fibers.data();
     shared_end = DYNAMIC_SHARED_AT + launch.shared_bytes;
     grid_size = launch.grid, block_size = launch.block;
     kernel_ahead_is_to_come = launch.ahead != nullptr;
+    for (int i = 0; i < threads * cluster_size; ++i) place_fiber(now.fibers[i], i);
     for (int i = 0; i < cluster_size; ++i) memset(level.shared[i], UNWRITTEN, shared_end + 1024);
     for (unsigned z = 0; z < launch.grid.z; ++z)
         for (unsigned y = 0; y < launch.grid.y; ++y)
@@ -262,7 +286,7 @@ void wait(const Wait& wait) {
     Fiber& fiber = now.fibers[fiber_number];
     fiber.wait = wait;
     while (is_blocked(fiber.wait)) emulator_switch(&fiber.stack_pointer, now.scheduler);
-    fiber.wait = {};
+    fiber.wait.word = nullptr;
 }
 
 void wait_for_kernel_ahead() { wait({&kernel_ahead_is_to_come, ~0ull, 1, "griddepcontrol.wait", 0}); }
