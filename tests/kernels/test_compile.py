@@ -1,6 +1,6 @@
 """The CUDA sources compile for every target, without a GPU, and keep their values in registers.
 
-Two programs per file for Hopper and one for its oldest target; slow tests cover all others. All variants
+One program per file for Hopper and, in sm80/, one for the oldest target; slow tests cover all others. All variants
 of a file are compiled for the oldest target and for Hopper, one for each of the other targets.
 """
 
@@ -529,10 +529,10 @@ def name_of(number):
 
 
 def is_quick(number):
-    """Whether it is one of the first two of its file for Hopper, or the first for the oldest target."""
+    """Whether it is the first of its file for Hopper or, of a file for older devices, for the oldest of them."""
     file, _, target = COMPILATIONS[number]
-    before = [(other, of) for other, _, of in COMPILATIONS[:number]].count((file, target))
-    return before < {"sm_90a": 2, TARGETS[0]: 1}.get(target, 0)
+    before = [(other, of) for other, _, of in COMPILATIONS[:number]]
+    return (file, target) not in before and target in ("sm_90a", TARGETS[0] if file.startswith("sm80/") else None)
 
 
 NUMBERS = [n if is_quick(n) else pytest.param(n, marks=pytest.mark.slow) for n in range(len(COMPILATIONS))]
