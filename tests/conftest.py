@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # or each collection of garbage would look at all tests again
+    gc.freeze()  # or each collection of garbage would visit all tests again
 
 
 def pytest_runtest_logreport(report):

@@ -146,7 +146,7 @@ EXPORT void mma_f64(double& x0, double& x1, double a, double b);
 EXPORT uint32_t transpose_matrix(uint32_t x);
 // x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. a_rows: a tile's rows are the product's;
 // b_rows: they are its columns.
-enum class Operands { F16, BF16, E4M3 };
+enum class Operands { F16, BF16, E4M3, E5M2 };  // of a product's first; the second of E5M2 is e4m3
 EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool a_rows,
                   bool b_rows, bool add, Operands type);
 EXPORT void wgmma_commit();
