@@ -298,7 +298,16 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
         -1 if rows.num_keys is None else rows.num_keys, *output, topk,
     )  # fmt: skip
     aligned = is_aligned(logits)
-    few = few_rows_size(num_rows, width, topk, device_sms(device), 8 if has_clusters(device) else 1, aligned)
+    most_blocks = 8 if has_clusters(device) else 1
+    held = held_rows_size(num_rows, width, device_sms(device), most_blocks, aligned)
+    if held is not None:
+        run = large_kernel(
+            device, held.shared_bytes, "common/indexer_topk_held.cu", "top_k_of_held_rows", THREADS=held.threads,
+            BLOCKS=held.blocks, READS=held.reads, ALIGNED=int(aligned), OUTPUT=kind,
+        )  # fmt: skip
+        run((num_rows * held.blocks,), (held.threads,), arguments, shared_mem=held.shared_bytes, overlap=True)
+        return
+    few = few_rows_size(num_rows, width, topk, device_sms(device), most_blocks, aligned)
     if few is not None:
         guessed = {"GUESSED": few.guessed} if few.guessed else {}
         run = large_kernel(
@@ -319,6 +328,40 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
         OUTPUT=kind,
     )  # fmt: skip
     run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
+
+
+class HeldRowsSize(NamedTuple):
+    """Sizes of common/indexer_topk_held.cu: threads of a CTA, reads of four columns of a thread, and CTAs of a row."""
+
+    threads: int
+    reads: int
+    blocks: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest row."""
+        return self.blocks * self.threads * 4 * self.reads
+
+    @property
+    def shared_bytes(self) -> int:
+        bins, few, groups = (8192, 512, 4 * 64 + 512 * self.blocks) if self.blocks > 1 else (4096, 256, 16)
+        scratch, of_chunks = 4 * bins + 12 * (self.threads // 32) + 16, 4 * (self.threads // 32) * self.blocks
+        return -(-(scratch + 16 + 8 * few + groups + of_chunks + 12 + 4 * self.threads + 48) // 16) * 16
+
+
+@functools.lru_cache(256)
+def held_rows_size(num_rows: int, width: int, sms: int, most_blocks: int, aligned: bool) -> HeldRowsSize | None:
+    """Sizes for rows that all run at the same time; None if they are too many, or too long."""
+    if num_rows > sms:
+        return None
+    blocks = 1
+    if width > ONE_BLOCK and aligned:  # columns one by one take more registers
+        blocks = next((n for n in (8, 4, 2) if n <= most_blocks and num_rows * n * 1.15 <= sms), 1)
+    for threads, reads in ((512, 2), (512, 4) if blocks in (2, 4) else (1024, 2), (1024, 4)):
+        size = HeldRowsSize(threads, reads, blocks)
+        if width <= size.columns:
+            return size
+    return None
 
 
 def choice_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: bool) -> int:

@@ -28,6 +28,9 @@ TABLE = {
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
     "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = emulator::max_f16x2(%0, %1 & 0x7fff7fffu)",
     "{ .reg .b32 m; abs.f16x2 m, %1; min.f16x2 %0, m, %2; }": "%0 = emulator::min_f16x2(%1 & 0x7fff7fffu, %2)",
+    "add.rn.f16x2 %0, %1, %2;": "%0 = emulator::add_f16x2(%1, %2)",
+    "set.ge.u32.f16x2 %0, %1, %2;": "%0 = emulator::at_least_f16x2(%1, %2)",
+    "prmt.b32 %0, %1, 0, 0xbb99;": "%0 = (%1 >> 15 & 1) * 0xffffu | (%1 >> 31) * 0xffff0000u",
     "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",
     "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
     "lg2.approx.ftz.f32 %0, %1;": "%0 = log2f(%1)",
@@ -98,6 +101,17 @@ TABLE = {
     "st.shared::cluster.f32 [%0], %1;": "*reinterpret_cast<float*>(emulator::cluster_shared_at(%0, 4)) = %1",
     "ld.shared::cluster.v2.f32 {%0, %1}, [%2];": (
         "auto from_ = reinterpret_cast<const float*>(emulator::cluster_shared_at(%2, 8)); %0 = from_[0]; %1 = from_[1]"
+    ),
+    "st.shared::cluster.u32 [%0], %1;": "*reinterpret_cast<uint32_t*>(emulator::cluster_shared_at(%0, 4)) = %1",
+    "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];": (
+        "auto from_ = reinterpret_cast<const uint32_t*>(emulator::cluster_shared_at(%4, 16)); "
+        "%0 = from_[0]; %1 = from_[1]; %2 = from_[2]; %3 = from_[3]"
+    ),
+    "atom.shared.add.u32 %0, [%1], %2;": (
+        "auto at_ = reinterpret_cast<uint32_t*>(emulator::shared_at(%1, 4)); %0 = *at_; *at_ += %2"
+    ),
+    "red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;": (
+        "*reinterpret_cast<uint32_t*>(emulator::cluster_shared_at(%0, 4)) += %1"
     ),
     "st.shared::cluster.b64 [%0], %1;": "*reinterpret_cast<uint64_t*>(emulator::cluster_shared_at(%0, 8)) = %1",
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];": (

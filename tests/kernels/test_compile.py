@@ -118,6 +118,11 @@ SOURCES = [
             ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
             ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
             ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
+            *(
+                ("common/indexer_topk_held.cu", {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ALIGNED": a})
+                for threads, reads in ((1024, 2), (1024, 4), (512, 2))
+                for a in (1, 0)
+            ),
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
@@ -480,6 +485,16 @@ COMPILATIONS += [  # clusters
     for target in ("sm_90a", "sm_100")
     for parts, groups in ((8, 16), (4, 8))
 ]  # fmt: skip
+COMPILATIONS += [
+    (
+        "common/indexer_topk_held.cu",
+        {"THREADS": threads, "BLOCKS": blocks, "READS": reads, "ALIGNED": 1, "OUTPUT": output},
+        target,
+    )
+    for target in ("sm_90a", "sm_100")
+    for threads, reads, blocks in ((512, 2, 8), (512, 4, 4), (1024, 4, 2), (1024, 2, 8), (1024, 4, 8))
+    for output in ("ToColumns", "ToSlots")
+]
 COMPILATIONS += [
     (
         "common/indexer_topk_few.cu",

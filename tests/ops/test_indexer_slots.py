@@ -95,14 +95,24 @@ def few(monkeypatch, threads, blocks, reads):
     from cumla.kernels.cuda import indexer as launcher
 
     size = launcher.FewRowsSize(threads, blocks, reads)
+    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: None)
     monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    return size.columns
+
+
+def held(monkeypatch, threads, blocks, reads):
+    from cumla.kernels.cuda import indexer as launcher
+
+    size = launcher.HeldRowsSize(threads, reads, blocks)
+    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: size)
     return size.columns
 
 
 def many(monkeypatch, threads):
     from cumla.kernels.cuda import indexer as launcher
 
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: None)
+    for name in ("held_rows_size", "few_rows_size"):
+        monkeypatch.setattr(launcher, name, lambda *unused: None)
     monkeypatch.setattr(launcher, "choice_threads", lambda *unused: threads)
 
 
@@ -115,9 +125,12 @@ def many(monkeypatch, threads):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
-def test_slots_of_few_rows(lab, rng, monkeypatch, size, width, topk, absent):
+@pytest.mark.parametrize("kernel", [few, held])
+def test_slots_of_few_rows(lab, rng, monkeypatch, kernel, size, width, topk, absent):
     """For single thread blocks, and for clusters, each block of which writes a part of a row."""
-    assert width <= few(monkeypatch, *size)
+    if kernel is held:
+        size = (max(size[0], 512 if size[1] > 1 else 0), size[1], max(size[2], 2))
+    assert width <= kernel(monkeypatch, *size)
     x = odd_rows(rng, 4, width)
     for block_size in (64, 100):
         lens = np.array([width, width - 3], np.int32)
@@ -149,21 +162,24 @@ def test_slots_of_more_than_fits_in_a_thread_block(lab, rng, monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
 @pytest.mark.parametrize("absent", [0, 0.02], ids=["pages", "absent-pages"])
-def test_slots_on_any_schedule(emulated, rng, monkeypatch, schedule, absent):
+@pytest.mark.parametrize(("kernel", "threads"), [(few, 128), (held, 512)])
+def test_slots_on_any_schedule(emulated, rng, monkeypatch, kernel, threads, schedule, absent):
     lab = Lab("cuda", on_device=True, emulated=True)
-    few(monkeypatch, 128, 4, 2)
+    kernel(monkeypatch, threads, 4, 2)
     x, lens = odd_rows(rng, 4, 4000), np.array([4000, 3001, 130, 64], np.int32)
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
         check(lab, x, Rows(lens=lens), 128, Cache.random(rng, 4, 1, 4000, 64, absent))
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
-@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2)])
-def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size):
+@pytest.mark.parametrize(
+    ("kernel", "size"), [(few, (128, 1, 2)), (few, (128, 4, 2)), (held, (256, 1, 2)), (held, (512, 4, 2))]
+)
+def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, kernel, size):
     """Pages are absent where the table extends past the earlier lengths, or past those of the call."""
     from cumla.kernels.cuda import indexer as launcher
 
-    few(monkeypatch, *size)
+    kernel(monkeypatch, *size)
     requests, topk = 4, 20
     lens = np.sort(rng.choice(np.arange(1, 800), requests, False)).astype(np.int32)
     said = np.full((1, 800), -1, np.float32)

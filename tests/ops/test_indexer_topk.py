@@ -63,6 +63,27 @@ def is_elsewhere(combination):
     return combination.backend != "cuda"
 
 
+def few(*size):
+    from cumla.kernels.cuda import indexer as launcher
+
+    return launcher.FewRowsSize(*size)
+
+
+def held(*size):
+    from cumla.kernels.cuda import indexer as launcher
+
+    return launcher.HeldRowsSize(*size)
+
+
+def force(monkeypatch, size):
+    """Choose by the kernel of this size."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    is_held = isinstance(size, launcher.HeldRowsSize)
+    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: size if is_held else None)
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+
+
 @pytest.mark.nowhere(when=is_elsewhere)
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("kind", ["random", "rising", "equal", "two values", "few"])
@@ -103,10 +124,10 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
     """Threads, blocks of a cluster, reads and rounds of a thread; rows of equal, missing or close values."""
     from cumla.kernels.cuda import indexer as launcher
 
-    size = launcher.FewRowsSize(*size)
+    size = few(*size)
     assert size.finds(topk)
     assert width <= size.columns
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    force(monkeypatch, size)
     x = rng.normal(size=(4, width)).astype(np.float32)
     if kind == "odd":
         x[0], x[1], x[2], x[3, ::3] = -0.0, np.round(x[1], 1), np.sort(x[2]), np.nan
@@ -123,14 +144,63 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
-@pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2), (256, 1, 8, 1, 1), (256, 1, 8, 1, 2)])
+@pytest.mark.parametrize(
+    ("size", "width", "topk"),
+    [
+        ((512, 4), 8192, 512),
+        ((128, 8), 4093, 100),
+        ((128, 8), 4096, 4000),
+        ((128, 2), 1024, 200),
+        ((256, 4), 4001, 1),
+        ((512, 4, 8), 50_000, 2048),
+        ((512, 2, 4), 9000, 700),
+        ((512, 2, 2), 5001, 3),
+    ],
+)
+@pytest.mark.parametrize("kind", ["random", "odd", "in places", "far", "near"])
+def test_choice_of_held_rows(lab, rng, monkeypatch, size, width, topk, kind):
+    """Values of which a digit has few, many, or all: beyond float16's range and next to each other, too."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    size = held(*size)
+    force(monkeypatch, size)
+    x = rng.normal(size=(5, width)).astype(np.float32)
+    if kind == "odd":
+        x[0], x[1], x[2], x[3, ::3] = -0.0, np.round(x[1], 1), np.sort(x[2]), np.nan
+        x[4] = np.where(np.arange(width) % 2, np.float32(0), np.float32(-0.0))
+    if kind == "in places":
+        x[0, 5], x[0, 9 : width // 2], x[2, 300:600] = np.inf, -np.inf, x[2, 300:600] + 100
+        x[1], x[1, 7], x[3] = -np.inf, 1, np.maximum(x[3], 0) * (rng.uniform(size=width) < 0.03)
+        x[4, : width // 3] = np.nan
+    if kind == "far":
+        x *= np.array([[1e30], [1e-30], [1e-42], [60_000], [1e-6]], np.float32)
+        x[0, ::7] = np.inf
+    if kind == "near":
+        x = (1 + x * np.array([[1e-3], [1e-6], [1e-7], [0], [1e-4]], np.float32)).astype(np.float32)
+    starts = np.array([0, 1, 3, width // 2, 0], np.int32)
+    ends = np.array([width, width - 1, width - 3, width, topk // 2], np.int32)
+    expected = cumla.top_k_per_row(x, topk, starts, ends, backend="reference")
+    for rows in (x, np.pad(x, ((0, 0), (0, 1)))[:, :width]):  # at multiples of 16 bytes, or not
+        indices = lab.put(np.zeros((len(x), topk), np.int32))
+        launcher.top_k_per_row(lab.put(rows), Rows(lab.put(starts), lab.put(ends)), indices)
+        np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [
+        (few, (1024, 1, 2)), (few, (128, 4, 2)), (few, (128, 2, 8, 2)), (few, (256, 1, 8, 1, 1)),
+        (few, (256, 1, 8, 1, 2)), (held, (128, 4)), (held, (512, 2, 2)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["signed", "positive", "equal", "subnormal"])
-def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
+def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, kernel, size, kind):
     """Lengths that leave groups of lanes without columns, or for which most columns are selected."""
     from cumla.kernels.cuda import indexer as launcher
 
-    size, topk = launcher.FewRowsSize(*size), 100
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    size, topk = kernel(*size), 100
+    force(monkeypatch, size)
     width = size.columns
     lens = {0, 1, 31, 33, topk - 1, topk, topk + 1, 2 * topk + 3, 511, 1500, 2049, width // 2 - 3, width - 1, width}
     lens = np.array(sorted(lens), np.int32)
@@ -154,7 +224,7 @@ def test_choice_of_few_rows_where_a_guess_is_wrong(lab, rng, monkeypatch, thread
     from cumla.kernels.cuda import indexer as launcher
 
     size, topk = launcher.FewRowsSize(threads, 1, 8, 1, guessed), 300
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    force(monkeypatch, size)
     lens = np.array([1023, 1024, 2 * topk + 1, 2500, 128 * 40 + 1, size.columns - 2, size.columns], np.int32)
     x = rng.normal(size=(len(lens), size.columns)).astype(np.float32)
     column = np.arange(size.columns)
@@ -191,12 +261,18 @@ def flushing():
 
 
 @pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="sets a register of x86")
-@pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2), (256, 1, 8, 1, 1), (256, 1, 8, 1, 2)])
-def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, size):
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [
+        (few, (1024, 1, 2)), (few, (128, 4, 2)), (few, (128, 2, 8, 2)), (few, (256, 1, 8, 1, 1)),
+        (few, (256, 1, 8, 1, 2)), (held, (256, 8)), (held, (512, 2, 4)),
+    ],
+)  # fmt: skip
+def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, kernel, size):
     from cumla.kernels.cuda import indexer as launcher
 
-    lab, size, topk = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(*size), 100
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    lab, size, topk = Lab("cuda", on_device=True, emulated=True), kernel(*size), 100
+    force(monkeypatch, size)
     x = np.zeros((3, size.columns), np.float32)
     x[0, x.shape[1] // 2], x[1] = 1e-40, rng.normal(size=x.shape[1]) * 1e-40
     x[2, ::3], x[2, 1::3], x[2, 5] = 1, -1e-40, 1e-39
@@ -208,12 +284,15 @@ def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, 
 
 
 @pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
-@pytest.mark.parametrize("size", [(128, 4, 2), (128, 2, 8, 2), (128, 1, 8, 1, 2)])
-def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, size, schedule):
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [(few, (128, 4, 2)), (few, (128, 2, 8, 2)), (few, (128, 1, 8, 1, 2)), (held, (128, 8)), (held, (512, 2, 4))],
+)
+def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, kernel, size, schedule):
     from cumla.kernels.cuda import indexer as launcher
 
-    lab, size = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(*size)
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    lab, size = Lab("cuda", on_device=True, emulated=True), kernel(*size)
+    force(monkeypatch, size)
     x, indices = rng.normal(size=(3, 4000)).astype(np.float32), lab.put(np.zeros((3, 128), np.int32))
     x[2] = 0
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
@@ -222,14 +301,20 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, size, sc
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
-@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2), (128, 4, 8, 2), (128, 1, 8, 1, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [
+        (few, (128, 1, 2)), (few, (128, 4, 2)), (few, (128, 4, 8, 2)), (few, (128, 1, 8, 1, 2)), (held, (128, 2)),
+        (held, (512, 2, 4)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("next_n", [1, 3])
-def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size, next_n):
+def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, kernel, size, next_n):
     """The preceding kernel writes the lengths of the rows; before it ran they were different."""
     from cumla.kernels.cuda import indexer as launcher
 
-    size, topk, requests = launcher.FewRowsSize(*size), 20, 4
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    size, topk, requests = kernel(*size), 20, 4
+    force(monkeypatch, size)
     lens = np.sort(rng.choice(np.arange(next_n, 800), requests, False)).astype(np.int32)
     said = np.full((1, 800), -1, np.float32)
     said[0, lens] = 1
@@ -250,16 +335,15 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
     from cumla.kernels.cuda import indexer as launcher
 
     lab = Lab("cuda", on_device=True, emulated=True)
-    guessed = data.draw(st.integers(0, 1))
-    blocks = 1 if guessed else data.draw(st.sampled_from([1, 2, 4]))
-    reads = (8, 1, guessed) if guessed else data.draw(st.sampled_from([(2,), (8, 2)]))
-    size = launcher.FewRowsSize(128, blocks, *reads)
+    sizes = [few(128, blocks, *x) for blocks in (1, 2, 4) for x in ((2,), (8, 2))]
+    sizes += [few(128, 1, 8, 1, 1), held(128, 2), held(128, 8), held(256, 4), held(512, 2, 2), held(512, 2, 4)]
+    size = data.draw(st.sampled_from(sizes))
     width, topk = data.draw(st.integers(1, size.columns)), data.draw(st.integers(1, 128))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    few = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=5))
+    values = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=5))
     x = np.where(
         rng.uniform(size=(2, width)) < data.draw(st.floats(0, 1)),
-        rng.choice(np.array(few, np.float32), (2, width)),
+        rng.choice(np.array(values, np.float32), (2, width)),
         rng.normal(size=(2, width)),
     ).astype(np.float32)
     starts, ends = (rng.integers(0, width + 1, 2).astype(np.int32) for _ in range(2))
@@ -269,7 +353,7 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
     arrays = {name: getattr(rows, name) for name in ("starts", "ends", "lens")}
     on_device = rows._replace(**{name: None if array is None else lab.put(array) for name, array in arrays.items()})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "few_rows_size", lambda *unused: size)
+        force(patch, size)
         launcher.top_k_per_row(lab.put(x), on_device, indices)
         np.testing.assert_array_equal(lab.get(indices), expected)
 
@@ -299,6 +383,34 @@ def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
     size = few_rows_size(rows, width, topk, 132, 8, aligned)
     assert (size and size[:4]) == expected
     assert size is None or (width <= size.columns and size.shared_bytes <= 227 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "aligned", "expected"),
+    [
+        (132, 4_096, True, (512, 2, 1)),
+        (132, 8_192, False, (1024, 2, 1)),
+        (1, 16_384, True, (1024, 4, 1)),
+        (4, 32_768, True, (512, 2, 8)),
+        (28, 32_768, True, (512, 4, 4)),
+        (32, 32_768, True, (1024, 4, 2)),
+        (4, 65_536, True, (1024, 2, 8)),
+        (14, 2**17, True, (1024, 4, 8)),
+        (14, 2**17, False, None),
+        (15, 2**17, True, None),
+        (1, 2**17 + 1, True, None),
+        (58, 32_768, True, None),
+        (133, 8_192, True, None),
+    ],
+)
+def test_thread_blocks_of_held_rows(rows, width, aligned, expected):
+    """Clusters of all rows run at the same time; shared memory suffices for a thread block and the next launch's."""
+    from cumla.kernels.cuda.indexer import held_rows_size
+
+    size = held_rows_size(rows, width, 132, 8, aligned)
+    assert size == expected
+    assert size is None or (width <= size.columns and size.shared_bytes <= 113 * 1024)
+    assert size is None or size.blocks == 1 or held_rows_size(rows, width, 132, 1, aligned) is None
 
 
 def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):

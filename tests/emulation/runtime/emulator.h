@@ -165,6 +165,8 @@ EXPORT uint16_t to_e4m3x2(float low, float high);
 EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
 EXPORT uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
+EXPORT uint32_t add_f16x2(uint32_t a, uint32_t b);
+EXPORT uint32_t at_least_f16x2(uint32_t a, uint32_t b);  // all bits of a half where a >= b
 EXPORT uint32_t to_f16x2_saturated(float low, float high);  // infinities become the largest finite values
 EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);   // the other one where one is NaN
 EXPORT uint32_t min_f16x2(uint32_t a, uint32_t b);

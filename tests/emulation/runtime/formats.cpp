@@ -90,6 +90,13 @@ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(from_f16(a) * from_f16(b), from_f16(a >> 16) * from_f16(b >> 16));
 }
+uint32_t add_f16x2(uint32_t a, uint32_t b) {
+    return to_f16x2(from_f16(a) + from_f16(b), from_f16(a >> 16) + from_f16(b >> 16));
+}
+uint32_t at_least_f16x2(uint32_t a, uint32_t b) {
+    auto mask = [](uint32_t a, uint32_t b) { return from_f16(a) >= from_f16(b) ? 0xffffu : 0u; };
+    return mask(a, b) | mask(a >> 16, b >> 16) << 16;
+}
 uint32_t max_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(fmaxf(from_f16(a), from_f16(b)), fmaxf(from_f16(a >> 16), from_f16(b >> 16)));
 }

@@ -24,12 +24,14 @@ candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, c
         Range range = columns.range_of(m);
         int count = range.end - range.first, newest = count > 0 ? (count - 1) / block : -1;
         const float* row = logits + m * stride + range.first;
+        const bool eight = block == 8 && uint64(row) % 16 == 0;
         for (int i = blockIdx.x * THREADS + threadIdx.x; i < blocks; i += gridDim.x * THREADS) {
             float best = -infinity();
             int first = i <= newest ? i * block : 0, end = i <= newest ? min(block, count - first) : 0;
-            if (block == 8 && end == 8) {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) best = fmaxf(best, row[first + j]);  // which leaves NaN out
+            if (eight && end == 8) {
+                float4 low = *reinterpret_cast<const float4*>(row + first), high = *reinterpret_cast<const float4*>(row + first + 4);
+                best = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), best);  // which leaves NaN out
+                best = fmaxf(fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)), best);
             } else {
                 for (int j = 0; j < end; ++j) best = fmaxf(best, row[first + j]);
             }

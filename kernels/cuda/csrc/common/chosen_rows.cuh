@@ -10,7 +10,7 @@ struct ColumnsOfRow {
 
     __device__ bool lacks_page(int length, int thread, int threads) const { return false; }
     __device__ ColumnsOfRow writer(int first, bool any) const { return *this; }
-    __device__ void write(int place, int column) const { columns[place] = column; }
+    __device__ void write(uint32 place, int column) const { columns[place] = column; }
     __device__ void clear(int place) const { columns[place] = -1; }
     __device__ bool counts() const { return true; }
     __device__ void write_length(int, bool) const {}
@@ -48,22 +48,22 @@ struct SlotsOfRow {
 
     // Writes columns whose pages are all present; neighbours use one lookup.
     struct Writer {
-        const SlotsOfRow& row;
+        const SlotsOfRow* row = nullptr;
         uint32 page = ~0u, moved = 0;  // the last column's page, and slot minus column of its rows
 
         __device__ void look_up(int column) {
-            uint32 needed = row.block_size.page_of(column);
+            uint32 needed = row->block_size.page_of(column);
             if (needed == page) return;
-            page = needed, moved = (uint32(row.pages[page]) - page) * row.block_size.tokens;
+            page = needed, moved = (uint32(row->pages[page]) - page) * row->block_size.tokens;
         }
-        __device__ void write(int place, int column) {
+        __device__ void write(uint32 place, int column) {
             look_up(column);
-            row.columns[place] = column, row.slots[place] = int(column + moved);
+            row->columns[place] = column, row->slots[place] = int(column + moved);
         }
     };
     // Writer for columns from `first` on, which must be a column of the row. Loads its page ahead if there are any columns.
     __device__ Writer writer(int first, bool any) const {
-        Writer writer{*this};
+        Writer writer{this};
         if (any) writer.look_up(first);
         return writer;
     }

@@ -146,17 +146,14 @@ __device__ inline int find_digit(Scratch& scratch, int rest) {
 #pragma unroll
     for (int i = 0; i < RUN; ++i) own += counts[i];
     int before = sum_before(scratch, own, total);
-    if (before < rest && rest <= before + own) {
-        bool found = false;
+    if (before < rest && rest <= before + own)
 #pragma unroll
         for (int i = RUN - 1; i >= 0; --i) {
-            if (!found && before + int(counts[i]) >= rest) {
+            int up_to = before + int(counts[i]);
+            if (before < rest && rest <= up_to)
                 scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
-                found = true;
-            }
-            before += int(counts[i]);
+            before = up_to;
         }
-    }
     __syncthreads();
     return total;
 }

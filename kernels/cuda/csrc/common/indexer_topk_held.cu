@@ -1,0 +1,348 @@
+// Top-k columns of each row of logits, ascending; among equal logits the lowest columns: for rows that a CTA, or a cluster of
+// BLOCKS CTAs, holds in registers.
+//
+// Grid: BLOCKS CTAs per row. Block: THREADS threads. Shared memory: bins and a list of keys; dynamic.
+// Limits: rows of up to BLOCKS * THREADS * 4 * READS columns; any topk.
+//
+// 1. A warp reads a chunk of consecutive columns, READS times four a lane, all at once. The upper bits of a column as float16 are
+//    counted in bins. The k-th largest column is in the first bin from the top at which the sum of counts reaches k.
+// 2. Columns of higher bins are chosen. Columns of this bin are compared each with each if they are few; if they are many, a CTA
+//    finds their k-th by further digits and chooses equal ones by their place, and a cluster reads the row again.
+// 3. A column's place among the chosen is a sum over lanes, of counts in a byte each, and over chunks.
+//
+// float16 orders as float32 does, although not strictly: infinities and larger numbers share a bin. So a bin is right for any
+// values, and fine for values of usual magnitudes.
+//
+// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page, whose
+// rows without a slot must be left out, is read again from global memory instead; so is one whose range turns out to differ from
+// the one read before the previous kernel had ended.
+//
+// Macros: THREADS, BLOCKS, READS (of four columns: 2, 4 or 8), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
+#if BLOCKS > 1
+#define DIGIT_BITS 13
+#else
+#define DIGIT_BITS 12
+#endif
+#include "common/choice_by_reading.cuh"
+#include "common/cluster_counts.cuh"
+#include "common/pdl.cuh"
+#include "common/row_reads.cuh"
+#include "common/selection.cuh"
+
+constexpr int VALUES = 4 * READS;
+constexpr int STEP = 128, CHUNK = 32 * VALUES, CHUNKS = WARPS * BLOCKS;  // columns of a warp's read, and of all of its reads
+constexpr int FEW = BLOCKS > 1 ? 512 : 256;                              // keys that are compared each with each
+constexpr uint32 MINUS_INFINITY = 0xfc00fc00;                            // as two float16
+
+// What is chosen: columns of at least `high`, and the `rest` largest of the `here` other ones of at least `low`. The bounds
+// are float16, twice. rest is 0 if every column is chosen.
+struct Bounds {
+    uint32 low, high;
+    int rest, here;
+};
+
+struct Memory {
+    Scratch scratch;
+    alignas(16) Bounds bounds;
+    uint64 few[FEW];
+    Counted counted;
+    int of_chunk[CHUNKS];  // chosen columns
+    int few_count, few_before;
+    uint32 failures;
+    uint32 chosen[THREADS];  // of each thread's tied columns
+};
+
+// Column i of a thread's reads is bit_of(i) of its masks: in the order of columns, the first half of its reads in the lower
+// half of the word. Columns i < VALUES / 2 and i + VALUES / 2 are a pair.
+__device__ constexpr int bit_of(int i) { return i < VALUES / 2 ? i : 16 + i - VALUES / 2; }
+
+// Where both halves of x are at least those of `bound`, as float16: all bits of the half. NaN is not.
+__device__ inline uint32 at_least(uint32 x, uint32 bound) {
+    uint32 mask;
+    asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(bound));
+    return mask;
+}
+// Two float16 as unsigned numbers of 16 bits that increase with them; -0 equals 0, NaN is the largest.
+__device__ inline uint32 orders_of_pair(uint32 pair) {
+    uint32 x, negative;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(pair), "r"(0));
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(x));
+    return x ^ (negative & 0x7fff7fff) ^ 0x80008000;
+}
+// The smallest float16 of a digit, twice; NaN if the digit has none.
+__device__ inline uint32 bound_of(int digit) {
+    uint32 order = uint32(digit) << (16 - DIGIT);
+    uint32 x = order >> 15 ? order ^ 0x8000 : order ^ 0xffff;
+    if (order < 0x8000 && x > 0xfc00) x = 0xfc00;  // the digit of -inf
+    return x * 0x10001;
+}
+__device__ inline Bounds bounds_of(int digit, int rest, int here) {
+    uint32 low = bound_of(digit);
+    return here == rest ? Bounds{low, low, rest, 0} : Bounds{low, bound_of(digit + 1), rest, here};
+}
+
+// Writes the bounds of the k largest to shared memory, from all counts except the last bin's, which are NaN. Leaves them if there
+// are fewer. Called by all threads after a barrier, with one before the bounds are read.
+#if BLOCKS > 1
+__device__ inline void find_bounds(Memory& shared, uint32 rank, int k) {
+    ClusterDigit found = digit_of_cluster(shared.counted, shared.scratch.bins, rank, k);
+    if (threadIdx.x == 0 && found.digit >= 0)
+        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier;
+}
+#else
+__device__ inline void find_bounds(Memory& shared, uint32, int k) {
+    Scratch& scratch = shared.scratch;
+    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, first = BINS - (int(threadIdx.x) + 1) * RUN;
+    uint32 counts[RUN];
+    take(scratch.bins + first, counts);
+    if (threadIdx.x == 0) counts[RUN - 1] = 0;
+    int own = 0;
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) own += int(counts[i]);
+    int of_warp = __reduce_add_sync(~0u, own);
+    if (lane == 0) scratch.sums[warp] = of_warp;
+    __syncthreads();
+    int rest = k - __reduce_add_sync(~0u, lane < warp ? scratch.sums[lane] : 0);
+    if (rest <= 0 || rest > of_warp) return;  // it is in another warp's bins
+    int before = sum_to(own) - own, digit = -1, needed = 0, here = 0;
+#pragma unroll
+    for (int i = RUN - 1; i >= 0; --i) {
+        int up_to = before + int(counts[i]);
+        if (before < rest && rest <= up_to) digit = first + i, needed = rest - before, here = int(counts[i]);
+        before = up_to;
+    }
+    if (digit >= 0) shared.bounds = bounds_of(digit, needed, here);
+}
+#endif
+
+// For each of a thread's reads, how many marked columns of its warp are before this lane's; returns the warp's number.
+__device__ inline int lane_places(uint32 mask, int (&before)[READS]) {
+    uint32 pairs = mask - (mask >> 1 & 0x55555555), fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333);
+    int total = 0;
+#pragma unroll
+    for (int half = 0; half < READS; half += 4) {
+        // The counts of up to four reads, in a byte each: no sum of 32 exceeds 128.
+        uint32 own = READS == 8 ? (half ? fours >> 16 : fours & 0xffff) : fours;
+        if (READS == 8) own = (own | own << 8) & 0x00ff00ff;
+        if (READS > 2) own = (own | own << 4) & 0x0f0f0f0f;
+        uint32 up_to = sum_to(int(own)), all = __shfl_sync(~0u, up_to, 31), earlier = up_to - own;
+#pragma unroll
+        for (int i = half; i < min(half + 4, READS); ++i) {
+            int shift = READS == 2 ? 16 * i : 8 * (i - half);
+            before[i] = total + int(earlier >> shift & 0xff);
+            total += int(all >> shift & 0xff);
+        }
+    }
+    return total;
+}
+
+__device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
+
+// Marks the `rest` largest of the CTA's marked columns; of equal ones the lowest. Rarely called, and not inlined, as the next one:
+// it reads this thread's columns again.
+__device__ __noinline__ uint32 largest_of_many(Scratch& scratch, const float* own_columns, uint32 marked, int rest) {
+    auto order = [&](int bit) {
+        int i = bit < 16 ? bit : bit - 16 + VALUES / 2;
+        return order_of(own_columns[i / 4 * STEP + i % 4]);
+    };
+    Kth kth = kth_largest(scratch, rest, PASSES, [&](auto visit) {
+        for (uint32 left = marked; left; left &= left - 1) visit(order(__ffs(left) - 1));
+    });
+    uint32 larger = 0, equal = 0;
+    for (uint32 left = marked; left; left &= left - 1) {
+        uint32 own = order(__ffs(left) - 1);
+        if (own > kth.number) larger |= left & -left;
+        if (own == kth.number) equal |= left & -left;
+    }
+    if (kth.all) return larger | equal;
+    int before[READS], lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = lane_places(equal, before);
+    __syncthreads();  // all have read the sums of kth_largest
+    if (lane == 0) scratch.sums[warp] = of_warp;
+    __syncthreads();
+    int earlier = __reduce_add_sync(~0u, lane < warp ? scratch.sums[lane] : 0);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        if (equal >> bit_of(i) & 1 && earlier + before[i / 4]++ < kth.rest) larger |= 1u << bit_of(i);
+    return larger;
+}
+
+template <class Out>
+__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) scratch.bins[i] = 0;
+    __syncthreads();
+    choose_by_reading(scratch, row, length, out, topk);
+}
+
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS)
+top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
+                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
+    extern __shared__ uint4 memory[];
+    Memory& shared = *reinterpret_cast<Memory*>(memory);
+    Scratch& scratch = shared.scratch;
+    const int tid = int(threadIdx.x), lane = tid % 32, warp = tid / 32;
+    const uint32 rank = rank_in_cluster(), chunk = warp * BLOCKS + rank;
+    const int64 number = blockIdx.x / BLOCKS;
+    const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
+    // The row's range is read early, when the previous kernel may still be writing it, and again while columns are loaded.
+    const Said said = columns.said_of(number);
+    const Range early = said.now();
+#pragma unroll
+    for (int i = 0; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i + 4 * tid) = uint4{0, 0, 0, 0};
+    shared.chosen[tid] = 0;
+    if (tid == 0) shared.bounds = {MINUS_INFINITY, MINUS_INFINITY, 0, 0}, shared.few_count = shared.few_before = 0;
+#if BLOCKS > 1
+    if (tid < GROUPS) shared.counted.groups[tid] = 0;
+    if (tid == 0) shared.failures = 0;
+    cluster_arrive();
+#endif
+    __syncthreads();
+    const Row row = row_of(logits + number * stride, columns.range_of(said, early));
+    pdl_wait();
+
+    // 1. The columns, and the bin of the k-th.
+    const uint32 first = chunk * CHUNK + lane * 4;
+    const int left = int(row.end - first);
+    auto has_four = [&](int i) { return left >= i * STEP + 4 && (i || first >= row.skipped); };
+    float x[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
+#pragma unroll
+    for (int i = 0; i < READS; ++i) read4(row.values + first + i * STEP, has_four(i), x + 4 * i);
+    const bool changed = said.now() != early;
+    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
+    const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
+    const bool counts = output.of_row(number, next_n).counts();
+#pragma unroll
+    for (int i = 0; i < READS; ++i)
+        if (!has_four(i) && left > i * STEP) read_at_end(row, first + i * STEP, x + 4 * i);
+    pdl_release();
+    uint32 pairs[VALUES / 2];
+#pragma unroll
+    for (int i = 0; i < VALUES / 2; ++i) pairs[i] = pack(f16{}, x[i], x[i + VALUES / 2]);
+    const bool selects = row.length() > topk;
+    if (selects && int(chunk) * CHUNK < int(row.end)) {  // NaN, and what is not of the row, is in the last bin
+#pragma unroll
+        for (int i = 0; i < VALUES / 2; ++i) {
+            uint32 orders = orders_of_pair(pairs[i]);
+            atomicAdd(&scratch.bins[(orders & 0xffff) >> (16 - DIGIT)], 1u);
+            atomicAdd(&scratch.bins[orders >> (32 - DIGIT)], 1u);
+        }
+    }
+    bool failed = __syncthreads_or(changed | lacks);
+#if BLOCKS > 1
+    cluster_wait();  // all have begun
+    if (selects) send_groups(shared.counted, scratch.bins);
+    if (failed && tid < BLOCKS) add_there(shared.failures, tid, 1);
+    cluster_arrive();
+    cluster_wait();
+    failed = shared.failures;
+#endif
+    Bounds bounds{MINUS_INFINITY, MINUS_INFINITY, 0, 0};
+    if (selects && !failed) {
+        find_bounds(shared, rank, topk);
+        __syncthreads();
+        bounds = shared.bounds;
+    }
+    if (failed || (BLOCKS > 1 && bounds.here > FEW)) {
+#if BLOCKS > 1
+        cluster_arrive();  // all have read this CTA's bins
+        cluster_wait();
+        if (rank) return;
+#endif
+        Range range = columns.range_of(number);
+        read_it_again(scratch, logits + number * stride + range.first, range.end - range.first,
+                      output.of_row(number, next_n), topk);
+        return;
+    }
+
+    // 2. The chosen columns.
+    uint32 mask = 0, tied = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES / 2; ++i) {
+        mask |= at_least(pairs[i], bounds.high) & 0x10001 << i;
+        tied |= at_least(pairs[i], bounds.low) & 0x10001 << i;
+    }
+    tied &= ~mask;
+    const int column = int(first - row.skipped);  // of the first read
+    if (BLOCKS == 1 && bounds.here > FEW) mask |= largest_of_many(scratch, row.values + first, tied, bounds.rest), tied = 0;
+    const bool open = __any_sync(~0u, tied);
+    int before[READS], of_warp;
+    if (open) {
+        of_warp = __reduce_add_sync(~0u, __popc(mask));
+#pragma unroll 1
+        for (uint32 marked = tied; marked; marked &= marked - 1) {
+            int bit = __ffs(marked) - 1;
+            float value = x[0];
+#pragma unroll
+            for (int i = 1; i < VALUES; ++i)
+                if (bit == bit_of(i)) value = x[i];
+            int i = bit < 16 ? bit : bit - 16 + VALUES / 2;
+            uint64 key = key_of(value, column + i / 4 * STEP + i % 4);
+            int to = shared.few_before + atomicAdd(&shared.few_count, 1);
+#if BLOCKS > 1
+            for (int r = 0; r < BLOCKS; ++r) send(shared.few[to], r, key);
+#else
+            shared.few[to] = key;
+#endif
+        }
+    } else {
+        of_warp = lane_places(mask, before);
+    }
+#if BLOCKS > 1
+    if (lane < BLOCKS) send(shared.of_chunk[chunk], lane, of_warp);
+    cluster_arrive();
+    cluster_wait();
+#else
+    if (lane == 0) shared.of_chunk[chunk] = of_warp;
+    __syncthreads();
+#endif
+    if (bounds.here && bounds.here <= FEW) {
+#pragma unroll 1
+        for (int e = warp; e < bounds.here; e += WARPS) {
+            uint64 key = shared.few[e];
+            int above = 0;
+#pragma unroll 1
+            for (int i = lane; i < bounds.here; i += 32) above += shared.few[i] > key;
+            above = __reduce_add_sync(~0u, above);
+            if (lane == 0 && above < bounds.rest) {
+                uint32 at = ~uint32(key) + row.skipped, its_chunk = at / CHUNK;
+                atomicAdd(&shared.of_chunk[its_chunk], 1);
+                uint32 thread = its_chunk / BLOCKS * 32 + at % STEP / 4, i = at % CHUNK / STEP * 4 + at % 4;
+                if (its_chunk % BLOCKS == rank) atomicOr(&shared.chosen[thread], 1u << bit_of(i));
+            }
+        }
+        __syncthreads();
+    }
+    if (open) {
+        mask |= shared.chosen[tid];
+        lane_places(mask, before);
+    }
+
+    // 3. Their places.
+    const auto out = output.of_row(number, next_n);
+    auto of_read = [&](int i) { return mask >> bit_of(4 * i) & 15; };
+    decltype(out.writer(0, false)) writers[READS];
+#pragma unroll
+    for (int i = 0; i < READS; ++i) writers[i] = out.writer(max(column + i * STEP, 0), of_read(i));
+    int earlier = 0, total = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i += 32) {
+        int found = i + lane < CHUNKS ? shared.of_chunk[i + lane] : 0;
+        total += found;
+        if (i + lane < int(chunk)) earlier += found;
+    }
+    earlier = __reduce_add_sync(~0u, earlier);
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+        uint32 to = earlier + before[i];
+#pragma unroll 1
+        for (uint32 four = of_read(i); four; four &= four - 1) writers[i].write(to++, column + i * STEP + __ffs(four) - 1);
+    }
+    if (rank == 0) {
+        total = bounds.rest ? topk : int(__reduce_add_sync(~0u, total));
+#pragma unroll 1
+        for (int i = total + tid; i < topk; i += THREADS) out.clear(i);
+        if (tid == 0) out.write_length(total, counts);
+    }
+}
