@@ -75,10 +75,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_generate_tests(metafunc):
     if "lab" in metafunc.fixturenames:
-        from support.lab import BACKENDS
+        from support.lab import BACKENDS, DEVICES
 
         attention = metafunc.definition.get_closest_marker("attention") is not None
         backends = [x for x in BACKENDS if not (attention and x == "numba_cuda")]
+        if wants_gpu(metafunc.config):  # otherwise half of all tests would be collected and not run
+            backends += DEVICES
         metafunc.parametrize("lab", backends, indirect=True)
 
 

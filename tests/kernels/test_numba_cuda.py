@@ -145,6 +145,7 @@ print("compiled", len(compiled))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [COMPILE, ATTENTION], ids=["all but attention", "attention"])
 def test_every_kernel_compiles_for_a_device(kernels):
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0"}

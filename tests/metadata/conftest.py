@@ -1,6 +1,6 @@
 import pytest
 
-from support.lab import BACKENDS, lab_of
+from support.lab import BACKENDS, DEVICES, lab_of
 
 TOO_LONG = ("million", "thousands", "longer_batch")  # for Numba's simulator, which takes minutes
 
@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.nowhere(when=lambda x: x.simulated))
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS + DEVICES)
 def place(request):
     """As `lab`, for the builders."""
     yield from lab_of(request)

@@ -13,6 +13,8 @@ BACKENDS = [
     "cpu",
     "numba_cuda",  # in the simulator
     pytest.param("cuda", id="cuda-emulated"),
+]
+DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
 ]
