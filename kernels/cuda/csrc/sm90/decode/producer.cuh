@@ -113,12 +113,14 @@ struct RowProducer {
         if constexpr (Layout::e2m1_values) {
             copy_rows<Layout::quantized_bytes, SLICES / 2>(slot, half, upcoming.lane, address);
             copy_scales<Layout>(slot, token);
+            copies_arrive(RAW_LANDED + 8 * slot);
         } else {
             copy_rows<Layout::quantized_bytes>(slot, half, upcoming.lane, address);
+            // This phase of RAW_LANDED has no reader, but it must end before RAW_FULL's does, or the slot's next reader would see it.
+            if (EXPANDS && upcoming.lane == 0) barrier_arrive(RAW_LANDED + 8 * slot, 32);
 #pragma unroll
             for (int i = 0; i < COPY_ARRIVALS; ++i) copies_arrive(RAW_FULL + 8 * slot);
         }
-        if (EXPANDS) copies_arrive(RAW_LANDED + 8 * slot);
     }
 
     // The scales of FP4 rows, to the start of the rows' places.

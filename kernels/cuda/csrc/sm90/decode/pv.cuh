@@ -12,24 +12,27 @@ struct Pv {
     // Addresses of this lane's raw values in slot 0: for the tokens at positions 2 c + b of a group of 16, the values
     // 8 g .. 8 g + 7 of this warp's 64. Positions + 8, groups and slots are constant distances away.
     uint32 row_at[2], factor_at, columns_at;
-    bool rope;  // whether this warp's values are bfloat16: RoPE, or those of such rows
+    bool last;  // whether this warp has the last values, which may be RoPE
     Expander expander;
     uint32 seen;  // bitwise or of a tile's raw values; for RoPE their largest magnitudes
 
     __device__ Pv(const SparseProblem& p, int h)
         : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), expander(4 * h + warp, lane) {
         int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
-        rope = BF16_ROWS || __any_sync(~0u, ROPE_IN_V && half == 1 && warp == 3);
+        last = ROPE_IN_V && !BF16_ROWS && __any_sync(~0u, half == 1 && warp == 3);
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             int n = 2 * c + b;
-            row_at[b] = rope ? ROPE_AT + (BF16_ROWS ? slice * (2 * HALF * 128) : 0) + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
+            row_at[b] = is_bf16() ? ROPE_AT + (BF16_ROWS ? slice * (2 * HALF * 128) : 0) + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
         }
         factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * FACTOR_STRIDE + c * 8;
         columns_at = 2 * c * 4;
         // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
     }
+
+    // Whether this warp's values are bfloat16; known to the compiler except where some of V's values are RoPE.
+    __device__ bool is_bf16() const { return BF16_ROWS || (ROPE_IN_V && last); }
 
     // A lane's raw values of a group of 16 tokens: one load has all 8 values, or 4 of RoPE.
     struct ValueRows {
@@ -48,7 +51,7 @@ struct Pv {
                 uint4 x = lds128(row_at[t % 2] + at + t / 2 * 1024);
                 rows.values[t] = {x.x, x.y}, rows.others[t] = {x.z, x.w};
             }
-        } else if (rope) {
+        } else if (is_bf16()) {
             uint32 at = raw.slot * TAIL_BYTES + stage * (HALF * 128) + group * 2048 + i % 2 * 8;
 #pragma unroll
             for (int t = 0; t < 4; ++t) rows.values[t] = lds64(row_at[t % 2] + at + t / 2 * 1024);
@@ -63,7 +66,7 @@ struct Pv {
     // Fragments of V^T: fragment j has values 4 * (i % 2) + 2 j and + 1 of each 8.
     __device__ void convert(uint32 (&a)[2][4], const ValueRows& rows, int i) {
         const uint2(&x)[4] = BF16_ROWS && i % 2 ? rows.others : rows.values;
-        if (BF16_ROWS || rope) {
+        if (is_bf16()) {
 #pragma unroll
             for (int t = 0; t < 4; ++t) raise_to_bf16(seen, x[t].x), raise_to_bf16(seen, x[t].y);
 #pragma unroll
@@ -254,9 +257,9 @@ struct Pv {
     // is not (float16 may have underflowed), or with RoPE values that float16 cannot represent. With NaN in RoPE, all scores
     // of a whole tile are NaN, so its NaN results are kept. The warp votes, so that one lane flags the tile.
     template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
-        uint32 largest = ROPE_IN_V && rope ? max(seen & 0x7fff, seen >> 16 & 0x7fff) : 0;
+        uint32 largest = is_bf16() ? max(seen & 0x7fff, seen >> 16 & 0x7fff) : 0;
         bool nan = WHOLE && largest > INFINITE_BF16, again = largest >= TOO_LARGE && !nan;
-        again |= !(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f));
+        again |= !(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (is_bf16() ? 0x7fff7fff : 0x7f7f7f7f));
         int reason = (__any_sync(~0u, nan) ? ALL_NAN : 0) | (__any_sync(~0u, again) ? RECOMPUTE : 0);
         if (reason && lane == 0) problem.mark(tile, reason);
     }
