@@ -8,20 +8,18 @@ from ..numba_common.geometry import geometry_of
 from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compiler import cuda
 from .indexer import (
-    E4M3_KEYS,
-    element,
     element_kind,
     keys_kind,
     length_of,
     order_of,
-    page_element,
+    page_score,
     paged_mqa_logits,
     top_k_per_row,
     two_axes,
 )
 from .launch import MAX_BLOCKS, NO_TABLE, NO_VECTOR, launch
-from .numbers import float32_bits, float32_value, flushed
-from .rows import load, lookup_slot
+from .numbers import float32_bits
+from .rows import lookup_slot
 
 THREADS = 128
 LARGEST_BITS, NAN_BITS, INFINITY_BITS = 0x7F7FFFFF, 0x7FC00000, 0x7F800000
@@ -136,20 +134,7 @@ def logits_kernel(
             logits[row, column] = fill
             continue
         slot = lookup_slot(block_table, entry, position, g.block_size)
-        if slot < 0 or slot >= pages.shape[0] * g.block_size:
-            logits[row, column] = float32_bits(np.float32(-np.inf))
-            continue
-        page, token = pages[slot // g.block_size], slot % g.block_size
-        score = np.float32(0)
-        for head in range(q.shape[2]):
-            product = np.float32(0)
-            for i in range(q.shape[3]):
-                key = page_element(page, g, token, i, kind, size, query_kind)
-                product += element(q[entry, j, head, i], query_kind) * key
-            product = np.float32(0) if product < 0 else product
-            score += product * flushed(float32_value(np.int64(weights[row, head])))
-        if kind == E4M3_KEYS:
-            score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
+        score = page_score(q[entry, j], weights[row], pages, slot, g, kind, size, query_kind)
         logits[row, column] = float32_bits(score)
 
 

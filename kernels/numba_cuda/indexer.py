@@ -275,6 +275,24 @@ def page_element(page, g, token, i, key_kind, size, kind):
     return element(load(page, token * g.row_bytes + size * i, size), kind)
 
 
+@cuda.jit(device=True)
+def page_score(queries, weights, pages, slot, g, key_kind, size, kind):
+    """The score of the key in a slot for queries [heads, width] and their weights; -inf if there is no such slot."""
+    if slot < 0 or slot >= pages.shape[0] * g.block_size:
+        return np.float32(-np.inf)
+    page, token = pages[slot // g.block_size], slot % g.block_size
+    score = np.float32(0)
+    for head in range(queries.shape[0]):
+        product = np.float32(0)
+        for i in range(queries.shape[1]):
+            product += element(queries[head, i], kind) * page_element(page, g, token, i, key_kind, size, kind)
+        product = np.float32(0) if product < 0 else product
+        score += product * flushed(float32_value(np.int64(weights[head])))
+    if key_kind == E4M3_KEYS:
+        score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
+    return score
+
+
 def paged_mqa_logits(given: PagedScores) -> None:
     q, pages, weights, context_lens, block_table, clean, logits = given
     layout = pages.layout
@@ -296,21 +314,7 @@ def paged_logits_kernel(q, kind, pages, g, key_kind, size, weights, lens, block_
                 logits[row, n] = float32_bits(np.float32(-np.inf))
             continue
         slot = lookup_slot(block_table, entry, np.int64(n), g.block_size)
-        if slot < 0 or slot >= pages.shape[0] * g.block_size:
-            logits[row, n] = float32_bits(np.float32(-np.inf))
-            continue
-        page, token = pages[slot // g.block_size], slot % g.block_size
-        score = np.float32(0)
-        for head in range(q.shape[2]):
-            product = np.float32(0)
-            for i in range(q.shape[3]):
-                key = page_element(page, g, token, i, key_kind, size, kind)
-                product += element(q[entry, j, head, i], kind) * key
-            product = np.float32(0) if product < 0 else product
-            score += product * flushed(float32_value(np.int64(weights[row, head])))
-        if key_kind == E4M3_KEYS:
-            score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
-        logits[row, n] = float32_bits(score)
+        logits[row, n] = float32_bits(page_score(q[entry, j], weights[row], pages, slot, g, key_kind, size, kind))
 
 
 def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
