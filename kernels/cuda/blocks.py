@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from .compile import kernel
+from .compile import constant, kernel
 from .launch import C_NAMES, strides, unit
 
-THREADS = 256  # as in common/copy_blocks.cu
+THREADS = constant("common/copy_blocks.cu", "THREADS")
 CHUNK = 4 * THREADS  # units per CTA
 UNIT_BYTES = {"uint4": 16, "uint2": 8, "uint32": 4, "uint16": 2, "uint8": 1}
 

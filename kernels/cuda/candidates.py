@@ -3,16 +3,16 @@
 from typing import Any
 
 from ..types.indexer import CandidateScores, PagedScores, Rows
-from .compile import kernel
+from .compile import constant, kernel
 from .index_scores import index_scores
 from .indexer import MAX_GRID_Y, scores_of_pages, top_k_per_row
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 
 THREADS = 256
-SEGMENT = 8192  # blocks of a row, as in common/candidates.cu
+SEGMENT = constant("common/candidates.cu", "SEGMENT")  # blocks of a row
 MAXIMUM_OF = 8  # logits whose maximum sm90/indexer/logits.cu writes
-TILE = 64  # positions, as in common/candidate_logits.cu
+TILE = constant("common/candidate_logits.cu", "KEYS")  # positions
 
 
 def row_arguments(logits: Any, rows: Rows) -> tuple[Any, ...]:

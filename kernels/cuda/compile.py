@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 CSRC = pathlib.Path(__file__).parent / "csrc"
 FOLDERS = [CSRC]  # searched for sources, first to last
 OPTIONS = ("-std=c++17",)
+_DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr int ([^;]+);", re.MULTILINE)
+_NUMBER = re.compile(r"(\w+) = (\d+)(?=,|$)")
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
@@ -95,6 +97,17 @@ def source(file: str) -> str:
         return _INCLUDE.sub(lambda match: expand(match.group(1)), text)
 
     return expand(file)
+
+
+def constant(file: str, name: str) -> int:
+    """A number that csrc/<file> declares, as in `constexpr int KEYS = 64, THREADS = 128;`, for what launches it."""
+    return _constants(file)[name]
+
+
+@functools.cache
+def _constants(file: str) -> dict[str, int]:
+    declared = _DECLARATION.findall((CSRC / file).read_text())
+    return {name: int(value) for names in declared for name, value in _NUMBER.findall(names)}
 
 
 Program = tuple[str, tuple[str, ...], int]  # text, options, device

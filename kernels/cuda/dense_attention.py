@@ -9,7 +9,7 @@ import numpy as np
 
 from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
-from .compile import kernel
+from .compile import constant, kernel
 from .dense_cache import scale_arguments
 from .device import cached_by_capability, device_sms, has_clusters, is_hopper
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
@@ -33,13 +33,13 @@ def mha_varlen(given: PackedAttention) -> None:
     }  # fmt: skip
     device = q.device.id
     if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
-        queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in sm90/dense/mha_varlen.cu
-        mha = large_kernel(device, shared_bytes, "sm90/dense/mha_varlen.cu", "mha_varlen_sm90", "sm_90a", **types)
+        file, shared_bytes = "sm90/dense/mha_varlen.cu", 1024 + 26 * 8192
+        mha = large_kernel(device, shared_bytes, file, "mha_varlen_sm90", "sm_90a", **types)
     else:
-        queries, threads = 64, 128  # as in sm80/mha_varlen.cu
-        shared_bytes = queries * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
+        file = "sm80/mha_varlen.cu"
+        shared_bytes = constant(file, "QUERIES") * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
         mha = large_kernel(
-            device, shared_bytes, "sm80/mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
+            device, shared_bytes, file, "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
             V_DIM=v_dim, ALIGNED=int(aligned),
         )  # fmt: skip
     sequences = len(cu_seqlens_q) - 1
@@ -50,7 +50,8 @@ def mha_varlen(given: PackedAttention) -> None:
         scale_log2=softmax_scale * LOG2_E, out=out, **named_strides("out", "th", out), lse=lse,
         **named_strides("lse", "ht", lse),
     )  # fmt: skip
-    mha((-(-tokens // queries) + sequences, heads), (threads,), arguments, shared_mem=shared_bytes)
+    grid = -(-tokens // constant(file, "QUERIES")) + sequences, heads
+    mha(grid, (constant(file, "THREADS"),), arguments, shared_mem=shared_bytes)
 
 
 def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
@@ -150,8 +151,10 @@ HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192)
 # The portable kernel's CTAs on an SM, and its costs in blocks: of a tile's start and result, and of merging a split.
 CTAS_PER_SM, TILE_COST, PART_COST = 2, 6, 0.5
 MAX_SPLITS = 256  # bounds the memory of partial results
-# As in sm90/dense/decode/work.cuh: blocks of a range and of a token's part, at least; the cost of a token's start.
-MIN_RANGE, MIN_PART, TOKEN_COST = 4, 2, 4
+# Blocks of a range and of a token's part, at least; the cost of a token's start.
+MIN_RANGE, MIN_PART, TOKEN_COST = (
+    constant("sm90/dense/decode/work.cuh", name) for name in ("MIN_RANGE", "MIN_PART", "TOKEN_COST")
+)
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 

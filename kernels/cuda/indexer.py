@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
 from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.segments import Pages
-from .compile import kernel
+from .compile import constant, kernel
 from .dense_attention import large_kernel
 from .device import device_sms, has_clusters, is_hopper
 from .index_scores import index_scores
@@ -21,8 +21,9 @@ MAX_GRID_Y = 65_535
 VALUES = {"uint8": "uint8", "bfloat16": "bf16", "float32": "float"}
 NO_TABLE = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0, 1)
-LANES_PER_HEAD, QUERY_THREADS = 16, 128  # as in common/indexer_queries.cu
-KEY_THREADS = 128  # as in common/indexer_keys.cu
+LANES_PER_HEAD = 16  # of common/indexer_queries.cu: each has eight values
+QUERY_THREADS = constant("common/indexer_queries.cu", "THREADS")
+KEY_THREADS = constant("common/indexer_keys.cu", "THREADS")
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
@@ -186,7 +187,7 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 HEADS = (32, 64)  # heads of a query that the kernel supports
 PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
-HOPPER_THREADS = 640
+HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
 def packed_on_hopper(given: PackedScores) -> bool:

@@ -3,9 +3,10 @@
 from typing import Any
 
 from ..types.metadata import CompressedSlots, IndexerChunk, IndexerStep
-from .compile import kernel
+from .compile import constant, kernel
 
-THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
+THREADS, COLUMNS = (constant("common/indexer_metadata.cu", name) for name in ("THREADS", "COLUMNS"))
+WARPS = THREADS // 32
 ITEMS_PER_THREAD = 4  # rows of a prefill request per thread before more CTAs help
 MOST_SPLITS = 256
 NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of common/indexer_metadata.cu

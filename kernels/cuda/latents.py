@@ -1,10 +1,10 @@
 """The compressor of V4.1."""
 
 from ..types.compressor import LatentRows
-from .compile import kernel
+from .compile import constant, kernel
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-WARPS = 4  # per CTA, as in common/latents.cu
+WARPS = constant("common/latents.cu", "WARPS")  # per CTA
 
 
 def compress_latents(rows: LatentRows) -> None:

@@ -3,11 +3,11 @@
 from typing import Any
 
 from ..types.shard import Shard, ShardedIndices, ShardedSlots
-from .compile import kernel
+from .compile import constant, kernel
 from .indices import table_arguments
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-THREADS = 128  # per CTA, as in common/shards.cu and common/merge_partials.cu
+THREADS = constant("common/shards.cu", "THREADS")  # per CTA; as many in common/merge_partials.cu
 
 
 def launch(name: str, threads: int, arguments: tuple[Any, ...]) -> None:

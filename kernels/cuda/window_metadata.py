@@ -1,10 +1,10 @@
 """Metadata of a step, in one kernel."""
 
 from ..types.metadata import WindowStep
-from .compile import kernel
+from .compile import constant, kernel
 from .launch import C_TYPES, pointer
 
-WARPS = 4  # per CTA, as in common/window_metadata.cu
+WARPS = constant("common/window_metadata.cu", "WARPS")  # per CTA
 
 
 def build_sparse_swa(given: WindowStep) -> None:

@@ -197,3 +197,11 @@ def test_shared_memory_is_asked_for_on_every_device():
     assert made.handle(1) == 101
     assert raw.allowed == {0: 200_000, 1: 200_000}
     assert made.max_dynamic_shared_size_bytes == 200_000
+
+
+def test_numbers_that_sources_declare():
+    assert compiler.constant("common/candidate_logits.cu", "KEYS") == 64
+    assert compiler.constant("common/sparse/work.cuh", "MAX_RANGES") == 512
+    for follows_from_others in ("CONSUMERS", "QUERIES"):
+        with pytest.raises(KeyError):
+            compiler.constant("sm90/indexer/work.cuh", follows_from_others)

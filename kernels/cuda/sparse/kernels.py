@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ....layout import CacheLayout
-from ..compile import kernel, start
+from ..compile import constant, kernel, start
 from ..device import Limits, capability, device_sms, has_clusters, is_hopper, limits
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
@@ -19,13 +19,17 @@ from .formats import HOPPER, HOPPER_BF16, Formats, exact_macros, has_whole_slice
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
 
 CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be compiled
-HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # the maximum; sm90/decode/memory.cuh has the layout
-PREFILL_THREADS, FEW_HEADS_THREADS = 384, 512  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
+HOPPER_THREADS = constant("sm90/decode/memory.cuh", "THREADS")
+PREFILL_THREADS = constant("sm90/prefill/memory.cuh", "THREADS")
+FEW_HEADS_THREADS = constant("sm90/few_heads/memory.cuh", "THREADS")
+HOPPER_SHARED_BYTES = 232448  # the maximum
 PREFILL_HEADS = (16, 32, HEADS)  # per tile
 LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat16 rows
 PREFILL_WAVES = 8  # work ranges of the portable kernel per resident CTA: lengths grow with position
 COMBINE_VALUES = 128  # values that a warp combines at a time, as in common/sparse/combine.cuh
-EXACT_ROWS, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 16, 256, 2  # as in common/sparse/exact_mma_scores.cuh
+EXACT_ROWS = constant("common/sparse/exact_mma_scores.cuh", "ROWS")
+EXACT_THREADS = constant("common/sparse/exact.cuh", "THREADS")
+EXACT_BLOCKS_PER_SM = 2  # as in the launch bounds of common/sparse/exact.cu
 EXACT_MOST_PARTS = 64  # parts of a unit that one CTA combines
 
 KERNELS = ("hopper", "portable", "exact")

@@ -10,16 +10,17 @@ import numpy as np
 
 from ...types.plan import DecodePlan, Workspace, aligned_bytes
 from ...types.segments import V_DIM, Segment
-from ..compile import kernel
+from ..compile import constant, kernel
 from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
 from .division import COSTS, MAX_ORDERED, MAX_RANGES, UNDIVIDED, Costs, Division
 from .formats import Formats
 
-HEADS, BLOCK = 64, 64  # of a tile (some kernels' tiles have fewer), as in common/sparse/work.cuh
+HEADS = 64  # of a tile; some kernels' tiles have fewer
+BLOCK = constant("common/sparse/work.cuh", "BLOCK")
 LOWEST_HEADS = 16  # of a tile
-PLAN_THREADS = 1024
+PLAN_THREADS = constant("common/sparse/plan.cu", "THREADS")
 
 STARTS = ("starts", "starts of graphs")  # names of `starts`, outside a capture and inside
 # Partial results of the exact kernel, their size (Part of common/sparse/exact_mma.cuh), and its counters.

@@ -7,38 +7,17 @@
 //
 // Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #include "common/pdl.cuh"
-#include "common/pages.cuh"
-#include "common/vectors.cuh"
+#include "common/row_format.cuh"
 
 constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
 
-struct Chunk {
-    uint4 bytes;  // 8 e4m3 values in the low half, or 8 e2m1 values in the lowest word, or 8 bfloat16 values
-    uint32 scale;  // as it is in the cache
-};
-
-__device__ inline Chunk load_chunk(Token token, int first) {
-    if (first >= LAYOUT::quantized_dim)
-        return {load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim)), 0};
-    int tile = first / LAYOUT::scale_tile;
-    if (LAYOUT::e2m1_values) return {{load4(token.row + first / 2), 0, 0, 0}, token.scales[tile]};
-    uint2 bytes = load8(token.row + first);
-    return {{bytes.x, bytes.y, 0, 0}, LAYOUT::ue8m0 ? token.scales[tile] : load4(token.scales + 4 * tile)};
-}
-
-__device__ inline void store_chunk(OUTPUT* row, int first, Chunk chunk) {
+__device__ inline void store_chunk(OUTPUT* row, int first, const StoredValues<LAYOUT>& chunk) {
     if (first >= LAYOUT::quantized_dim) {
         store_raw8(row + first, Raw8<bf16>{chunk.bytes});
         return;
     }
     float x[8];
-    if constexpr (LAYOUT::e2m1_values) {
-        uint2 e4m3;
-        e2m1_to_e4m3(chunk.bytes.x, e4m3.x, e4m3.y);
-        dequantize8(e4m3, stored_scale<LAYOUT>(chunk.scale), x);
-    } else {
-        dequantize8({chunk.bytes.x, chunk.bytes.y}, stored_scale<LAYOUT>(chunk.scale), x);
-    }
+    dequantize8(chunk, stored_scale<LAYOUT>(chunk.scale), x);
     store_values8(row + first, x);
 }
 
@@ -64,7 +43,7 @@ dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_str
         }
         if (first_row >= rows) continue;
         if (first_row + lane >= rows) at.page = -1;
-        Chunk chunks[TOKENS][ROUNDS];
+        StoredValues<LAYOUT> chunks[TOKENS][ROUNDS];
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
             PageRow source{__shfl_sync(~0u, int(at.page), t), __shfl_sync(~0u, at.row, t)};
@@ -73,7 +52,7 @@ dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_str
             for (int round = 0; round < ROUNDS; ++round) {
                 int first = 8 * (32 * round + lane);
                 chunks[t][round] = {};  // an absent token is a row of zeros
-                if (source.page >= 0 && first < LAYOUT::head_dim) chunks[t][round] = load_chunk(token, first);
+                if (source.page >= 0 && first < LAYOUT::head_dim) chunks[t][round] = load_stored<LAYOUT>(token, first);
             }
         }
         OUTPUT* row = out + request * request_stride + first_row * token_stride;

@@ -7,8 +7,7 @@
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, MIN_EXPONENT (of such scales), ALIGNED.
 #include "common/pdl.cuh"
-#include "common/e2m1.cuh"
-#include "common/vectors.cuh"
+#include "common/row_format.cuh"
 
 constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
 constexpr int TILE_LANES = LAYOUT::scale_tile / 8;

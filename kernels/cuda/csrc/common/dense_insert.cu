@@ -5,8 +5,7 @@
 //
 // Macros: INPUT (bf16, f16 or float), CACHE (bf16, f16 or e4m3), KV_C_DIM, SLOT (int64 or int), ALIGNED.
 #include "common/pdl.cuh"
-#include "common/pages.cuh"
-#include "common/vectors.cuh"
+#include "common/row_format.cuh"
 
 struct e4m3 { uint8 bits; };
 

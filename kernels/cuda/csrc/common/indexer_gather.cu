@@ -7,7 +7,7 @@
 // Macros: LAYOUT (INDEXER_FP8 or INDEXER_MXFP4), ALIGNED.
 #include "common/pdl.cuh"
 #include "common/requests.cuh"
-#include "common/vectors.cuh"
+#include "common/row_format.cuh"
 
 using Layout = LAYOUT;
 static_assert(Layout::scale_bytes == 4, "read and written as one word");

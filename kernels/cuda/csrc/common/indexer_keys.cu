@@ -3,7 +3,7 @@
 // Grid: a warp per row; gather_keys strides over the rows. Block: 128 threads. No shared memory.
 //
 // Macros: INPUT (type of the inserted keys), VALUE (of the cache), SLOT (int64 or int), LAYOUT.
-#include "common/pages.cuh"
+#include "common/row_format.cuh"
 #include "common/pdl.cuh"
 #include "common/requests.cuh"
 

@@ -113,28 +113,6 @@ __device__ inline uint32 float_to_e4m3x2(float low, float high) {
 // Whether one of four e4m3 bytes is NaN.
 __device__ inline bool is_nan4(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080; }
 
-// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of the same values.
-__device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second) {
-    constexpr uint32 SMALL = 0x3c383000, LARGE = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-    uint32 magnitudes = codes & 0x77777777, even = codes << 4 & 0x80808080, odd = codes & 0x80808080;
-    first = __byte_perm(SMALL, LARGE, magnitudes) | __byte_perm(even, odd, 0x5140);
-    second = __byte_perm(SMALL, LARGE, magnitudes >> 16) | __byte_perm(even, odd, 0x7362);
-}
-
-// Eight e2m1 codes, the first in the lowest bits, as four pairs of bfloat16 values.
-__device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
-    constexpr uint32 LOW_SMALL = 0xc0800000, LOW_LARGE = 0xc0804000;    // low bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-    constexpr uint32 HIGH_SMALL = 0x3f3f3f00, HIGH_LARGE = 0x40404040;  // high bytes
-    uint32 even = codes << 4;  // each second code's sign is a byte's highest bit
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        uint32 magnitudes = (codes & 0x77777777) >> 16 * i;
-        uint32 signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140) & 0x80808080;
-        uint32 low = __byte_perm(LOW_SMALL, LOW_LARGE, magnitudes), high = __byte_perm(HIGH_SMALL, HIGH_LARGE, magnitudes) | signs;
-        pairs[2 * i] = __byte_perm(low, high, 0x5140), pairs[2 * i + 1] = __byte_perm(low, high, 0x7362);
-    }
-}
-
 // max(x, 0); NaN stays NaN.
 __device__ inline float relu(float x) {
     float y;
@@ -144,30 +122,6 @@ __device__ inline float relu(float x) {
 
 // Twice that for a finite x or NaN, by an addition, which takes half as long as a comparison.
 __device__ inline float twice_relu(float x) { return x + fabsf(x); }
-
-// The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
-// If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
-// exact, decides as the rounded quotient does.
-__device__ inline uint32 float_to_e2m1(float x, float unit) {
-    float y = fabsf(x);
-    uint32 code = (y > 0.25f * unit) + (y >= 0.75f * unit) + (y > 1.25f * unit) + (y >= 1.75f * unit) + (y > 2.5f * unit) +
-                  (y >= 3.5f * unit) + (y > 5.0f * unit);
-    return __float_as_uint(x) >> 28 & 8 | code;
-}
-
-// Smallest e with amax <= 6 * 2^e, at least `least`. Exact: 6 is 1.5 * 2^2.
-__device__ inline int e2m1_scale_exponent(float amax, int least) {
-    uint32 bits = __float_as_uint(amax);
-    int e = int(bits >> 23) - 127 - 2 + ((bits & 0x7fffff) > 0x400000);
-    return max(e, least);
-}
-
-// Smallest e with amax <= 448 * 2^e, at least `least`. Exact: 448 is 1.75 * 2^8.
-__device__ inline int scale_exponent(float amax, int least) {
-    uint32 bits = __float_as_uint(amax);
-    int e = int(bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
-    return max(e, least);
-}
 
 // From this logit on, base 2, fmaf(score, scale, -logit) may be off by more than 1, because `score * scale` is not rounded as the
 // maximum logit was. Logits are then rounded, too, so that no weight becomes infinite.

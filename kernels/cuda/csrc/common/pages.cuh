@@ -1,21 +1,6 @@
-// Addresses of a token's bytes in a paged cache, and lookups in a block table.
+// Pages of a paged cache: lookups in a block table, and values at any address.
 #pragma once
 #include "common/numbers.cuh"
-#include "layouts.cuh"
-
-struct Token {
-    uint8* row;
-    uint8* scales;
-};
-
-// A scale as stored: a byte of UE8M0 or e4m3, or float32.
-template <class Layout> __device__ inline float stored_scale(uint32 stored) {
-    if (Layout::ue8m0) return ue8m0_scale(stored);
-    if (!Layout::e4m3_scales) return __uint_as_float(stored);
-    float scale, none;
-    e4m3x2_to_float(stored & 0xff, scale, none);
-    return scale;
-}
 
 struct PageRow {
     int64 page;  // -1 if absent
@@ -29,19 +14,6 @@ __device__ inline PageRow page_row_of(int slot, int block_size) {
 __device__ inline PageRow page_row_of(int64 slot, int block_size) {
     if (slot <= INT32_LIMIT) return page_row_of(int(slot), block_size);
     return {slot / block_size, int(slot % block_size)};
-}
-
-// The row and scales at `at`. Page offsets are 64-bit, as the page stride may be large.
-template <class Layout>
-__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, PageRow at) {
-    uint8* base = pages + at.page * page_stride;
-    int64 scale_start = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
-    return {base + int64(at.row) * Layout::row_bytes, base + scale_start + int64(at.row) * Layout::scale_stride};
-}
-
-template <class Layout>
-__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
-    return token_at<Layout>(pages, page_stride, block_size, page_row_of(slot, block_size));
 }
 
 // A block size, and the constants of a division by it as a multiplication (`division` of indices.py).

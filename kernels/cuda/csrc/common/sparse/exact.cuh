@@ -7,7 +7,6 @@
 // Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED.
 #pragma once
 #include "common/sparse/work.cuh"
-#include "common/vectors.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int UNIT = WARPS;  // heads

@@ -5,7 +5,7 @@
 // *work range*: consecutive blocks, which may begin and end inside a tile. A tile in several work ranges is a *split tile*;
 // its partial results are combined by common/sparse/combine.cuh.
 #pragma once
-#include "common/pages.cuh"
+#include "common/row_format.cuh"
 
 #ifndef TILE_HEADS
 #define TILE_HEADS 64
@@ -34,6 +34,10 @@ struct Segment {
     __device__ int length(int b, int s) const {
         if (lengths == nullptr) return topk;
         return max(0, min(topk, lengths[b * lengths_stride_b + s * lengths_stride_s]));
+    }
+    // Page of a slot of the cache.
+    __device__ int page_of(int slot) const {
+        return block_shift >= 0 ? slot >> block_shift : int(uint32(slot) / uint32(block_size));
     }
 };
 

@@ -167,7 +167,7 @@ struct RowLoader {
             int slot = ring.indices[stage][row];
             bool here = row < at.left && uint32(slot) < uint32(list.num_slots);
             slot = here ? slot : 0;
-            int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
+            int page = list.page_of(slot);
             int in_page = slot - page * list.block_size;
             const uint8* base = list.pages + page * list.page_stride;
             if (FINE_SCALES && at.second) copy_row<EXTRA_LAYOUT>(base, in_page, list.block_size, ring.rows[stage][row], here);
@@ -247,8 +247,7 @@ struct RowLoader {
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
                 uint4 low, high;
-                e2m1_to_e4m3(values[i].x, low.x, low.y), e2m1_to_e4m3(values[i].y, low.z, low.w);
-                e2m1_to_e4m3(values[i].z, high.x, high.y), e2m1_to_e4m3(values[i].w, high.z, high.w);
+                expand_e2m1(values[i], low, high, e2m1_to_e4m3);
                 uint4* to = reinterpret_cast<uint4*>(bytes + 32 * (part + LANES * i));
                 to[0] = low, to[1] = high;
             }

@@ -2,14 +2,6 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of 2^-6 times their values, subnormals too: exponent and
-// mantissa only move. Factors make up for it.
-__device__ inline void e2m1_to_small_e4m3(uint32 codes, uint32& first, uint32& second) {
-    constexpr uint32 SIGN = 0x80808080, MAGNITUDE = 0x1c1c1c1c;
-    uint32 even = (codes << 4 & SIGN) | (codes << 2 & MAGNITUDE), odd = (codes & SIGN) | (codes >> 2 & MAGNITUDE);
-    first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
-}
-
 // A warp's part of the expansion: eight rows, four lanes a row. A row has landed with its scales in the first 32 bytes of its
 // place and its codes in the second half. Codes are expanded from the first on, so none is overwritten before it is read.
 struct Expander {
@@ -67,8 +59,7 @@ struct Expander {
             if (j) codes = lds128(from);
             __syncwarp();  // all lanes have read what is overwritten now
             uint4 low, high;
-            e2m1_to_small_e4m3(codes.x, low.x, low.y), e2m1_to_small_e4m3(codes.y, low.z, low.w);
-            e2m1_to_small_e4m3(codes.z, high.x, high.y), e2m1_to_small_e4m3(codes.w, high.z, high.w);
+            expand_e2m1(codes, low, high, e2m1_to_small_e4m3);
             sts128(to, low), sts128(to ^ 16, high);
             to += 128;
             from = (from ^ 64) + (j & 1) * 128;

@@ -7,7 +7,7 @@ __device__ uint4 absent_scales[2];  // zeros, read for absent tokens
 // The token in a slot of a list's cache; the row of an absent token is null.
 template <class Layout> __device__ inline Token token_in(const Segment& list, int slot) {
     if (uint32(slot) >= uint32(list.num_slots)) return {nullptr, reinterpret_cast<uint8*>(absent_scales)};
-    int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
+    int page = list.page_of(slot);
     int row = slot - page * list.block_size;
     uint8* base = list.pages + page * list.page_stride;
     return {base + row * Layout::row_bytes,

@@ -6,6 +6,7 @@
 // one scale each, in an order that queries are brought into as they are loaded: four values 32 c + 8 s + 4 o become those that
 // lane c has at 16 o of step s. While a tile is multiplied, the keys of the next one are expanded.
 #pragma once
+#include "common/row_format.cuh"
 #include "sm90/indexer/products.cuh"
 
 #if MXFP4

@@ -6,7 +6,8 @@
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
-constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = 640;
+static_assert(THREADS == CONSUMERS + 128, "and a warpgroup of producers");
 constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
 constexpr int PRODUCER_REGISTERS = WIDE ? 32 : 56, CONSUMER_REGISTERS = WIDE ? 112 : 104;

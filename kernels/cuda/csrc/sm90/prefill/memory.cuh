@@ -6,7 +6,8 @@
 
 constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
 constexpr int PRODUCERS = 4;  // warps
-constexpr int THREADS = 256 + 32 * PRODUCERS, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
+constexpr int THREADS = 384, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
+static_assert(THREADS == 256 + 32 * PRODUCERS, "and two warpgroups of consumers");
 
 // Q and a block of keys are stored as tiles of 64 values. A *piece* is two tiles: it is copied and signalled as a whole, and
 // freed when the consumer that has these values of the result has used it. Pieces are loaded in the order of their use:
