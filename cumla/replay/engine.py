@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dispatch.backends import array_module, takes_device_arrays
+from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..parallel import Communicator
@@ -32,7 +32,6 @@ from .whole_v41 import V41, V41Layer, V41Metadata
 from .whole_verify import Recorder
 
 WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
-WARM_DECODES = 16  # of a warm-up's step on a device, at most
 STEP = "step"  # stands for the layer where something is done once for all of them
 
 
@@ -221,15 +220,12 @@ def layer_of(
 def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:
     """Compile what a run needs, on a few requests of made-up tokens with caches of their own.
 
-    They overlap so that steps are all prefill, mixed and all decode. A device has kernels for some numbers of decodes:
-    there, short requests end one after another.
+    They overlap so that steps are all prefill, mixed and all decode.
     """
-    sizes = [(BLOCK_TOKENS + 1, 4), (options.batch_tokens + BLOCK_TOKENS, 4)]
-    if takes_device_arrays(options.backend) and not options.tiny:
-        sizes += [(BLOCK_TOKENS, outputs) for outputs in range(1, WARM_DECODES + 1)]
+    lengths = (BLOCK_TOKENS + 1, options.batch_tokens + BLOCK_TOKENS)
     requests = [
-        TraceRequest(0.0, length, outputs, tuple(range(-(-length // HASH_TOKENS)))).clipped(options.max_len)
-        for length, outputs in sizes
+        TraceRequest(0.0, length, 4, tuple(range(-(-length // HASH_TOKENS)))).clipped(options.max_len)
+        for length in lengths
     ]
     small = replace(options, cache_tokens=sum(-(-r.total_length // BLOCK_TOKENS) for r in requests) * BLOCK_TOKENS)
     for _ in Engine(small, requests, False, comm).steps():
