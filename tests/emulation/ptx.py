@@ -31,6 +31,7 @@ TABLE = {
     "add.rn.f16x2 %0, %1, %2;": "%0 = emulator::add_f16x2(%1, %2)",
     "set.ge.u32.f16x2 %0, %1, %2;": "%0 = emulator::at_least_f16x2(%1, %2)",
     "prmt.b32 %0, %1, 0, 0xbb99;": "%0 = (%1 >> 15 & 1) * 0xffffu | (%1 >> 31) * 0xffff0000u",
+    "prmt.b32 %0, %1, %2, %3;": "%0 = __byte_perm(%1, %2, %3)",
     "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",
     "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
     "lg2.approx.ftz.f32 %0, %1;": "%0 = log2f(%1)",
@@ -187,7 +188,8 @@ for ptx_type, c_type in TYPES.items():
 # Products of warpgroups have a pattern of their own, because their operands do not fit on one line.
 WGMMA = re.compile(
     r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3)\.(?P=type) "
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3|e5m2(?=\.e4m3))\."
+    r"(?:(?P=type)|e4m3) "
     r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?P<across>(?:, [01])*); }"
 )
 

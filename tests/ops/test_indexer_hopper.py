@@ -49,3 +49,43 @@ def test_groups_of_many_queries(here, rng, monkeypatch, schedule, width, queries
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
         found = here.get(cumla.fp8_mqa_logits(*arguments, True, width, backend="cuda"))
     check_logits(found, reference)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("next_n", [1, 2, 3])
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 64 and x.get("next_n") != 1)
+def test_weights_of_any_magnitude(here, rng, heads, next_n):
+    """MXFP4 keys: infinite, NaN, large and subnormal weights of a query change no other query's scores."""
+    weights = rng.normal(size=(6, heads)).astype(np.float32)
+    weights[0, 3], weights[1, 5], weights[2, 7] = np.inf, np.nan, -np.inf
+    weights[3] *= np.float32(2.0**100)
+    weights[4, 1:] *= np.float32(2.0**-100)
+    weights[5] = 2.0**-127  # subnormal: counts as 0
+    q, cache, _, table = paged(rng, cumla.INDEXER_MXFP4, 64, 6 // next_n, next_n, heads, 2)
+    lens = np.array([128, 70, 64, 128, 90, 128], np.int32)[: 6 // next_n]
+    arguments = q, cache, weights, lens, table
+    want = cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="reference")
+    found = here.get(cumla.fp8_paged_mqa_logits(*map(here.put, arguments), clean_logits=True, backend="cuda"))
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(want))
+    for row, reference in zip(found, want, strict=True):  # their magnitudes differ
+        check_logits(np.nan_to_num(row, neginf=-np.inf)[None], np.nan_to_num(reference, neginf=-np.inf)[None])
+
+
+@pytest.mark.parametrize("scales", [(121, 132), (118, 129), (60, 68), (244, 255), (1, 12), (0, 180)], ids=str)
+def test_scales_of_keys(here, rng, scales):
+    """Products take some scales as they are; others are brought into range, or are further apart than e5m2 reaches."""
+    q, cache, weights, table = paged(rng, cumla.INDEXER_MXFP4, 64, 2, 3, 32, 3)
+    _, of_keys, _ = cumla.INDEXER_MXFP4.parts(cache)
+    of_keys[...] = rng.integers(*scales, of_keys.shape)
+    of_keys[table[0, 1], 40:] = 125  # of one warp's keys only some are special
+    arguments = (
+        q,
+        cache,
+        weights * np.float32(2.0**-100 if scales[1] > 150 else 1),
+        np.array([192, 130], np.int32),
+        table,
+    )
+    want = cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="reference")
+    found = here.get(cumla.fp8_paged_mqa_logits(*map(here.put, arguments), clean_logits=True, backend="cuda"))
+    for row, reference in zip(found, want, strict=True):  # squares of which float32 lacks
+        check_logits(row[None].astype(np.float64), reference[None].astype(np.float64))

@@ -8,8 +8,8 @@
 // Block: 640 threads.
 //
 //     warps     role       registers       work
-//     0..15     consumers  104, WIDE 112  each warpgroup multiplies 64 keys by HEADS * PASS heads
-//     16..19    producers  56, WIDE 32    the first RINGS warps load keys, a ring each; warp Q_WARP loads queries
+//     0..15     consumers  104 or 112     each warpgroup multiplies 64 keys by HEADS * PASS heads
+//     16..19    producers  56 or 32       the first RINGS warps load keys, a ring each; warp Q_WARP loads queries
 //
 //     QUERY_GROUPS 1    256 keys, 64 for each warpgroup, and all queries
 //     QUERY_GROUPS 2    128 keys, and half of the queries for each pair of warpgroups: half the keys read for each product
@@ -192,7 +192,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int ring = (threadIdx.x - CONSUMERS) / 32;
-        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, ring, 0}.run(work);
+        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);

@@ -24,8 +24,11 @@ __device__ inline void bulk_load_once(uint32 target, const void* source, uint32 
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
-    int ring, stage;  // the ring's next stage
+    int stage;        // the ring's next one
     uint32 turns;     // bit 0: parity of the stage; other bits: number of groups loaded. Packed, because registers are few
+
+    // This warp's ring; RINGS for a warp that loads queries only.
+    __device__ int ring() const { return RINGS == 4 ? stage % RINGS : (threadIdx.x - CONSUMERS) / 32; }
 
     // Load `count` queries of an entry from the j-th on. A group without tiles makes the consumers exit.
     __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
@@ -50,20 +53,21 @@ struct Producer {
         __syncwarp();
         if (MXFP4) {
             int word = lane % 8 / 2 * 8 + lane % 2 * 4 + lane / 8;  // where this lane's four values go
-#pragma unroll 4
-            for (int row = 0; row < QUERIES * HEADS; ++row) {
-                bool present = row / HEADS < count;
-                int64 offset = present ? (query + row / HEADS) * problem.q_stride + row % HEADS * DIM : 0;
-                uint32 to = Q_AT + q_stage * QUERIES * Q_BYTES + row * DIM + ((word / 4 ^ row % 8) << 4) + word % 4 * 4;
-                copy_async<4>(to, problem.q + offset + 4 * lane, present);
+            uint32 to = Q_AT + q_stage * QUERIES * Q_BYTES + word % 4 * 4;
+#pragma unroll 1
+            for (int i = 0; i < QUERIES; ++i) {
+                const uint8* from = problem.q + (i < count ? (query + i) * problem.q_stride : 0) + 4 * lane;
+#pragma unroll (FEW_REGISTERS ? 1 : 8)
+                for (int head = 0; head < HEADS; ++head, to += DIM)
+                    copy_async<4>(to + ((word / 4 ^ head % 8) << 4), from + (i < count ? head * DIM : 0), i < count);
             }
         } else if (tiles && lane < QUERIES)
             tma_load(Q_AT + (q_stage * QUERIES + lane) * Q_BYTES, q_map, 0, 0, query + lane, ready);
-#pragma unroll 4
+#pragma unroll (MXFP4 && FEW_REGISTERS ? 1 : QUERIES * HEADS > 128 ? 2 : 4)
         for (int i = lane; i < QUERIES * HEADS; i += 32) {
             bool present = i / HEADS < count;
             const float* from = present ? problem.weights + (query + i / HEADS) * problem.weights_stride + i % HEADS : problem.weights;
-            copy_async<4>(WEIGHTS_AT + (q_stage * QUERIES * HEADS + i) * 4, from, present);
+            copy_async<4>(WEIGHTS_AT + (q_stage * QUERIES * HEADS + i - i % HEADS + weight_at(i % HEADS)) * 4, from, present);
         }
         copies_arrive(ready);
     }
@@ -75,28 +79,30 @@ struct Producer {
 #if PAGED
     // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
     // the block table.
-    __device__ void bring_tiles(int entry, int key, int tiles) {
-        int lane = threadIdx.x % 32, rows_log = __ffs(problem.box_rows) - 1, boxes_log = 6 - rows_log;
-        key += ring * RING_KEYS + (lane >> boxes_log) * KEYS + (lane << rows_log) % RING_KEYS;
-        for (; tiles > 0; tiles -= 32 >> boxes_log, key += KEYS << 5 - boxes_log) {
+    __device__ void bring_tiles(int group, int key, int tiles) {
+        int lane = threadIdx.x % 32, boxes_log = 7 - __ffs(problem.box_rows);  // boxes of 64 rows
+        key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;
+        for (; tiles; key += KEYS << 5 - boxes_log) {
+            int j, count, entry = problem.entry_of(group, j, count);
             PageRow place = lookup_page_row(problem.table, entry, key, problem.block_size, problem.num_slots);
-            uint32 there = __ballot_sync(~0u, place.page >= 0);
+            int page = int(place.page);
 #pragma unroll 1
-            for (int i = 0; i < min(32 >> boxes_log, tiles); ++i, there = uint64(there) >> (RING_KEYS >> rows_log)) {
-                uint32 ready = K_READY + 8 * stage, present = __ballot_sync(~0u, there >> (8 * lane >> rows_log & 31) & 1) & 0xff;
+            for (int i = 0; i < 32 >> boxes_log && tiles; ++i, --tiles) {
+                uint32 ready = K_READY + 8 * stage, box = (i << boxes_log) + (lane % 8 << boxes_log) / 8;  // of this lane's 8 rows
+                uint32 present = __ballot_sync(~0u, __shfl_sync(~0u, page, box) >= 0) & 0xff;
                 barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
                 if (lane == 0) {
                     sts32(PRESENT_AT + 4 * stage, present);
                     barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + 4));
                 }
                 __syncwarp();
-                if (lane >> boxes_log == i && place.page >= 0) {
+                if (lane >> boxes_log == i && page >= 0) {
                     int row = key % RING_KEYS;
-                    const uint8* page = problem.pages + place.page * problem.page_stride;
+                    const uint8* from = problem.pages + page * problem.page_stride;
                     uint32 to = K_AT + stage * K_BYTES + row * ROW_BYTES;
-                    if (MXFP4) bulk_load_once(to, page + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
-                    else tma_load_once(to, k_map, 0, place.row, int(place.page), ready);
-                    const uint8* scales = page + int64(problem.block_size) * ROW_BYTES + place.row * 4;
+                    if (MXFP4) bulk_load_once(to, from + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
+                    else tma_load_once(to, k_map, 0, place.row, page, ready);
+                    const uint8* scales = from + int64(problem.block_size) * ROW_BYTES + place.row * 4;
                     bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
                 }
                 next_stage();
@@ -125,19 +131,22 @@ struct Producer {
 #endif
 
     __device__ void run(WorkRange work) {
-        Count left = work.count;
-        int tiles = work.tiles - work.tile, first = work.first_key + work.tile * KEYS;
-        for (int group = work.group; left;) {
-            tiles = int(min(Count(tiles), left));
+        // Another CTA may have a part of the first group, of its own cost or of its tiles.
+        Count left = work.cost - max(GROUP_COST - work.skipped, 0);
+        int tile = max(work.skipped - GROUP_COST, 0), tiles = work.tiles - tile, first = work.first_key + tile * KEYS;
+        for (int group = work.group;;) {
+            bool none = left <= 0;
+            tiles = none ? 0 : int(min(Count(tiles), left));
             left -= tiles;
-            if (tiles > 0) {
+            if (tiles > 0 || none) {
                 int j, count, entry = problem.entry_of(group, j, count);
-                if (ring == Q_WARP) bring_queries(entry, j, count, first, tiles);
-                if (RINGS == 4 || ring < RINGS) bring_tiles(entry, first, tiles);
+                if (ring() == Q_WARP) bring_queries(entry, j, none ? 0 : count, first, tiles);
+                if (none) break;
+                if (RINGS == 4 || ring() < RINGS) bring_tiles(group, first, tiles);
             }
-            if (left) tiles = problem.tiles_of(++group, first);
+            tiles = left > 0 ? problem.tiles_of(++group, first) : 0;
+            if (tiles) left -= GROUP_COST;
         }
-        if (ring == Q_WARP) bring_queries(0, 0, 0, 0, 0);
         // Top-k starts where a CTA has ended. With packed keys all CTAs end together, so it would start too early.
         if (PAGED) pdl_release();
     }

@@ -30,25 +30,25 @@ __device__ inline void multiply(float (&x)[64], uint64 k, uint64 q, int add) {
                  : FLOATS64(x) : "l"(k), "l"(q), "r"(add));
 }
 
-// The same with keys in registers.
+// The same with e5m2 keys in registers.
 __device__ inline void multiply(float (&x)[16], const uint32 (&a)[4], uint64 q, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 " REGISTERS16 ", {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e4m3 " REGISTERS16 ", {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
                  : FLOATS16(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
 }
 __device__ inline void multiply(float (&x)[32], const uint32 (&a)[4], uint64 q, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e5m2.e4m3 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
                  : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
 }
 __device__ inline void multiply(float (&x)[48], const uint32 (&a)[4], uint64 q, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 " REGISTERS48 ", {%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e5m2.e4m3 " REGISTERS48 ", {%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
                  : FLOATS48(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
 }
 __device__ inline void multiply(float (&x)[64], const uint32 (&a)[4], uint64 q, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
                  : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
 }
 

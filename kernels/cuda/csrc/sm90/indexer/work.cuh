@@ -10,9 +10,13 @@ constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS =
 static_assert(THREADS == CONSUMERS + 128, "and a warpgroup of producers");
 constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
-constexpr int PRODUCER_REGISTERS = WIDE ? 32 : 56, CONSUMER_REGISTERS = WIDE ? 112 : 104;
+constexpr bool FEW_REGISTERS = WIDE || MXFP4 && PASSES > 1;  // for producers
+constexpr int PRODUCER_REGISTERS = FEW_REGISTERS ? 32 : 56, CONSUMER_REGISTERS = FEW_REGISTERS ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
 constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
+// What a group costs beside its tiles, in tiles: queries and weights are read, and products begin and end. Without it the CTA that has
+// the short groups at a prompt's beginning would end long after the others.
+constexpr int GROUP_COST = PAGED ? 0 : 2;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
 // Where tiles arrive no faster than they are needed, the first half of 128 columns is reduced while the second is multiplied.
@@ -43,6 +47,19 @@ constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
 constexpr uint32 K_BYTES = RING_KEYS * ROW_BYTES;
 static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES == 1);
 static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
+
+// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
+// logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
+#if PAGED
+using Count = int;
+using Unsigned = uint32;
+#else
+using Count = int64;
+using Unsigned = uint64;
+#endif
+
+// Where the weight of a head is among those of its query. MXFP4: a lane's are contiguous.
+__device__ inline int weight_at(int head) { return MXFP4 ? head % 8 / 2 * (HEADS / 4) + head / 8 * 2 + head % 2 : head; }
 
 struct Problem {
     const float* weights;
@@ -101,17 +118,8 @@ struct Problem {
         }
         return end > first ? int((int64(end) - first + KEYS - 1) / KEYS) : 0;
     }
+    __device__ static Count cost_of(int tiles) { return tiles ? Count(tiles) + GROUP_COST : 0; }
 };
-
-// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
-// logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
-#if PAGED
-using Count = int;
-using Unsigned = uint32;
-#else
-using Count = int64;
-using Unsigned = uint64;
-#endif
 
 // Store to and load from shared memory.
 __device__ inline void put(uint32 at, int x) { sts32(at, x); }
@@ -126,10 +134,11 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-// The work range of a CTA: `count` tiles from tile `tile` of group `group` on, which has `tiles` tiles from key `first_key` on.
+// The work range of a CTA: what costs `cost`, after `skipped` of group `group`, which has `tiles` tiles from key `first_key` on. A
+// group's own cost comes first.
 struct WorkRange {
-    int group, tile, tiles, first_key;
-    Count count;
+    int group, skipped, tiles, first_key;
+    Count cost;
 };
 
 // Called by all threads of the CTA.
@@ -138,7 +147,7 @@ __device__ inline WorkRange work_range_of(const Problem& problem) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
     int end = min(begin + run, groups), first_key = 0;
     Count own = 0;
-    for (int group = begin; group < end; ++group) own += problem.tiles_of(group, first_key);
+    for (int group = begin; group < end; ++group) own += problem.cost_of(problem.tiles_of(group, first_key));
     auto sum_to = [&](Count x) {  // inclusive prefix sum over the lanes
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -156,14 +165,14 @@ __device__ inline WorkRange work_range_of(const Problem& problem) {
     Count first = block * even + min(block, larger), count = even + (block < larger);
     constexpr uint32 FOUND_AT = SUMS_AT + sizeof(Count) * (THREADS / 32);
     if (count && before <= first && first < before + own) {
-        int group = begin, tiles = int(own);  // of one group, or found below
-        Count tile = first - before;
+        int group = begin, tiles = int(own) - GROUP_COST;  // of one group, or found below
+        Count skipped = first - before;
         for (; run > 1; ++group) {
             tiles = problem.tiles_of(group, first_key);
-            if (tile < tiles) break;
-            tile -= tiles;
+            if (skipped < problem.cost_of(tiles)) break;
+            skipped -= problem.cost_of(tiles);
         }
-        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, int(tile)), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
+        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, int(skipped)), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
     }
     __syncthreads();
     return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
