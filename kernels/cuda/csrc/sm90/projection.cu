@@ -14,12 +14,7 @@ static_assert(ALIGNED, "TMA copies rows that start at multiples of 16 bytes");
 static_assert(POWER_OF_TWO || !FINE, "sums of a block of 32 columns are not kept apart");
 static_assert(HEIGHT == 1 || (POWER_OF_TWO && !FINE), "registers hold no more");
 
-#ifdef CTAS
-constexpr bool TWO_CTAS = CTAS == 2;
-#else
 constexpr bool TWO_CTAS = TOKENS <= 32 && ROWS <= 128;  // on an SM
-#endif
-constexpr int OPERANDS = TOKENS > 64 && TWO_CTAS ? 1 : 2;
 constexpr int PRODUCERS = TWO_CTAS ? 1 : 4;             // warps; setmaxnreg takes warpgroups
 constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS, HALF = TOKENS * 128;
 constexpr bool DIRECT = SPLITS == 1 && PARTS == 1 && TOKENS >= 16 && sizeof(OUTPUT) == 2;  // no sums are added
@@ -112,7 +107,7 @@ struct Consumer {
     // Add the products of a chunk, halves in turn, each with all tiles of 64 rows.
     __device__ void multiply(uint32 weights, uint32 x, const RowScales& scale) {
         uint64 tile = tile_descriptor(x & 0xffffff);  // without the CTA's rank in its cluster
-        uint32 a[OPERANDS][4][4];
+        uint32 a[2][4][4];
         float products[TOKENS / 2];
         load_half(a[0], sums.nan[0], weights + row, scale[0], 0);
 #pragma unroll
@@ -121,12 +116,11 @@ struct Consumer {
             wgmma_fence();
 #pragma unroll
             for (int t = 0; t < 4; ++t)
-                wgmma_bf16(POWER_OF_TWO ? sum(h) : products, a[u % OPERANDS][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
+                wgmma_bf16(POWER_OF_TWO ? sum(h) : products, a[u % 2][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
             wgmma_commit();
             if (u + 1 == 2 * HEIGHT) break;
-            if (OPERANDS == 1) wgmma_wait<0>();
-            else if (u) wgmma_wait<1>();  // the other operand is free
-            load_half(a[(u + 1) % OPERANDS], sums.nan[next_h], weights + row + next_h * 2048, scale[next_h], next_half);
+            if (u) wgmma_wait<1>();  // the other operand is free
+            load_half(a[(u + 1) % 2], sums.nan[next_h], weights + row + next_h * 2048, scale[next_h], next_half);
         }
         wgmma_wait<0>();
         if (POWER_OF_TWO) {
