@@ -28,6 +28,7 @@ class Tile(NamedTuple):
     v_groups  groups in a value
     own_v     whether values have rows of their own; otherwise they are the first groups of the keys
     weighted  whether each group of a key has a factor, as with scales of FP8 rows
+    scaled    whether the products of each row are divided by a power of two, TileMemory.scales
     """
 
     rows: int
@@ -37,6 +38,7 @@ class Tile(NamedTuple):
     own_v: bool
     weighted: bool
     float16: bool
+    scaled: bool = False
 
     @property
     def parts(self) -> int:
@@ -69,7 +71,7 @@ class Tile(NamedTuple):
     @property
     def keys_at(self) -> int:
         """Start of the int32 of each key."""
-        return self.rows_at + self.rows * (self.parts + 4)
+        return self.rows_at + self.rows * (self.parts + 5)
 
     @property
     def shared_bytes(self) -> int:
@@ -108,6 +110,7 @@ class TileMemory(NamedTuple):
     factors    float32 [rows], by which sums are rescaled
     tops       float32 [rows], largest products, at the end
     totals     float32 [rows], sums of weights, at the end
+    scales     float32 [rows], powers of two by which products were divided, of a tile that is `scaled`
     limits     int32 [rows]: a query sees keys at lower positions
     positions  int32 [keys]
     pages      int32 [keys], page of each of the next keys in the cache, or -1, and its token within the page
@@ -124,6 +127,7 @@ class TileMemory(NamedTuple):
     factors: Any
     tops: Any
     totals: Any
+    scales: Any
     limits: Any
     positions: Any
     pages: Any
@@ -142,7 +146,7 @@ def attention_of(tile: Tile) -> Attention:
     own_at = rows_at + rows * parts
     multiply, store, stride = scores.multiply, scores.store, scores.stride
     mix_multiply, mix_store = mix_part.multiply, mix_part.store
-    products_count, own_keys = scores.count, keys // parts
+    products_count, own_keys, scaled = scores.count, keys // parts, tile.scaled
     growing = np.float32(1 if tile.float16 else 2.0**SHRINKING)
     shrinking = np.float32(1) / growing
 
@@ -150,8 +154,8 @@ def attention_of(tile: Tile) -> Attention:
     def memory(words, floats, ints):
         return TileMemory(
             words, words[k_at:], words[v_at:], floats[products_at:], floats[weights_at:], floats[rows_at:],
-            floats[own_at:], floats[own_at + rows :], floats[own_at + 2 * rows :], ints[own_at + 3 * rows :],
-            ints[keys_at:], ints[keys_at + keys :], ints[keys_at + 2 * keys :], floats,
+            floats[own_at:], floats[own_at + rows :], floats[own_at + 2 * rows :], floats[own_at + 3 * rows :],
+            ints[own_at + 4 * rows :], ints[keys_at:], ints[keys_at + keys :], ints[keys_at + 2 * keys :], floats,
         )  # fmt: skip
 
     @device_function
@@ -177,12 +181,13 @@ def attention_of(tile: Tile) -> Attention:
         for i in range(parts):
             largest = larger(largest, m.parts[row * parts + i])
         shift = np.float32(0) if largest == MINUS_INFINITY else largest
-        factor = exponential(top - shift)
+        scale = m.scales[row] if scaled else np.float32(1)
+        factor = exponential((top - shift) * scale)
         total *= factor
         if part == 0:
             m.factors[row] = factor
         for i in range(own_keys):
-            weight = exponential(own[i] - shift) * shrinking
+            weight = exponential((own[i] - shift) * scale) * shrinking
             m.products[row * stride + part + parts * i] = weight
             total += weight
         return largest, total

@@ -11,7 +11,7 @@ from .compiler import cuda, float32, int32, uint32
 from .dense_cache import scale_arguments
 from .latent_attention import KeyList, Results, attend
 from .launch import NO_SCALE, SIMULATED, device_function, is_aligned, kind_of, launch
-from .log_sums import MINUS_INFINITY, bits_of_log_sum, joined, log_sum_of, summary
+from .log_sums import MINUS_INFINITY, ONE, bits_of_log_sum, joined, log_sum_of, summary
 from .numbers import from_float32, to_float32
 from .plain_rows import plain_rows_of
 from .products import GROUP, THREADS
@@ -118,12 +118,12 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
                 max(n - hidden, 0), softmax_scale,
             )  # fmt: skip
             for row in range(cuda.threadIdx.x, end - first, THREADS):
-                log_sum, inv_sum = summary(m.tops[row], m.totals[row])
+                log_sum, inv_sum = summary(m.tops[row], m.totals[row], ONE)
                 kept = np.float32(0)
                 if accumulate:
                     log_sum, kept, taken = joined(log_sum_of(lse[head, first + row]), log_sum)
                     inv_sum *= taken
-                lse[head, first + row] = bits_of_log_sum(log_sum)
+                lse[head, first + row] = bits_of_log_sum(log_sum, ONE)
                 m.factors[row], m.tops[row] = inv_sum * growing, kept
             cuda.syncthreads()
             for i in range(cuda.threadIdx.x, (end - first) * v_dim, THREADS):

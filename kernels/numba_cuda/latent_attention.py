@@ -15,7 +15,7 @@ from ..types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..types.segments import Pages
 from .attention_tile import Tile, attention_of
 from .compiler import cuda, float32, int32, uint32
-from .intrinsics import exponential
+from .intrinsics import exponential, load4, multiply_bfloat16, store4
 from .latent_rows import latent_rows_of
 from .launch import (
     NO_PARTS,
@@ -30,8 +30,8 @@ from .launch import (
 )
 from .log_sums import MINUS_INFINITY, bits_of_log_sum, larger, rest_of_sink, summary
 from .numbers import float32_bits, float32_value, from_float32
-from .plain_rows import plain_rows_of
-from .products import GROUP, THREADS
+from .plain_rows import LANES, ROWS_AT_A_TIME, plain_rows_of
+from .products import GROUP, THREADS, stride_of
 from .rows import lookup_slot
 
 V_DIM = 512
@@ -39,7 +39,9 @@ ROWS, KEYS = (8, 16) if SIMULATED else (32, 32)  # of a tile
 BLOCKS_AT_A_TIME = 2  # thread blocks per SM
 MAX_PARTS = 64
 NO_SEGMENT = np.empty((0, 0, 0), np.int32)
-NO_LOGITS = np.empty((0, 0, 0), np.float32)
+NO_LOGITS = NO_SUMS = np.empty((0, 0, 0), np.float32)
+# What a part has for each head: its largest product, the sum of its weights, and what its query was divided by.
+TOP, TOTAL, SCALE = 0, 1, 2
 
 
 class KeyList(NamedTuple):
@@ -85,14 +87,14 @@ def attend(
     caches = [x.pages.bytes for x in lists]
     groups, float16 = -(-layout.head_dim // GROUP), q.dtype == np.float16
     weighted = layout.num_scales > 0 and not layout.has_fine_scales
-    tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16)
+    tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16, scaled=not float16)
     blocks = batch * s_q * -(-heads // ROWS)
     parts = part_count(blocks, -(-most_keys // KEYS), multiprocessors()) if may_split else 1
-    part_out, part_lse = NO_PARTS, NO_PARTS
+    part_out, part_sums = NO_PARTS, NO_SUMS
     if parts > 1:
         workspace, rows = plan.workspace if plan is not None else Workspace(), batch * s_q * parts
         part_out = workspace.shaped("part_out", (rows * heads, V_DIM), np.float32, q)
-        part_lse = workspace.shaped("part_lse", (rows, heads), np.float32, q)
+        part_sums = workspace.shaped("part_sums", (rows, heads, 3), np.float32, q)
     listed = lists[0].slots.ndim == 3
     second = lists[1] if len(lists) > 1 else lists[0]._replace(slots=NO_SEGMENT if listed else NO_TABLE)
     kernel = attend_kernel_of(tile, formats, listed, is_aligned(q, *caches))
@@ -101,13 +103,14 @@ def attend(
     launch(
         kernel, blocks * parts, THREADS,
         q, *list_arguments(lists[0]), *list_arguments(second), causal, *scale, sink, np.float32(softmax_scale),
-        results.out, kind_of(results.out), max_logits, results.lse, part_out, part_lse, parts,
+        results.out, kind_of(results.out), max_logits, results.lse, part_out, part_sums, parts,
         shared_bytes=tile.shared_bytes, at_a_time=BLOCKS_AT_A_TIME,
     )  # fmt: skip
     if parts > 1:
         launch(
             merge_parts_kernel, batch * s_q * heads, MERGE_THREADS,
-            part_out, part_lse, parts, attention_of(tile).growing, sink, results.out, kind_of(results.out), results.lse,
+            part_out, part_sums, parts, attention_of(tile).growing, sink, results.out, kind_of(results.out),
+            results.lse,
         )  # fmt: skip
 
 
@@ -129,6 +132,7 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
     growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
     word_count, scale_count, prepare, load, store = latent_rows_of(tile, formats, aligned)
     copy_queries = plain_rows_of(rows, formats[0].head_dim, tile.groups, aligned)
+    scale_queries = scaled_queries(tile, formats[0].head_dim)
     length_of, slot_of = (listed_length, listed_slot) if listed else (table_length, table_slot)
 
     @device_function
@@ -149,7 +153,7 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
     def attend_kernel(
         q, pages, block_size, scale_start, slots, lengths, extra_pages, extra_block_size, extra_scale_start,
         extra_slots, extra_lengths, causal, scale, scale_value, attn_sink, softmax_scale, out, kind, max_logits, lse,
-        part_out, part_lse, parts,
+        part_out, part_sums, parts,
     ):  # fmt: skip
         """A thread block takes `rows` heads of a token over one part of its keys."""
         m = memory(cuda.shared.array(0, uint32), cuda.shared.array(0, float32), cuda.shared.array(0, int32))
@@ -173,6 +177,7 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
             m.limits[row] = 1 if head + row < heads else 0
         prepare(m)
         copy_queries(q[b, s], head, heads - head, m.q)
+        scale_queries(m)
         find(m, start, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots)
         top, total = MINUS_INFINITY, np.float32(0)
         for first in range(start, end, keys):
@@ -191,15 +196,18 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
 
         for row in range(cuda.threadIdx.x, rows, THREADS):
             if head + row < heads:
-                log_sum, inv_sum = summary(m.tops[row], m.totals[row])
+                divided_by = m.scales[row]
+                log_sum, inv_sum = summary(m.tops[row], m.totals[row], divided_by)
                 inv_sum *= scale_value
                 if parts > 1:
-                    part_lse[token * parts + part, head + row] = float32_bits(log_sum)
+                    sums_of_part = part_sums[token * parts + part, head + row]
+                    sums_of_part[TOP], sums_of_part[TOTAL] = float32_bits(m.tops[row]), float32_bits(m.totals[row])
+                    sums_of_part[SCALE] = float32_bits(divided_by)
                 else:
-                    inv_sum *= rest_of_sink(attn_sink, head + row, log_sum) * growing
-                    lse[b, head + row, s] = bits_of_log_sum(log_sum)
+                    inv_sum *= rest_of_sink(attn_sink, head + row, log_sum, divided_by) * growing
+                    lse[b, head + row, s] = bits_of_log_sum(log_sum, divided_by)
                     if len(max_logits):
-                        max_logits[b, head + row, s] = float32_bits(m.tops[row])
+                        max_logits[b, head + row, s] = float32_bits(m.tops[row] * divided_by)
                 m.factors[row] = inv_sum
         cuda.syncthreads()
         for i in range(cuda.threadIdx.x, rows * V_DIM, THREADS):
@@ -212,6 +220,57 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
                     out[b, s, head + row, dim] = from_float32(value, kind)
 
     return attend_kernel
+
+
+# Exponents of two. Queries are brought below the first, so that no product with keys up to 2^136 overflows; the second
+# is the largest one for which the power and its inverse are normal numbers.
+LARGEST_QUERY, MOST_DIVIDED = -20, 126
+EXPONENT = 0x7F800000  # of a float32, and of the upper bfloat16 of a word
+
+
+@functools.cache
+def scaled_queries(tile: Tile, dim: int) -> Any:
+    """A function of a thread that divides each query in shared memory by a power of two, m.scales, which is exact.
+
+    Products that are too large for float32 would all be -inf, as if there were no key, or infinite. A thread takes the
+    words that it has copied (plain_rows_of).
+    """
+    rows, parts, stride, chunks, scaled = tile.rows, tile.parts, stride_of(tile.groups), dim // 8, tile.scaled
+    steps = -(-chunks // parts)
+    assert (parts, rows) == (LANES, ROWS_AT_A_TIME)
+
+    @device_function
+    def scale_queries(m):
+        row, part = cuda.threadIdx.x // parts, cuda.threadIdx.x % parts
+        if not scaled:
+            for i in range(cuda.threadIdx.x, rows, THREADS):
+                m.scales[i] = np.float32(1)
+            return
+        largest = np.int32(0)  # bits of an exponent, in the place of float32's
+        for i in range(steps):
+            if part + parts * i < chunks:
+                four = load4(m.q, row * stride + 4 * (part + parts * i))
+                for j in range(4):
+                    high, low = np.int32(four[j] & EXPONENT), np.int32((four[j] << 16) & EXPONENT)
+                    largest = max(largest, high, low)
+        m.parts[row * parts + part] = float32_value(largest)
+        cuda.syncthreads()
+        top = m.parts[row * parts]
+        for i in range(1, parts):
+            top = max(top, m.parts[row * parts + i])
+        divided = min(max((float32_bits(top) >> 23) - 126 - LARGEST_QUERY, 0), MOST_DIVIDED)
+        inverse = np.uint32(((127 - divided) << 7) * 0x00010001)
+        for i in range(steps):
+            if part + parts * i < chunks:
+                at = row * stride + 4 * (part + parts * i)
+                four = load4(m.q, at)
+                first, second = multiply_bfloat16(four[0], inverse), multiply_bfloat16(four[1], inverse)
+                third, fourth = multiply_bfloat16(four[2], inverse), multiply_bfloat16(four[3], inverse)
+                store4(m.q, at, (first, second, third, fourth))
+        if part == 0:
+            m.scales[row] = float32_value((127 + divided) << 23)
+
+    return scale_queries
 
 
 @device_function
@@ -250,7 +309,7 @@ def table_slot(table, b, s, i, block_size, num_pages):
 MERGE_THREADS = 128
 
 
-def merge_parts_kernel(part_out, part_lse, parts, growing, attn_sink, out, kind, lse):
+def merge_parts_kernel(part_out, part_sums, parts, growing, attn_sink, out, kind, lse):
     """A thread block takes one head of a token, a thread every blockDim.x-th value of its output."""
     weights = cuda.shared.array(MAX_PARTS, np.float32)
     s_q, heads = out.shape[1], out.shape[2]
@@ -258,20 +317,21 @@ def merge_parts_kernel(part_out, part_lse, parts, growing, attn_sink, out, kind,
     b, s = token // s_q, token % s_q
     top = MINUS_INFINITY
     for part in range(parts):
-        top = larger(top, float32_value(part_lse[token * parts + part, head]))
-    shift = np.float32(0) if top == MINUS_INFINITY else top
+        top = larger(top, float32_value(part_sums[token * parts + part, head, TOP]))
+    shift, scale = np.float32(0) if top == MINUS_INFINITY else top, float32_value(part_sums[token * parts, head, SCALE])
     for part in range(cuda.threadIdx.x, parts, cuda.blockDim.x):
-        weights[part] = exponential(float32_value(part_lse[token * parts + part, head]) - shift)
+        its_top, its_total = part_sums[token * parts + part, head, TOP], part_sums[token * parts + part, head, TOTAL]
+        weights[part] = exponential((float32_value(its_top) - shift) * scale) * float32_value(its_total)
     cuda.syncthreads()
     total = np.float32(0)
     for part in range(parts):
         total += weights[part]
-    log_sum, inv_sum = summary(top, total)
-    inv_sum *= rest_of_sink(attn_sink, head, log_sum) * growing
+    log_sum, inv_sum = summary(top, total, scale)
+    inv_sum *= rest_of_sink(attn_sink, head, log_sum, scale) * growing
     for dim in range(cuda.threadIdx.x, V_DIM, cuda.blockDim.x):
         value = np.float32(0)
         for part in range(parts):
             value += weights[part] * float32_value(part_out[(token * parts + part) * heads + head, dim])
         out[b, s, head, dim] = from_float32(value * inv_sum, kind)
     if cuda.threadIdx.x == 0:
-        lse[b, head, s] = bits_of_log_sum(log_sum)
+        lse[b, head, s] = bits_of_log_sum(log_sum, scale)

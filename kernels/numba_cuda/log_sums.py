@@ -1,6 +1,7 @@
 """Log-sum-exp arithmetic: LSEs of partial results, and how they are combined.
 
-Inside the kernels -inf means that there was no key; in callers' arrays +inf does.
+Inside the kernels -inf means that there was no key; in callers' arrays +inf does. Latent attention's products and LSEs
+are divided there by a power of two, `scale`, as they may be too large for float32 (latent_attention.scaled_queries).
 """
 
 import numpy as np
@@ -10,6 +11,7 @@ from .launch import device_function
 from .numbers import INFINITY_BITS, float32_bits, float32_value
 
 MINUS_INFINITY = np.float32(-np.inf)
+ONE = np.float32(1)
 
 
 @device_function
@@ -19,19 +21,22 @@ def larger(x, y):
 
 
 @device_function
-def summary(top, total):
-    """LSE of a row of weights exp(product - top) with the sum `total`, and the factor 1/l for its outputs."""
+def summary(top, total, scale):
+    """LSE of a row of weights exp((product - top) * scale) with the sum `total`, and the factor 1/l for its outputs."""
     if top == MINUS_INFINITY:
         return top, np.float32(0)
-    return top + logarithm(total), np.float32(1) / total
+    return top + logarithm(total) / scale, np.float32(1) / total
 
 
 @device_function
-def rest_of_sink(attn_sink, head, log_sum):
+def rest_of_sink(attn_sink, head, log_sum, scale):
     """Factor by which an attention sink scales a head's output; 1 without keys, whose output is 0."""
     if not len(attn_sink) or log_sum == MINUS_INFINITY:
         return np.float32(1)
-    return np.float32(1) / (np.float32(1) + exponential(float32_value(attn_sink[head]) - log_sum))
+    sink = float32_value(attn_sink[head])
+    if sink == MINUS_INFINITY:
+        return np.float32(1)
+    return np.float32(1) / (np.float32(1) + exponential(sink - log_sum * scale))
 
 
 @device_function
@@ -40,7 +45,7 @@ def joined(first, second):
     top = larger(first, second)
     shift = np.float32(0) if top == MINUS_INFINITY else top
     first, second = exponential(first - shift), exponential(second - shift)
-    log_sum, inv_sum = summary(top, first + second)
+    log_sum, inv_sum = summary(top, first + second, ONE)
     return log_sum, first * inv_sum, second * inv_sum
 
 
@@ -51,6 +56,6 @@ def log_sum_of(bits):
 
 
 @device_function
-def bits_of_log_sum(log_sum):
+def bits_of_log_sum(log_sum, scale):
     """LSE for a caller's array."""
-    return float32_bits(-log_sum if log_sum == MINUS_INFINITY else log_sum)
+    return float32_bits(-log_sum if log_sum == MINUS_INFINITY else log_sum * scale)

@@ -9,7 +9,7 @@ from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .compiler import cuda
 from .intrinsics import exponential
 from .launch import MAX_BLOCKS, NO_SCALE, kind_of, launch
-from .log_sums import MINUS_INFINITY, bits_of_log_sum, larger, log_sum_of, rest_of_sink, summary
+from .log_sums import MINUS_INFINITY, ONE, bits_of_log_sum, larger, log_sum_of, rest_of_sink, summary
 from .numbers import from_float32, to_float32
 from .rows import find_request, lookup_slot, token_position
 
@@ -118,8 +118,8 @@ def merge_kernel(parts, lses, attn_sink, kind, out, lse):
         total = np.float32(0)
         for i in range(count):
             total += exponential(log_sum_of(lses[i, request, head, query]) - shift)
-        log_sum, inv_sum = summary(top, total)
-        inv_sum *= rest_of_sink(attn_sink, head, log_sum)
+        log_sum, inv_sum = summary(top, total, ONE)
+        inv_sum *= rest_of_sink(attn_sink, head, log_sum, ONE)
         for d in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
             value = np.float32(0)
             for i in range(count):
@@ -128,4 +128,4 @@ def merge_kernel(parts, lses, attn_sink, kind, out, lse):
                     value += weight * to_float32(parts[i, request, query, head, d], kind)
             out[request, query, head, d] = from_float32(value, kind)
         if cuda.threadIdx.x == 0:
-            lse[request, head, query] = bits_of_log_sum(log_sum)
+            lse[request, head, query] = bits_of_log_sum(log_sum, ONE)

@@ -11,7 +11,7 @@ from ..types.segments import Pages, SparseDecode, SparsePrefill
 from .compiler import cuda
 from .latent_attention import KeyList, Results, attend
 from .launch import MAX_BLOCKS, NO_PARTS, kind_of, launch
-from .log_sums import bits_of_log_sum, joined, log_sum_of
+from .log_sums import ONE, bits_of_log_sum, joined, log_sum_of
 from .numbers import from_float32, to_float32
 
 MERGE_THREADS = 128
@@ -68,4 +68,4 @@ def merge_states_kernel(output, prefix_output, prefix_lse, suffix_output, suffix
                 value += second * to_float32(suffix_output[token, head, i], kind)
             output[token, head, i] = from_float32(value, kind)
         if cuda.threadIdx.x == 0 and len(output_lse):
-            output_lse[head, token] = bits_of_log_sum(log_sum)
+            output_lse[head, token] = bits_of_log_sum(log_sum, ONE)

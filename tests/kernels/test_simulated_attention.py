@@ -71,6 +71,29 @@ def test_special_values(op, layout, extra_topk):
         special_values.check(case, SIMULATOR)
 
 
+@pytest.mark.parametrize("topk", [9, 40])  # in one part, and in several
+@pytest.mark.parametrize("sink", [None, [-np.inf, 0, 3, -1e38]])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_beyond_float32(rng, topk, sink, sign):
+    """Keys of the largest score attend alike, others not at all; a head of ordinary size beside them; no key at all."""
+    layout = cumla.MLA_BF16
+    q, cache = make_q(rng, 2, 1, 4, layout), make_cache(rng, layout, 5, 8)
+    q[:, :, 1:, :512], q[:, :, 1:, 512:] = 0, sign * 1e25
+    q[:, :, 3] *= 1e12
+    rows = cache.view(BF16)
+    rows[..., 512:] = 1e25
+    rows[1, :, 512:] = sign * 1e24
+    q[:, :, 0, 512:] = 0
+    indices = np.resize(np.arange(40, dtype=np.int32), (2, 1, topk))
+    options = {} if sink is None else {"attn_sink": np.array(sink, np.float32)}
+    with np.errstate(over="ignore"):
+        out, lse = Problem(
+            q, cache, indices, layout=layout, topk_length=np.array([topk, 0], np.int32), **options
+        ).check(SIMULATOR)
+    assert np.isposinf(lse[1]).all()
+    assert np.abs(to_float(out[0])).max(axis=-1).all() or sink is not None
+
+
 @pytest.mark.parametrize("byte", [0, 126, 134, 254])
 def test_scales_of_any_size(rng, byte):
     """With two splits of the keys, whose outputs may be larger than the total's."""
