@@ -79,6 +79,8 @@ TABLE = {
         "%0 = emulator::named_sync_or(%2, 128, %1)"
     ),
     "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
+    "bar.sync %0, %1;": "emulator::named_sync(%0, %1)",
+    "bar.arrive %0, %1;": "emulator::named_arrive(%0, %1)",
     "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
     "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;": (

@@ -226,7 +226,7 @@ def _portable_prefill_within(limits: Limits, device: int, layout: CacheLayout, h
     function = kernel("sm80/sparse/prefill.cu", "sparse_mla_prefill_mma", **macros)
     shared_bytes = sparse_portable.prefill_shared_bytes(layout, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
-    return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, device_sms(device))
+    return FastKernel(function, sparse_portable.PREFILL_THREADS, shared_bytes, size.heads, device_sms(device))
 
 
 def epilogue_ctas(units: int, device: int) -> int:

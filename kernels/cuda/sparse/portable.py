@@ -12,7 +12,9 @@ from .formats import Formats, layout_macros
 
 THREADS, WARPS = 256, 8
 STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
-PREFILL_TILES_BYTES = 4 * 40 + 24  # RowRing's tiles and range, of sm80/sparse/prefill_rows.cuh
+PREFILL_THREADS = 384
+PREFILL_TILES_BYTES = 4 * 40 + 16  # RowRing's tiles and range, of sm80/sparse/prefill_rows.cuh
+PREFILL_Q_REGISTERS = 96  # of a thread of the scores
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
@@ -48,7 +50,7 @@ def choose(formats: Formats, heads: int, block_limit: int, multiprocessor_limit:
 
 
 # Sizes of prefill.cu, the fastest first.
-PREFILL_SIZES = (Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1))
+PREFILL_SIZES = (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1))
 PREFILL_MOST_OTHERS = 32  # heads up to which prefill takes attention.cu
 
 
@@ -64,6 +66,7 @@ def prefill_macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
         "LAYOUT": layout.name,
         "KEYS": size.keys,
         "STAGES": size.stages,
+        "Q_REGISTERS": PREFILL_Q_REGISTERS,
         "SHARED_BYTES": prefill_shared_bytes(layout, size),
     }
 
@@ -72,8 +75,8 @@ def prefill_shared_bytes(layout: CacheLayout, size: Size) -> int:
     """The size of PrefillShared in csrc/sm80/sparse/prefill.cu, which asserts it."""
     heads, keys, stages, _ = size
     ring = _aligned(stages * keys * (2 * layout.head_dim + 16 + 4) + PREFILL_TILES_BYTES)
-    partial_scores, kept = 4 * heads * keys * 4, 32 * THREADS
-    return _aligned(ring + partial_scores + 2 * heads * (2 * keys + 16) + kept + 4 * (6 * heads + 1))
+    weights, queries = 2 * heads * (2 * keys + 16), 2 * heads * (layout.head_dim - 4 * PREFILL_Q_REGISTERS)
+    return _aligned(ring + weights + queries + 4 * (4 * heads + 3))
 
 
 def macros(formats: Formats, size: Size) -> dict[str, str | int]:

@@ -114,6 +114,7 @@ EXPORT void cluster_wait();
 EXPORT void block_sync();
 EXPORT int block_sync_or(int predicate);
 EXPORT void named_sync(int id, int threads);
+EXPORT void named_arrive(int id, int threads);
 EXPORT int named_sync_or(int id, int threads, int predicate);
 EXPORT void barrier_init(uint32_t barrier, int arrivals);
 EXPORT void barrier_arrive(uint32_t barrier, int count);

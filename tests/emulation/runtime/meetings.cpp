@@ -21,10 +21,14 @@ struct Gate {
     int arrived = 0;
     uint64_t times = 0;
 
+    bool arrive(int threads) {
+        if (++arrived < threads) return false;
+        arrived = 0, ++times;
+        return true;
+    }
     void pass(int threads, const char* what, uint64_t number) {
         uint64_t now = times;
-        if (++arrived == threads) arrived = 0, ++times;
-        else wait({&times, ~0ull, now, what, number});
+        if (!arrive(threads)) wait({&times, ~0ull, now, what, number});
     }
 };
 struct Barrier {
@@ -138,6 +142,7 @@ int block_sync_or(int predicate) {
 }
 
 void named_sync(int id, int threads) { block()->named[id].pass(threads, "bar.sync", id); }
+void named_arrive(int id, int threads) { block()->named[id].arrive(threads); }
 
 int named_sync_or(int id, int threads, int predicate) {
     int& vote = block()->named_votes[id];

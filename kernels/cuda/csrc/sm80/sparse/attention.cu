@@ -26,10 +26,10 @@
 // Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS and SHARED_BYTES, see
 // kernels/cuda/sparse/portable.py.
 #include "sm80/sparse/scores.cuh"
+#include "sm80/sparse/results.cuh"
 
 constexpr int VALUES = V_DIM / WARPS;
 static_assert(VALUES == SLICE, "a warp mixes one slice");
-constexpr float MIN_RESULT = 1.0f / 16384.0f;  // below this, float16's steps of 2^-24 are too coarse
 
 struct Sums {
     const SparseProblem& problem;
@@ -101,14 +101,7 @@ struct Sums {
         else mix_slice<FP8_SLICES == V_DIM / SLICE>(number);
     }
 
-    __device__ void multiply_by_factor() {
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-            float low = shared.factor[16 * m + g], high = shared.factor[16 * m + 8 + g];
-#pragma unroll
-            for (int j = 0; j < VALUES / 8; ++j) o[m][j][0] *= low, o[m][j][1] *= low, o[m][j][2] *= high, o[m][j][3] *= high;
-        }
-    }
+    __device__ void multiply_by_factor() { multiply_rows(o, shared.factor); }
 
     // One thread per head: the LSE, and the factor of O. After Scores::end and a barrier.
     __device__ void finish(const Step& step) {
@@ -117,42 +110,24 @@ struct Sums {
         float sum = 0.0f, most = -infinity();
 #pragma unroll
         for (int i = 0; i < WARPS_N; ++i) sum += shared.total[i][row], most = fmaxf(most, shared.highest[i][row]);
-        bool empty = sum == 0.0f;
-        float lse2 = shared.top[row] + log2_approx(sum), inv_sum = empty ? 0.0f : reciprocal_fast(sum), factor = inv_sum;
+        RowResult result(shared.top[row], sum);
         TileCoord at(problem, step.tile);
         int head = at.first_head + row;
+        float factor = result.inv_sum;
         if (!step.whole) {
-            problem.partial_lse[partial_slot(blockIdx.x, step.from_start) * HEADS + row] = empty ? -infinity() : lse2;
+            problem.partial_lse[partial_slot(blockIdx.x, step.from_start) * HEADS + row] = result.lse2;
         } else if (head < problem.heads) {
-            float lse = lse2 * LN_2;
-            if (problem.attn_sink) factor *= reciprocal_fast(1.0f + exp2_approx((problem.attn_sink[head] - lse) * LOG2_E));
-            problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h + at.s * problem.lse_stride_s] =
-                empty ? infinity() : lse;
+            factor = result.write(problem, at, head);
             if (MAX_LOGITS && problem.max_logits)
                 problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = most * LN_2;
         }
-        shared.top[row] = inv_sum;
-        shared.factor[row] = empty ? 0.0f : factor;
-    }
-
-    // Whether the results are so small, though V is not zero, that float16 was too coarse.
-    __device__ bool too_small() {
-        float largest = 0.0f;
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float of_row = 0.0f;
-#pragma unroll
-                for (int j = 0; j < VALUES / 8; ++j) of_row = fmaxf(of_row, fmaxf(fabsf(o[m][j][2 * r]), fabsf(o[m][j][2 * r + 1])));
-                largest = fmaxf(largest, of_row * shared.top[16 * m + 8 * r + g]);
-            }
-        return __any_sync(~0u, seen) && !__any_sync(~0u, !(largest < MIN_RESULT));
+        shared.top[row] = result.inv_sum;
+        shared.factor[row] = factor;
     }
 
     // A lane writes values 16 c .. 16 c + 15 of its warp's 64, of heads g and g + 8 of each 16. After a barrier.
     __device__ void store(const Step& step) {
-        bool bad = too_small();
+        bool bad = too_small(o, shared.top, seen);
         multiply_by_factor();
         TileCoord at(problem, step.tile);
         int value = VALUES * warp + 16 * c;
@@ -184,18 +159,7 @@ struct Sums {
             int& unsafe = shared.ring.unsafe[step.tile % 2];
             bad |= unsafe != 0, unsafe = 0;
         }
-        if (bad || check != 0.0f) leave_to_exact_kernel(step.tile);
-    }
-
-    __device__ void leave_to_exact_kernel(int tile) {
-        if (problem.unsafe) {
-            problem.mark(tile);
-            return;
-        }
-        TileCoord at(problem, tile);
-        float* max_logits = problem.max_logits + at.b * problem.max_stride_b;
-        for (int head = at.first_head; head < min(problem.heads, at.first_head + HEADS); ++head)
-            max_logits[head * problem.max_stride_h] = __uint_as_float(UNSAFE_BITS);
+        if (bad || check != 0.0f) leave_to_exact_kernel(problem, step.tile);
     }
 };
 

@@ -1,18 +1,29 @@
 // The ring of rows of sm80/sparse/prefill.cu: what a tile needs arrives as *steps* of KEYS rows of 16-bit values.
 //
-// The first Q_STEPS steps of a tile are its queries, a head a row; the others are keys. Copies run AHEAD steps ahead of their use,
+// The first Q_STEPS steps of a tile are its queries, a head a row; the others are keys. Copies run AHEAD steps ahead of their sums,
 // across tiles. Rows of absent keys and heads are zeros.
+//
+// Each warp of the sums copies the values that it multiplies, 128 bytes of a row, and part of what follows the values. So it knows
+// by itself when these have arrived and when their place is free.
 #pragma once
 #include "common/pdl.cuh"
 #include "common/sparse/work.cuh"
 #include "sm80/operands.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int AHEAD = STAGES - 2;  // the rows of a step, the values of the one before, and the rows that are arriving
+constexpr int SUM_WARPS = 8, SCORE_WARPS = 4, THREADS = 32 * (SUM_WARPS + SCORE_WARPS);
+constexpr int AHEAD = STAGES - 1;
+constexpr int LEAD = STAGES > 3 ? 2 : 1;  // steps by which scores precede sums
 constexpr int TILES_LISTED = 4;
 constexpr int Q_STEPS = HEADS / KEYS;
-constexpr int ROW_BYTES = 2 * LAYOUT::head_dim, ROW_STRIDE = row_stride(LAYOUT::head_dim);
-static_assert(HEADS == 64 && HEADS % KEYS == 0 && KEYS % 16 == 0 && STAGES >= 3 && AHEAD <= Q_STEPS, "unsupported sizes");
+constexpr int ROW_STRIDE = row_stride(LAYOUT::head_dim);
+static_assert(HEADS == 64 && HEADS / SCORE_WARPS == 16 && (KEYS == 16 || KEYS == 32) && STAGES >= 3 && AHEAD <= Q_STEPS + 1, "unsupported sizes");
+
+// Barriers between the sums, which copy, and the scores. A step's rows have arrived; its weights are written, and its rows no longer
+// read by the scores; its weights are no longer read.
+constexpr int ARRIVED = 1, ARRIVED_SLOTS = 4, WEIGHED = ARRIVED + ARRIVED_SLOTS, WEIGHED_SLOTS = 2, SUMMED = WEIGHED + WEIGHED_SLOTS;
+constexpr int AMONG_SUMS = SUMMED + WEIGHED_SLOTS;
+template <int COUNT> __device__ inline void barrier_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory"); }
+template <int COUNT> __device__ inline void barrier_arrive(int id) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory"); }
 
 // A tile of the CTA's work range. One thread lists it, where registers are free: it takes divisions.
 struct RingTile {
@@ -41,12 +52,9 @@ struct RowRing {
     alignas(8) float bias[STAGES][KEYS];  // -infinity where the key is absent
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RingTile)];
     WorkRange range;  // that is left
-    int current;      // number of the tile that is computed
 
-    // The tile `ahead` after the current one.
-    __device__ RingTile& tile(int ahead = 0) { return reinterpret_cast<RingTile&>(tiles[(current + ahead) % TILES_LISTED]); }
-    // The tile of a step that is copied now.
-    __device__ RingTile& tile_of(int step) { return tile(step >= tile().end); }
+    // The tile of this number in the range.
+    __device__ RingTile& tile(int number) { return reinterpret_cast<RingTile&>(tiles[number % TILES_LISTED]); }
 };
 
 // threadIdx.x, read again: values that depend on it are then computed where they are used, and take no register elsewhere.
@@ -56,59 +64,83 @@ __device__ inline int thread_index() {
     return x;
 }
 
-// LANES threads copy a row.
+// The copies of a warp of the sums.
 struct RowLoader {
-    static constexpr int LANES = THREADS / KEYS;
-
     const SparseProblem& problem;
     RowRing& ring;
-    int slot;  // of this thread's row in the step to copy next
+    int current;  // number of the tile whose sums are computed
+    int slot;     // of this lane's row in the step to copy next
 
-    // Starts the copies of the first AHEAD steps and waits for the first one. A barrier must follow.
-    __device__ RowLoader(const SparseProblem& p, RowRing& r) : problem(p), ring(r) {
-        if (threadIdx.x == 0) {
-            ring.range = WorkRange(problem), ring.current = 0;
-            ring.tile() = RingTile(problem, ring.range, 0), ring.tile(1) = RingTile(problem, ring.range, ring.tile().end);
-        }
-        __syncthreads();
-        slot = slot_in(0);
-        for (int i = 0; i < AHEAD; ++i) copy(i);
-        wait();
+    // Before a barrier of the CTA.
+    static __device__ void list_first(const SparseProblem& problem, RowRing& ring) {
+        ring.range = WorkRange(problem);
+        ring.tile(0) = RingTile(problem, ring.range, 0), ring.tile(1) = RingTile(problem, ring.range, ring.tile(0).end);
     }
 
-    __device__ int slot_in(int number) const {
-        const RingTile& of = ring.tile_of(number);
-        int key = (number - of.first_keys) * KEYS + thread_index() / LANES;
+    // Starts the first copies; the first LEAD steps have arrived.
+    __device__ RowLoader(const SparseProblem& p, RowRing& r) : problem(p), ring(r), current(0) {
+        slot = slot_in(0);
+        for (int i = 0; i < AHEAD; ++i) copy(i);
+        copies_wait<AHEAD - LEAD>();
+        __syncwarp();
+        for (int i = 0; i < LEAD; ++i) barrier_arrive<THREADS>(ARRIVED + i);
+    }
+
+    __device__ RingTile& tile() { return ring.tile(current); }
+    // The tile of a step that is copied now.
+    __device__ RingTile& tile_of(int step) { return ring.tile(current + (step >= tile().end)); }
+
+    __device__ int slot_in(int number) {
+        const RingTile& of = tile_of(number);
+        int key = (number - of.first_keys) * KEYS + thread_index() % KEYS;
         return key >= 0 && key < of.keys ? of.indices[key] : -1;
     }
 
-    // Start copying a step's rows: one group of copies, empty after the range's end. To be called for one step after another.
+    // Start copying this warp's part of a step: one group of copies, empty after the range's end. For one step after another.
     __device__ void copy(int number) {
-        const RingTile& of = ring.tile_of(number);
+        const RingTile& of = tile_of(number);
         if (of.tile >= 0) {
             const Segment& list = problem.segments[0];
-            int row = thread_index() / LANES, part = thread_index() % LANES;
+            int thread = thread_index(), lane = thread % 32, warp = thread / 32, stage = number % STAGES;
             bool queries = number < of.first_keys;
-            int head = (number - of.first_keys + Q_STEPS) * KEYS + row;
-            bool here = queries ? head < of.heads : uint32(slot) < uint32(list.num_slots);
-            const uint8* from = queries ? of.q : list.pages;
-            from += here ? (queries ? head * (2 * problem.q_stride_h) : slot * list.page_stride) : 0;
-            if (part == 0) ring.bias[number % STAGES][row] = here ? 0.0f : -infinity();
-            uint32 to = shared_address(ring.rows[number % STAGES][row]) + 16 * part;
+            const uint8* base = queries ? of.q : list.pages;
+            int64 stride = queries ? 2 * problem.q_stride_h : list.page_stride;
+            int head = (number - of.first_keys + Q_STEPS) * KEYS + lane % KEYS;
+            int row = queries ? (head < of.heads ? head : -1) : (uint32(slot) < uint32(list.num_slots) ? slot : -1);
+            if (warp == 0 && lane < KEYS) ring.bias[stage][lane] = row >= 0 ? 0.0f : -infinity();
+            uint32 to = shared_address(ring.rows[stage][lane / 8]) + 128 * warp + lane % 8 * 16;
 #pragma unroll
-            for (int i = 0; i < (ROW_BYTES / 16 + LANES - 1) / LANES; ++i)
-                if ((i + 1) * LANES <= ROW_BYTES / 16 || part + i * LANES < ROW_BYTES / 16)
-                    copy_async<16>(to + 16 * i * LANES, from + 16 * (part + i * LANES), here);
+            for (int i = 0; i < KEYS; i += 4) {
+                int from = __shfl_sync(~0u, row, i + lane / 8);
+                copy_async<16>(to + i * ROW_STRIDE, base + max(from, 0) * stride + (128 * warp + lane % 8 * 16), from >= 0);
+            }
+            if (LAYOUT::head_dim > V_DIM) {
+                constexpr int ROWS = KEYS / SUM_WARPS;
+                int at = ROWS * warp + lane / 8 % ROWS, from = __shfl_sync(~0u, row, at);
+                if (lane < 8 * ROWS)
+                    copy_async<16>(ring.rows[stage][at] + 2 * V_DIM + lane % 8 * 16,
+                                   base + max(from, 0) * stride + (2 * V_DIM + lane % 8 * 16), from >= 0);
+            }
         }
         copies_commit();
         slot = slot_in(number + 1);
     }
 
-    // At the start of a tile: list the one after the next, which copies reach after a barrier.
-    __device__ void list_ahead() {
-        if (threadIdx.x == 0) ring.tile(2) = RingTile(problem, ring.range, ring.tile(1).end);
+    // At a step of the sums: copy a later one, and signal to the scores that theirs has arrived.
+    __device__ void advance(int number) {
+        copy(number + AHEAD);
+        copies_wait<AHEAD - LEAD>();
+        __syncwarp();
+        barrier_arrive<THREADS>(ARRIVED + (number + LEAD) % ARRIVED_SLOTS);
     }
 
-    // The next step's rows have arrived, for all threads after a barrier.
-    __device__ void wait() { copies_wait<AHEAD - 1>(); }
+    // At the start of a tile: list the one after the next.
+    __device__ void list_ahead() {
+        if (threadIdx.x == 0) ring.tile(current + 2) = RingTile(problem, ring.range, ring.tile(current + 1).end);
+    }
+    // After a tile's end: all warps have its successor's list.
+    __device__ void next_tile() {
+        barrier_sync<32 * SUM_WARPS>(AMONG_SUMS);
+        ++current;
+    }
 };

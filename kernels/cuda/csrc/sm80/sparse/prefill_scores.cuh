@@ -1,0 +1,184 @@
+// Scores and weights of sm80/sparse/prefill.cu: S = Q K^T and P = 2^(S - top), a step at a time.
+//
+// A warp has 16 heads and all keys of a step, so a row's maximum and sum stay in the warp. Its queries stay in registers for the whole
+// tile, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes.
+#pragma once
+#include "sm80/sparse/prefill_rows.cuh"
+#include "sm80/sparse/results.cuh"
+
+constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
+constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
+constexpr int P_STRIDE = row_stride(KEYS);
+constexpr int SPLITS = 32 / KEYS;  // chains of products for the same scores: four chains hide a product's latency
+static_assert(LAYOUT::head_dim % 16 == 0 && MEMORY_K > 0, "unsupported dimensions");
+
+struct PrefillShared {
+    RowRing ring;
+    alignas(16) uint8 p[WEIGHED_SLOTS][HEADS][P_STRIDE];  // float16
+    uint4 q[SCORE_WARPS][MEMORY_K][32];
+    float factor[WEIGHED_SLOTS][HEADS];                       // of the sums before a step, where
+    alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];      // this is not 0
+    float inv_sum[HEADS], result_factor[HEADS];               // at a tile's end
+    uint8 unsafe[SCORE_WARPS];
+};
+static_assert(sizeof(PrefillShared) <= SHARED_BYTES, "prefill_shared_bytes of kernels/cuda/sparse/portable.py differs");
+
+__device__ inline float quad_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ inline float quad_sum(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+struct Scores {
+    const SparseProblem& problem;
+    PrefillShared& shared;
+    int warp, lane, g, c;
+    uint32 q[REGISTER_K][4];
+    float x[KEYS / 8][4];              // scores of a step in base 2
+    float top[2], total[2], most[2];   // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
+    float check;                       // NaN after a score that is not finite
+
+    __device__ Scores(const SparseProblem& p, PrefillShared& s) : problem(p), shared(s) {
+        warp = threadIdx.x / 32 - SUM_WARPS, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    }
+
+    // Step `number`, the tile's `part`th, has heads KEYS * part and following.
+    __device__ void load_q(int number, int part) {
+        int first = 16 * warp - KEYS * part;
+        if (first < 0 || first >= KEYS) return;
+        const uint8* row = a_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, first, 0);
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) {
+            if (k < REGISTER_K) {
+                load_matrices(q[k], row + 32 * k);
+            } else {
+                uint32 a[4];
+                load_matrices(a, row + 32 * k);
+                shared.q[warp][k - REGISTER_K][lane] = uint4{a[0], a[1], a[2], a[3]};
+            }
+        }
+    }
+
+    // Before a tile's first step of keys.
+    __device__ void begin() {
+        top[0] = top[1] = most[0] = most[1] = -infinity();
+        total[0] = total[1] = check = 0.0f;
+    }
+
+    __device__ void score(int number) {
+        float y[SPLITS][KEYS / 8][4] = {};
+        const uint8* rows = b_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, 0, 0);
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) {
+            uint32 a[4];
+            if (k < REGISTER_K) {
+                for (int i = 0; i < 4; ++i) a[i] = q[k][i];
+            } else {
+                uint4 v = shared.q[warp][k - REGISTER_K][lane];
+                a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+            }
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; ++n) {
+                uint32 b[4];
+                load_matrices(b, rows + 16 * n * ROW_STRIDE + 32 * k);
+                multiply_add(bf16{}, y[k % SPLITS][2 * n], a, b[0], b[1]);
+                multiply_add(bf16{}, y[k % SPLITS][2 * n + 1], a, b[2], b[3]);
+            }
+        }
+        float scale = problem.softmax_scale * LOG2_E;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+            float2 bias = *reinterpret_cast<const float2*>(&shared.ring.bias[number % STAGES][8 * n + 2 * c]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float sum = (SPLITS == 1 ? y[0][n][i] : y[0][n][i] + y[SPLITS - 1][n][i]) * scale;
+                check = fmaf(sum, 0.0f, check);
+                x[n][i] = sum + (i % 2 ? bias.y : bias.x);
+            }
+        }
+    }
+
+    // Value subtracted from a row's scores: any finite value while all are -infinity.
+    static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
+
+    // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave the range.
+    __device__ void weigh(int number) {
+        int slot = number % WEIGHED_SLOTS;
+        bool above = false;
+        float step_most[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            step_most[r] = -infinity();
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) step_most[r] = fmaxf(step_most[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+            most[r] = fmaxf(most[r], step_most[r]);
+            above |= step_most[r] > top[r] + LAZY;
+        }
+        bool raise = __any_sync(~0u, above);
+        if (raise) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float next = fmaxf(top[r], quad_max(step_most[r])), factor = exp2_approx(top[r] - base_of(next));
+                top[r] = next;
+                total[r] *= factor;
+                if (c == 0) shared.factor[slot][16 * warp + 8 * r + g] = factor;
+            }
+        }
+        if (lane == 0) shared.raised[slot][warp] = raise;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float base = base_of(top[r]);
+            uint8* to = shared.p[slot][16 * warp + 8 * r + g] + 4 * c;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) {
+                float low = exp2_approx(x[n][2 * r] - base), high = exp2_approx(x[n][2 * r + 1] - base);
+                total[r] += low + high;
+                *reinterpret_cast<uint32*>(to + 16 * n) = pack(f16{}, low, high);
+            }
+        }
+    }
+
+    // After a tile's last step: LSE and maximum, and the factors of the sums.
+    __device__ void finish(int tile) {
+        TileCoord at(problem, tile);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = quad_sum(total[r]), highest = quad_max(most[r]);
+            if (c != 0) continue;
+            int row = 16 * warp + 8 * r + g, head = at.first_head + row;
+            RowResult result(top[r], sum);
+            shared.inv_sum[row] = result.inv_sum;
+            shared.result_factor[row] = 0.0f;
+            if (head >= problem.heads) continue;
+            shared.result_factor[row] = result.write(problem, at, head);
+            problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = highest * LN_2;
+        }
+        bool unsafe = __any_sync(~0u, check != 0.0f);
+        if (lane == 0) shared.unsafe[warp] = unsafe;
+    }
+
+    __device__ void run() {
+        int number = 0;
+        for (int current = 0;; ++current) {
+            for (int part = 0; part < Q_STEPS; ++part, ++number) {
+                barrier_sync<THREADS>(ARRIVED + number % ARRIVED_SLOTS);
+                if (shared.ring.tile(current).tile < 0) return;
+                load_q(number, part);
+                if (number >= WEIGHED_SLOTS) barrier_sync<THREADS>(SUMMED + number % WEIGHED_SLOTS);
+                barrier_arrive<THREADS>(WEIGHED + number % WEIGHED_SLOTS);
+            }
+            begin();
+            for (int end = shared.ring.tile(current).end; number < end; ++number) {
+                barrier_sync<THREADS>(ARRIVED + number % ARRIVED_SLOTS);
+                score(number);
+                barrier_sync<THREADS>(SUMMED + number % WEIGHED_SLOTS);
+                weigh(number);
+                if (number + 1 == end) finish(shared.ring.tile(current).tile);
+                barrier_arrive<THREADS>(WEIGHED + number % WEIGHED_SLOTS);
+            }
+        }
+    }
+};
