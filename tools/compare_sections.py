@@ -3,7 +3,7 @@
 
     tools/compare_sections.py OLD NEW [--map FILE] [--targets sm_90a,sm_80] [--match sparse]
 
-Compiles the programs of NEW's tests/kernels/test_compile.py by NVRTC from both checkouts and compares .text* and
+Compiles the programs of NEW's tests/support/programs.py by NVRTC from both checkouts and compares .text* and
 .nv.constant* sections. FILE has a line `old<TAB>new` for each renamed function, kernel, macro or source file. Prints
 the sections that differ; exit status 1 if any does. Each checkout compiles in its own process.
 """
@@ -92,7 +92,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--list"]:
-        print(json.dumps(runpy.run_path("tests/kernels/test_compile.py")["COMPILATIONS"]))
+        print(json.dumps(runpy.run_path("tests/support/programs.py")["COMPILATIONS"]))
         return
     if sys.argv[1:2] == ["--compile"]:
         print(json.dumps(compile_all(json.load(sys.stdin))))

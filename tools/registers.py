@@ -3,7 +3,7 @@
 
     tools/registers.py sm90/decode/decode.cu sm_90a LAYOUT=DSV4_FP8
 
-Compiles csrc/FILE for a target with the macros of its launcher (tests/kernels/test_compile.py lists them). Finds lines
+Compiles csrc/FILE for a target with the macros of its launcher (tests/support/programs.py lists them). Finds lines
 that spill in the machine code if CUDA's nvdisasm is on the path; writes the program to --cubin.
 """
 
