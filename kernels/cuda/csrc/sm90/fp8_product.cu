@@ -5,6 +5,10 @@
 // the sums of e4m3 products than float32 has, so the products of a chunk are added by them, then times both scales, then to
 // the sum in float32, while the products of the next chunk run.
 //
+//     barrier      arrivals of a phase                       waits              guards
+//     full[slot]   1: the producer, and the bytes of TMA     both warpgroups    a chunk of x and weights
+//     empty[slot]  8: warps of both warpgroups               the producer       the chunk until its products have ended
+//
 // Macros: OUTPUT (bf16 or float).
 #include "common/pdl.cuh"
 #include "sm90/tma.cuh"

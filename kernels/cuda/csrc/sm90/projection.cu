@@ -4,6 +4,10 @@
 // A thread copies both by TMA, chunks of 128 columns. Two warpgroups multiply tiles of 64 rows, 16 of each warp: all chunks of their own
 // tiles or, with 64 rows, every second chunk of the same tile. While the products of half a chunk run, codes of the next half
 // become bfloat16.
+//
+//     barrier      arrivals of a phase                         waits                        guards
+//     full[slot]   1: the producer, and the bytes of TMA       warps that take the chunk    a chunk of weights and x
+//     empty[slot]  WARPS / PARTS: warps that take the chunk    the producer                 the chunk until its products have ended
 #define CHUNKS_IN_TURN
 #include "sm80/block_scaled.cuh"
 #include "sm90/tma.cuh"
