@@ -26,7 +26,7 @@ extern "C" __global__ void work_ranges(int64* out, const int* starts, const int*
     problem.starts = starts, problem.ends = ends, problem.queries = int(sizes[0]), problem.keys = int(sizes[1]);
     problem.compressed_width = 1;
     WorkRange work = work_range_of(problem);
-    int64 found[5] = {work.group, work.tile, work.tiles, work.first_key, work.count};
+    int64 found[5] = {work.group, work.skipped, work.tiles, work.first_key, work.cost};
     if (threadIdx.x == 0)
         for (int i = 0; i < 5; ++i) out[5 * blockIdx.x + i] = found[i];
 }
@@ -38,7 +38,7 @@ extern "C" __global__ void work_ranges(int64* out, const int* starts, const int*
 )
 def test_tiles_of_the_indexers_ranges(here, queries, keys):
     """Compressed rows of one logit each: the first query of a group sees the first key, the last one the last."""
-    of_group, of_tile, blocks = 8, 64, 7
+    of_group, of_tile, group_cost, blocks = 8, 64, 2, 7
     starts = np.zeros(queries, np.int32)
     starts[of_group - 1 :: of_group] = keys - 1
     values = {"HEADS": 64, "PAGED": 0, "MXFP4": 0, "PASS": 2, "PASSES": 1, "QUERY_GROUPS": 4, "MAXIMA": 0}
@@ -50,13 +50,14 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     )  # fmt: skip
     groups, whole = -(-queries // of_group), -(-keys // of_tile)
     sizes = np.where(np.arange(groups) * of_group + of_group <= queries, whole, 1)  # one key for each query
-    ends = np.cumsum(sizes)
+    costs = sizes + group_cost
+    ends = np.cumsum(costs)
     total, first = int(ends[-1]), 0
-    for block, (group, tile, tiles, first_key, count) in enumerate(found.tolist()):
-        assert count == total // blocks + (block < total % blocks)
+    for block, (group, skipped, tiles, first_key, cost) in enumerate(found.tolist()):
+        assert cost == total // blocks + (block < total % blocks)
         assert (group, first_key, tiles) == (np.searchsorted(ends, first, side="right"), 0, sizes[group])
-        assert tile == first - (ends[group] - sizes[group])
-        first += count
+        assert skipped == first - (ends[group] - costs[group])
+        first += cost
     assert first == total
 
 
