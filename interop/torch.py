@@ -28,7 +28,9 @@ from .ops import OPS, Op
 NAMESPACE = "cumla"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # torch.library.custom_op would take 30 us more a call
 # Types of an operator's schema by a parameter's annotation. A cache format is passed by name.
-SCHEMA_TYPES = {"int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout | str": "str"}
+SCHEMA_TYPES = {
+    "int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout | str": "str", "QueryFormat": "str",
+}  # fmt: skip
 
 
 def _compilable(op: Op) -> Callable[..., Any]:
