@@ -301,12 +301,17 @@ def fp8_product(
 
 
 def map_of_matrices(array: Any, tile: int) -> Words:
-    """A map of [n, rows, K], by boxes of `tile` rows of 128 bytes; NO_MAP unless rows are at multiples of 16 bytes."""
+    """A map of [n, rows, K], by boxes of `tile` rows of 128 bytes.
+
+    NO_MAP unless rows are at multiples of 16 bytes, do not overlap, and follow one another.
+    """
     (groups, rows, columns), unit = array.shape, array.dtype.itemsize
     group_stride, row_stride = (unit * stride for stride in strides(array)[:2])
     row_stride = row_stride if rows > 1 else unit * columns
     group_stride = group_stride if groups > 1 else rows * row_stride
     if unit * columns % 16 or row_stride % 16 or group_stride % 16:
+        return NO_MAP
+    if row_stride < unit * columns or group_stride <= 0:
         return NO_MAP
     return map_of_pages(pointer(array), groups, group_stride, rows, unit * columns, tile, row_stride)
 

@@ -19,17 +19,17 @@ def box_rows(block_rows: int, page_rows: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def map_of_pages(
-    address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int = 0
+    address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int | None = None
 ) -> Words:
     """The words of a TensorMap of 16-bit values [pages][page_rows][row_bytes / 2] by boxes of 64 values of `rows` rows.
 
-    row_stride  bytes from row to row; 0: row_bytes
+    row_stride  bytes from row to row; None: row_bytes
     The first word is the address, which may be replaced by another. NO_MAP if the driver rejects such a map. The device
     is not accessed: this may be called while a CUDA graph is captured.
     """
+    stride = row_bytes if row_stride is None else row_stride
     here, elsewhere = (
-        encoded(where, pages, page_bytes, page_rows, row_bytes, rows, row_stride or row_bytes)
-        for where in (address, address ^ 1 << 20)
+        encoded(where, pages, page_bytes, page_rows, row_bytes, rows, stride) for where in (address, address ^ 1 << 20)
     )
     if here[:1] != (address,) or here[1:] != elsewhere[1:]:
         return NO_MAP

@@ -66,6 +66,23 @@ def test_groups_and_blocks(lab, rng, block):
     check(got, x, codes, scales, block)
 
 
+@pytest.mark.parametrize("which", ["weight", "x", "weight, backwards", "groups"])
+def test_rows_that_share_memory_or_run_backwards(lab, rng, which):
+    """Such strides have no tensor map."""
+    tokens, rows, columns = (2, 20, 96) if lab.tiny else (5, 200, 288)
+    x, (codes, scales) = rng.standard_normal((tokens, columns)).astype(BF16), weights(rng, rows, columns)
+    if which == "weight":
+        codes = np.broadcast_to(codes[:1].copy(), codes.shape)
+    elif which == "x":
+        x = np.broadcast_to(x[:1].copy(), x.shape)
+    elif which == "groups":
+        x, codes = np.broadcast_to(x[:, None], (tokens, 2, columns)), np.broadcast_to(codes, (2, rows, columns))
+        scales = np.stack([scales, scales])
+    else:
+        codes = codes[::-1]
+    check(call(lab, x, codes, scales, float32_output=True), x, codes, scales)
+
+
 def test_views_and_outputs(lab, rng):
     """Columns of wider arrays; the result is written where it was asked for, and nothing beside it."""
     x, (codes, scales) = rng.standard_normal((4, 192)).astype(BF16), weights(rng, 24, 96)
