@@ -21,6 +21,7 @@ FOREIGN = {
 }  # fmt: skip
 V4_OPS = ("compress_and_insert", "qnorm_rope_and_insert")  # not of V4.1
 INDEX_HEADS = {"v4": 64, "v41": 32, "v32": 64, "mla": 1}  # of the published models
+MOST_ROWS = 1 << 20  # among which a selection is made: their keys take 128 MiB
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
 
 
@@ -34,7 +35,7 @@ class Model:
     window  of V4's and V4.1's window caches
     layout  of these models' caches, one of FORMATS; of V4.1 one of V41_CACHE_FORMATS
     index_heads  heads of the indexer, which ranks do not share; 0: as the published model has
-    context      positions of the longest context
+    context      positions of the longest context, or MOST_ROWS
     candidate_blocks  that V4.1's index layers choose
     """
 
@@ -44,7 +45,7 @@ class Model:
     window: int = 128
     layout: str = DSV4_FP8.name
     index_heads: int = 0
-    context: int = 1 << 20
+    context: int = MOST_ROWS
     candidate_blocks: int = 2048
 
     def __post_init__(self) -> None:
@@ -118,9 +119,10 @@ class Model:
             raise InputError(f"--ranks: got {ranks}, expected a divisor of num_attention_heads, {heads}")
         if not 1 <= heads // ranks <= 128:
             raise InputError(f"--ranks: got {ranks}, expected at most 128 of {heads} heads a rank")
+        context = min(count("max_position_embeddings", MOST_ROWS, 2**31), MOST_ROWS)
         model = cls(
             kind, heads // ranks, count("index_topk", 512), count("sliding_window", 128),
-            index_heads=count("index_n_heads", INDEX_HEADS[kind]), context=count("max_position_embeddings", 1 << 20),
+            index_heads=count("index_n_heads", INDEX_HEADS[kind]), context=context,
             candidate_blocks=count("candidate_topk_blocks", 2048),
         )  # fmt: skip
         return replace(model, layout=V41_LAYOUT) if kind == "v41" else model

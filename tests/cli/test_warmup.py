@@ -124,6 +124,15 @@ def test_warm_up_reads_a_models_config(tmp_path):
         assert Model.from_config(config, 8) == expected
 
 
+def test_contexts_longer_than_any_selection(tmp_path):
+    from cumla.cli.served_model import MOST_ROWS, Model
+
+    path, sizes = tmp_path / "config.json", {"num_attention_heads": 64, "kv_lora_rank": 512, "index_topk": 2048}
+    for given, context in ((163840, 163840), (1 << 22, MOST_ROWS)):
+        path.write_text(json.dumps({**sizes, "max_position_embeddings": given}))
+        assert Model.from_config(path, 1).context == context
+
+
 @pytest.mark.parametrize(
     ("text", "options", "line"),
     [

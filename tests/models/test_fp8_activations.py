@@ -84,6 +84,30 @@ def test_products(lab, rng, tokens, rows, columns, block, float32_output):
     assert np.abs(lab.get(out).astype(np.float64) - want).mean() < unrounded.mean() / 3
 
 
+@pytest.mark.parametrize("where", ["x", "weight", "scale"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.nowhere(when=lambda x: x.get("where") == "weight" and x.get("value") != "nan")  # e4m3 has no infinity
+def test_special_values(lab, rng, where, value):
+    """They reach the results of their own token, or of their own rows of the weight, and no others."""
+    tokens, rows, columns = 5, 256, 256
+    given = one(rng.standard_normal((rows, columns), np.float32) / 4)
+    x = rng.standard_normal((tokens, columns)).astype(BF16)
+    if where == "x":
+        x[1, 130] = float(value)
+    elif where == "weight":
+        given.weight[3, 7] = 0x7F
+    else:
+        given.scale[1, 0] = float(value)
+    weight = with_rounding(stacked([given], BF16, lab.xp, Scratch()))
+    out = lab.put(np.zeros((tokens, rows), np.float32))
+    with np.errstate(all="ignore"):
+        multiply(lab.put(x), weight, out, lab.backend)
+        want = rounded(x[:, None])[:, 0] @ values(given).astype(np.float64).T
+    got = lab.get(out)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_allclose(got[np.isfinite(want)], want[np.isfinite(want)], rtol=2.0**-7, atol=0.1)
+
+
 def test_groups(lab, rng):
     given = one(rng.standard_normal((3 * 128, 256), np.float32) / 4)
     weight = with_rounding(in_groups(stacked([given], BF16, lab.xp, Scratch()), 3))

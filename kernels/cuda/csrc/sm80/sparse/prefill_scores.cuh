@@ -23,15 +23,6 @@ struct PrefillShared {
 };
 static_assert(sizeof(PrefillShared) <= SHARED_BYTES, "prefill_shared_bytes of kernels/cuda/sparse/portable.py differs");
 
-__device__ inline float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
-
 struct Scores {
     const SparseProblem& problem;
     PrefillShared& shared;

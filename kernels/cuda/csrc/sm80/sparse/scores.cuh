@@ -5,6 +5,7 @@
 // meets e4m3, and stays bfloat16 where it meets bfloat16. Scales multiply the products of a slice; with FINE_SCALES they multiply
 // K, which is exact in bfloat16, and Q stays bfloat16.
 #pragma once
+#include "sm80/sparse/results.cuh"
 #include "sm80/sparse/rows.cuh"
 
 constexpr float LAZY = 8.0f;                       // P is up to 2^LAZY
@@ -35,15 +36,6 @@ struct SparseShared {
     float factor[HEADS];  // factor of the sums
 };
 static_assert(sizeof(SparseShared) == SHARED_BYTES, "shared_bytes of kernels/cuda/sparse/portable.py differs");
-
-__device__ inline float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
 
 struct Scores {
     const SparseProblem& problem;
