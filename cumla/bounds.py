@@ -57,5 +57,5 @@ def allowed(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
     finite = np.isfinite(want)
     if got.shape != want.shape or not finite.any():
         return 0.0
-    limits = np.broadcast_to(bound.absolute + bound.relative * np.abs(want), want.shape)[finite]
-    return float(limits[np.argmax(np.abs(got[finite] - want[finite]))])
+    got, want = got[finite], want[finite]
+    return float(bound.absolute + bound.relative * abs(want[np.argmax(np.abs(got - want))]))

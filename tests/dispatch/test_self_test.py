@@ -9,6 +9,7 @@ from cumla.dispatch import self_test
 from cumla.kernels import self_tests
 from cumla.kernels.cpu import sparse_cache
 from cumla.kernels.self_tests import UNTESTED, Fresh, MiscompiledError, note
+from cumla.self_test import CASES, check_case
 from support.lab import BF16
 
 
@@ -78,6 +79,14 @@ def test_a_call_is_tested_by_the_case_of_a_keyword_that_it_gives():
     assert [case.variant for case in cases] == [""]
     cases = self_test._cases("compute_global_topk_indices_and_lens", set(), self_test._given({"compact": False}))
     assert [case.variant for case in cases] == [""]
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_results_are_compared_without_a_warning():
+    cases = [case for case in CASES if case.op == "apply_candidate_mask"]
+    assert cases
+    for case in cases:
+        assert check_case(case, "cpu", seed=0).passed
 
 
 def test_nothing_is_tested_where_self_tests_are_off(fresh, monkeypatch):
