@@ -1,6 +1,6 @@
 # Targets that CI runs. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
-FAMILIES = decode poisoned prefill prefill_chunks indexer candidates compressor mla attention_backends cache indices metadata
+FAMILIES = decode formats poisoned prefill prefill_chunks indexer candidates compressor mla attention_backends cache indices metadata
 
 .PHONY: lint types test test-gpu bench
 

@@ -9,6 +9,8 @@ compressor          the compressor, and norms with RoPE. States are saved of the
                     of a decode, the last ones of a prompt
 decode              sparse decode over FP8 caches. Rows with lengths are as layers call it; of full lists, each query
                     token lists random slots of a cache that is far larger than the L2 cache
+formats             every format of a cache: inserts and gathers beside a copy, decodes over V4.1's rows beside V4's of
+                    as many keys, over bfloat16 rows by both kernels beside V3.2's FP8
 indexer             scores, the choice, both at once, queries and keys; peers are DeepGEMM (deep_gemm) and vLLM's C++
                     operations (vllm_c_ops.so, packed or not)
 indices             index maps; vLLM's Triton kernels allocate what they return and cumla's are given it
@@ -44,6 +46,7 @@ from cumla.bench import (
     caches,
     candidate_cases,
     chunks,
+    format_cases,
     index_maps,
     indexer_cases,
     layer_suites,
@@ -89,6 +92,7 @@ FAMILIES = {
     "compressor": Family(layer_suites.recorded),
     "decode": Family(sparse.recorded_decodes),
     "candidates": Family(candidate_cases.recorded),
+    "formats": Family(format_cases.recorded, extra=copies),
     "indexer": Family(indexer_cases.recorded, extra=lambda: {"l2_bytes": common.L2_BYTES}),
     "indices": Family(index_maps.recorded, NUMBA, copies),
     "metadata": Family(step_suites.recorded_metadata, NUMBA),

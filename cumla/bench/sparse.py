@@ -20,7 +20,7 @@ import cumla
 from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, MLA_BF16, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
 from ..ops.sparse_attention import PARTNERS
 from . import peers
 from .problem import (
@@ -57,6 +57,7 @@ class Decode:
     lengths  as layers make them, or full lists
     ratio    positions of a row of the second cache, with lengths
     slots    of each cache; None: as many as the sizes have
+    beside_portable  the portable kernel is measured as well
     """
 
     layout: CacheLayout
@@ -70,6 +71,7 @@ class Decode:
     lengths: bool = False
     ratio: int = 4
     slots: int | None = None
+    beside_portable: bool = False
 
     op: ClassVar[str] = "sparse_mla_decode"
 
@@ -88,12 +90,15 @@ class Decode:
         width = self.layout.head_dim + 512
         moved = sum(x.row_bytes for x in sets) / SETS + self.batch * self.s_q * self.heads * 2 * width
         one_of_each = [(x,) for x in sets]
-        return problem_of(
+        problem = problem_of(
             self, sizes, by_backend(DecodeInputs.cumla, one_of_each), moved, sets[0].check, sets[0].clear,
             flop=keys * 2 * self.heads * width,
             peer=None if self.layout not in (DSV4_FP8, V32_FP8)
             else Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
         )  # fmt: skip
+        if self.beside_portable and sizes.backend == "cuda":
+            problem.impls["portable"] = "cupy", [x.portable for x in sets]
+        return problem
 
     def inputs(self, sizes: Sizes, seed: int) -> DecodeInputs:
         return DecodeInputs(self, sizes, seed)
@@ -159,11 +164,18 @@ class DecodeInputs:
         """What cumla takes beside the first list."""
         return self._given("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
 
-    def cumla(self, backend: str) -> Any:
+    def portable(self) -> Any:
+        """By the kernel of other devices."""
+        from ..kernels.cuda.sparse.kernels import forced
+
+        with forced("portable"):
+            return self.cumla("cuda", "portable")
+
+    def cumla(self, backend: str, plan: str | None = None) -> Any:
         cumla.sparse_mla_decode(
             self.q, self.caches[0].array, self.lists[0], layout=self.case.layout, attn_sink=self._sink(),
             **self.second(),
-            plan=self.plans[backend], out=self.out, lse=self.lse, backend=backend,
+            plan=self.plans[plan or backend], out=self.out, lse=self.lse, backend=backend,
         )  # fmt: skip
         return self.out
 
@@ -302,12 +314,13 @@ def prefill(sizes: Sizes) -> Iterator[Prefill]:
             yield Prefill(sizes.layout.head_dim, sizes.heads, topk, sizes.context, tokens, lengths)
 
 
-def _recorded(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
+def with_slots(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
+    """A decode over caches of some GiB."""
     return replace(Decode(layout, *args, **options), slots=RECORDED_SLOTS[layout.name])
 
 
 def recorded_decodes() -> list[Decode]:
-    v4, v32, v41, mla = (functools.partial(_recorded, layout) for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, MLA_BF16))
+    v4, v32 = (functools.partial(with_slots, layout) for layout in (DSV4_FP8, V32_FP8))
     return [
         *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
         *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
@@ -315,12 +328,9 @@ def recorded_decodes() -> list[Decode]:
         *(v4(128, b, 1, 128, 1024, 256, lengths=True) for b in (1, 2, 8, 32, 128)),
         *(v4(16, b, 1, 128, 1024, 256, lengths=True) for b in (1, 8, 32, 128)),
         *(v32(128, b, 1, 2048, lengths=True) for b in (1, 2, 8, 32, 128)),
-        *(v41(64, b, 1, 128, 512, 32, lengths=True, ratio=2) for b in (1, 8, 32, 128)),
-        *(v41(heads, b, 1, 128, 512, 32, lengths=True, ratio=2) for heads in (8, 16) for b in (32, 128)),
         *(v4(64, b, 2, 128, 512, 256) for b in (2, 64, 128, 256)),
         *(v4(128, b, 2, 128, 1024, 256) for b in (2, 64, 128, 256)),
         *(v32(128, b, 2, 2048) for b in (2, 8, 64, 128)),
-        *(mla(128, b, 2, 2048) for b in (8, 64, 128)),
         *(make(heads, 148, 2, 16384) for make in (v4, v32) for heads in (64, 128)),
         *(v4(64, b, 1, 128, 0, 256) for b in (1, 8, 32)),
         *(v4(64, b, 1, 128, 512, 256) for b in (1, 2, 8, 32)),

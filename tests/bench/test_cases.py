@@ -10,6 +10,7 @@ from cumla.bench import (
     candidate_cases,
     chunks,
     dense,
+    format_cases,
     framework_calls,
     index_maps,
     indexer_cases,
@@ -49,6 +50,8 @@ SMALL = [
     caches.Insert(70, MLA_BF16),
     caches.DenseGather(2, 100),
     caches.KeyGather(2, 100),
+    caches.KeyGather(2, 100, INDEXER_MXFP4),
+    caches.Insert(70, INDEXER_MXFP4),
     caches.CopyBlocks(3),
     caches.AdvanceStep(9),
     indexer_cases.Logits(20, 100, lengths=True),
@@ -175,7 +178,7 @@ RECORDED = {
     "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(), "compressor": layer_suites.recorded(),
     "indices": index_maps.recorded(), "mla": step_suites.recorded_dense(), "poisoned": poisoned.recorded(),
     "products": products.recorded(), "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
-    "portable": portable.recorded(),
+    "portable": portable.recorded(), "formats": format_cases.recorded(),
 }  # fmt: skip
 
 
