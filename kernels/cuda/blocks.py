@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .launch import C_NAMES, strides, unit
 
 THREADS = constant("common/copy_blocks.cu", "THREADS")

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..types.indexer import CandidateScores, PagedScores, Rows
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .index_scores import index_scores
 from .indexer import MAX_GRID_Y, scores_of_pages, top_k_per_row
 from .indices import table_arguments

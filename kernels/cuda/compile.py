@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import pathlib
-import re
 import sys
 import threading
 import time
@@ -17,16 +16,13 @@ from typing import Any
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from ..self_tests import Fresh, note
+from .constants import CSRC, INCLUDE, numbers_of
 from .device import assumed_capability, cached_by_capability
 from .launch import Kernel, packing, parameters
 
 log = logging.getLogger(__name__)
-CSRC = pathlib.Path(__file__).parent / "csrc"
 FOLDERS = [CSRC]  # searched for sources, first to last
 OPTIONS = ("-std=c++17",)
-_DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr int ([^;]+);", re.MULTILINE)
-_NUMBER = re.compile(r"(\w+) = (\d+)(?=,|$)")
-_INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
 def layouts_header() -> str:
@@ -35,21 +31,7 @@ def layouts_header() -> str:
 
 
 def _layout_struct(layout: CacheLayout) -> str:
-    numbers = {
-        "head_dim": layout.head_dim,
-        "quantized_dim": layout.quantized_dim,
-        "quantized_bytes": layout.quantized_bytes,
-        "rope_offset": layout.rope_offset if layout.quantized_dim else 0,
-        "row_bytes": layout.row_bytes,
-        "scale_tile": layout.scale_tile or 1,
-        "num_scales": layout.num_scales,
-        "scale_bytes": layout.scale_bytes,
-        "scale_stride": layout.scale_stride,
-        "scale_start": layout.scale_start(0),
-        "scale_start_per_token": layout.scale_start(1) - layout.scale_start(0),
-        "min_exponent": layout.min_exponent,
-    }
-    fields = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+    fields = ", ".join(f"{name} = {value}" for name, value in numbers_of(layout).items())
     kinds = {
         "ue8m0": layout.scale_type == "ue8m0",
         "e4m3_scales": layout.scale_type == "e4m3",
@@ -94,20 +76,9 @@ def source(file: str) -> str:
             return ""
         included.add(name)
         text = layouts_header() if name == "layouts.cuh" else find(name).read_text()
-        return _INCLUDE.sub(lambda match: expand(match.group(1)), text)
+        return INCLUDE.sub(lambda match: expand(match.group(1)), text)
 
     return expand(file)
-
-
-def constant(file: str, name: str) -> int:
-    """A number that csrc/<file> declares, as in `constexpr int KEYS = 64, THREADS = 128;`, for what launches it."""
-    return _constants(file)[name]
-
-
-@functools.cache
-def _constants(file: str) -> dict[str, int]:
-    declared = _DECLARATION.findall((CSRC / file).read_text())
-    return {name: int(value) for names in declared for name, value in _NUMBER.findall(names)}
 
 
 Program = tuple[str, tuple[str, ...], int]  # text, options, device

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .dense_cache import scale_arguments
 from .device import cached_by_capability, device_sms, has_clusters, is_hopper
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
@@ -33,11 +34,12 @@ def mha_varlen(given: PackedAttention) -> None:
     }  # fmt: skip
     device = q.device.id
     if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
-        file, shared_bytes = "sm90/dense/mha_varlen.cu", 1024 + 26 * 8192
+        file = "sm90/dense/mha_varlen.cu"
+        shared_bytes = constant(file, "SHARED_BYTES")
         mha = large_kernel(device, shared_bytes, file, "mha_varlen_sm90", "sm_90a", **types)
     else:
         file = "sm80/mha_varlen.cu"
-        shared_bytes = constant(file, "QUERIES") * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
+        shared_bytes = constant(file, "SHARED_BYTES", QK_DIM=head_dim, V_DIM=v_dim)
         mha = large_kernel(
             device, shared_bytes, file, "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
             V_DIM=v_dim, ALIGNED=int(aligned),
@@ -138,7 +140,7 @@ def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
 
 
 class DecodeKernel(NamedTuple):
-    """Sizes of a decode kernel, as in its source: heads of a tile, keys of a block, threads and shared memory."""
+    """Sizes of a decode kernel: heads of a tile, keys of a block, threads and shared memory."""
 
     heads: int
     keys: int
@@ -146,8 +148,10 @@ class DecodeKernel(NamedTuple):
     shared_bytes: int
 
 
-PORTABLE_DECODE = DecodeKernel(32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32)
-HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192)
+PORTABLE_DECODE, HOPPER_DECODE = (
+    DecodeKernel(*(constant(file, name) for name in ("HEADS", "KEYS", "THREADS", "SHARED_BYTES")))
+    for file in ("sm80/dense_decode.cu", "sm90/dense/decode/memory.cuh")
+)
 # The portable kernel's CTAs on an SM, and its costs in blocks: of a tile's start and result, and of merging a split.
 CTAS_PER_SM, TILE_COST, PART_COST = 2, 6, 0.5
 MAX_SPLITS = 256  # bounds the memory of partial results

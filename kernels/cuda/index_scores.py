@@ -4,13 +4,15 @@ from typing import Any
 
 from ...layout import INDEXER_BF16, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..types.segments import Pages
+from .constants import constant
 from .dense_attention import large_kernel
 from .device import device_sms
 from .indices import division
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-# As in the kernel: warps of a CTA, their keys at a time and stages, heads in registers, CTAs on an SM.
-WARPS, TILE, STAGES, HEADS, CTAS = 4, 32, 3, 32, 3
+SOURCE = "sm80/index_scores.cu"
+WARPS, TILE, HEADS = (constant(SOURCE, name) for name in ("WARPS", "KEYS", "CHUNK_HEADS"))
+CTAS = 3  # on an SM, at most
 MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
 NO_CANDIDATES = (0, 0, *division(1))  # blocks, their stride, and positions of a block
 
@@ -45,10 +47,10 @@ def index_scores(
         k, scale = keys
         layout, count, scales, place = layout_of_packed(k), len(k), pointer(scale), (k, k.strides[0], 0, *division(1))
         aligned = is_aligned(q, k) and scales % 4 == 0
-    shared_bytes = WARPS * STAGES * (TILE * layout.row_bytes + 4 * TILE)
+    shared_bytes = constant(SOURCE, "SHARED_BYTES", LAYOUT=layout)
     parts = query_parts(len(weights), columns, device_sms(device))
     run = large_kernel(
-        device, shared_bytes, "sm80/index_scores.cu", "index_scores", QUERY=query, LAYOUT=layout.name,
+        device, shared_bytes, SOURCE, "index_scores", QUERY=query, LAYOUT=layout.name,
         HEADS=HEADS if q.shape[2] == HEADS else 0, PAGED=int(isinstance(keys, Pages)),
         CANDIDATES=int(candidates is not None), ALIGNED=int(aligned),
     )  # fmt: skip

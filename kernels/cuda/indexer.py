@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
 from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.segments import Pages
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .dense_attention import large_kernel
 from .device import device_sms, has_clusters, is_hopper
 from .index_scores import index_scores

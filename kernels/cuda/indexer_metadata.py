@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..types.metadata import CompressedSlots, IndexerChunk, IndexerStep
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 
 THREADS, COLUMNS = (constant("common/indexer_metadata.cu", name) for name in ("THREADS", "COLUMNS"))
 WARPS = THREADS // 32

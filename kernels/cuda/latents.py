@@ -1,7 +1,8 @@
 """The compressor of V4.1."""
 
 from ..types.compressor import LatentRows
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .launch import C_NAMES, is_aligned, pointer, strides
 
 WARPS = constant("common/latents.cu", "WARPS")  # per CTA

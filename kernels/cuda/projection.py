@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ...arrays.streams import Side
 from ..types.projection import BlockScaledProduct
 from .compile import kernel
+from .constants import constant
 from .device import device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, map_of_pages
@@ -29,8 +30,9 @@ TWO_CTAS = 32  # tokens of a tile up to which two CTAs fit on an SM: by their re
 PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks or quantize_groups takes at a time
 
 # sm90/fp8_product.cu
-FP8_TOKENS, FP8_ROWS, FP8_STAGES, FP8_THREADS = 128, 128, 6, 384
-FP8_SHARED = FP8_STAGES * (CHUNK * (FP8_TOKENS + FP8_ROWS) + 16)
+FP8_TOKENS, FP8_ROWS, FP8_THREADS, FP8_SHARED = (
+    constant("sm90/fp8_product.cu", name) for name in ("TOKENS", "ROWS", "THREADS", "SHARED_BYTES")
+)
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..types.shard import Shard, ShardedIndices, ShardedSlots
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .indices import table_arguments
 from .launch import C_NAMES, is_aligned, pointer, strides
 

@@ -1,7 +1,8 @@
 """Metadata of a step, in one kernel."""
 
 from ..types.metadata import WindowStep
-from .compile import constant, kernel
+from .compile import kernel
+from .constants import constant
 from .launch import C_TYPES, pointer
 
 WARPS = constant("common/window_metadata.cu", "WARPS")  # per CTA

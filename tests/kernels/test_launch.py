@@ -5,8 +5,10 @@ import struct
 
 import pytest
 
+import cumla
 import support.nvrtc
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.constants import constant
 from cumla.kernels.cuda.launch import (
     HEAD,
     PACKING,
@@ -200,8 +202,14 @@ def test_shared_memory_is_asked_for_on_every_device():
 
 
 def test_numbers_that_sources_declare():
-    assert compiler.constant("common/candidate_logits.cu", "KEYS") == 64
-    assert compiler.constant("common/sparse/work.cuh", "MAX_RANGES") == 512
-    for follows_from_others in ("CONSUMERS", "QUERIES"):
+    assert constant("common/sparse/work.cuh", "SPLITS_AT") == 2 * 513 + (1 << 14)  # of others
+    assert constant("common/sparse/plan.cu", "MAX_RANGES") == 512  # of an included file
+    assert constant("sm80/mha_varlen.cu", "QK_STRIDE", QK_DIM=192) == 2 * 192 + 16  # by a function
+    sizes = {"LAYOUT": cumla.DSV4_FP8, "KEYS": 32, "STAGES": 3, "CTAS": 1}
+    assert constant("sm80/sparse/scores.cuh", "WARPS_N", **sizes, TILE_HEADS=32) == 4  # of conditions
+    assert constant("sm80/sparse/scores.cuh", "HEADS", **sizes) == 64  # a macro's default
+    longer = {**sizes, "EXTRA_LAYOUT": cumla.V32_FP8}  # of two formats
+    assert constant("sm80/sparse/scores.cuh", "LONGER_ROW", **longer) == 656
+    for name in ("QUERIES", "NOTHING"):  # of a macro that is not given
         with pytest.raises(KeyError):
-            compiler.constant("sm90/indexer/work.cuh", follows_from_others)
+            constant("sm90/indexer/work.cuh", name)

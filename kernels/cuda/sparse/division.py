@@ -7,7 +7,10 @@ import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_RANGES, MAX_ORDERED = 512, 1 << 14  # work ranges, and tiles that may be reordered: csrc/common/sparse/work.cuh
+from ..constants import constant
+
+# Work ranges, and tiles that may be reordered.
+MAX_RANGES, MAX_ORDERED = (constant("common/sparse/work.cuh", name) for name in ("MAX_RANGES", "MAX_ORDERED"))
 INT32_LIMIT = 2**31 - 1
 # Blocks of a CTA from which a plan pays off if lengths differ: it costs about as much as reading six blocks.
 MOST_UNPLANNED = 24
@@ -53,8 +56,11 @@ class Costs(NamedTuple):
     cluster: float = 0
 
 
-# As in csrc/common/sparse/plan.cu.
-COSTS = Costs(block=1, tile=2, split=2, straddle=5, part=1 / 64)
+_of_plan = functools.partial(constant, "common/sparse/plan.cu")
+COSTS = Costs(
+    block=1, tile=_of_plan("TILE_COST"), split=_of_plan("SPLIT_COST"), straddle=_of_plan("STRADDLE_COST"),
+    part=1 / _of_plan("PARTS_A_BLOCK"),
+)  # fmt: skip
 
 
 def terms(division: Division, tiles: int, blocks: int, max_ranges: int) -> Costs:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ....layout import CacheLayout
-from ..compile import constant, kernel, start
+from ..compile import kernel, start
+from ..constants import constant
 from ..device import Limits, capability, device_sms, has_clusters, is_hopper, limits
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
@@ -22,15 +23,15 @@ CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be comp
 HOPPER_THREADS = constant("sm90/decode/memory.cuh", "THREADS")
 PREFILL_THREADS = constant("sm90/prefill/memory.cuh", "THREADS")
 FEW_HEADS_THREADS = constant("sm90/few_heads/memory.cuh", "THREADS")
-HOPPER_SHARED_BYTES = 232448  # the maximum
+HOPPER_SHARED_BYTES = constant("sm90/hopper.cuh", "MOST_SHARED_BYTES")
 PREFILL_HEADS = (16, 32, HEADS)  # per tile
 LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat16 rows
 PREFILL_WAVES = 8  # work ranges of the portable kernel per resident CTA: lengths grow with position
-COMBINE_VALUES = 128  # values that a warp combines at a time, as in common/sparse/combine.cuh
+COMBINE_VALUES = constant("common/sparse/combine.cuh", "PIECE")
 EXACT_ROWS = constant("common/sparse/exact_mma_scores.cuh", "ROWS")
 EXACT_THREADS = constant("common/sparse/exact.cuh", "THREADS")
-EXACT_BLOCKS_PER_SM = 2  # as in the launch bounds of common/sparse/exact.cu
-EXACT_MOST_PARTS = 64  # parts of a unit that one CTA combines
+EXACT_BLOCKS_PER_SM = constant("common/sparse/exact.cu", "CTAS")
+EXACT_MOST_PARTS = constant("common/sparse/exact_mma.cuh", "MOST_PARTS")
 
 KERNELS = ("hopper", "portable", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)

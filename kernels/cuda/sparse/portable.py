@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....layout import CacheLayout
+from ..constants import constant
 from .formats import Formats, layout_macros
 
-THREADS, WARPS = 256, 8
-STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
-PREFILL_THREADS = 384
-PREFILL_TILES_BYTES = 4 * 40 + 16  # RowRing's tiles and range, of sm80/sparse/prefill_rows.cuh
+THREADS = constant("sm80/sparse/rows.cuh", "THREADS")
+PREFILL_THREADS = constant("sm80/sparse/prefill_rows.cuh", "THREADS")
 PREFILL_Q_REGISTERS = 96  # of a thread of the scores
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
@@ -67,16 +66,13 @@ def prefill_macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
         "KEYS": size.keys,
         "STAGES": size.stages,
         "Q_REGISTERS": PREFILL_Q_REGISTERS,
-        "SHARED_BYTES": prefill_shared_bytes(layout, size),
     }
 
 
 def prefill_shared_bytes(layout: CacheLayout, size: Size) -> int:
-    """The size of PrefillShared in csrc/sm80/sparse/prefill.cu, which asserts it."""
-    heads, keys, stages, _ = size
-    ring = _aligned(stages * keys * (2 * layout.head_dim + 16 + 4) + PREFILL_TILES_BYTES)
-    weights, queries = 2 * heads * (2 * keys + 16), 2 * heads * (layout.head_dim - 4 * PREFILL_Q_REGISTERS)
-    return _aligned(ring + weights + queries + 4 * (4 * heads + 3))
+    """Shared memory of csrc/sm80/sparse/prefill.cu."""
+    given = prefill_macros(layout, size) | {"LAYOUT": layout}
+    return constant("sm80/sparse/prefill_scores.cuh", "SHARED_BYTES", **given)
 
 
 def macros(formats: Formats, size: Size) -> dict[str, str | int]:
@@ -87,27 +83,11 @@ def macros(formats: Formats, size: Size) -> dict[str, str | int]:
         "KEYS": size.keys,
         "STAGES": size.stages,
         "CTAS": size.blocks,
-        "SHARED_BYTES": shared_bytes(formats, size),
     }
 
 
 def shared_bytes(formats: Formats, size: Size) -> int:
-    """The size of SparseShared in csrc/sm80/sparse/scores.cuh, which asserts it."""
-    heads, keys, stages, _ = size
-    tokens, head_dim = stages * keys, formats[0].head_dim
-    row_stride = (max(map(_ring_row_bytes, formats)) + 31) // 64 * 64 + 32
-    scales = max(x.num_scales for x in formats)
-    bookkeeping = STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8
-    ring = _aligned(tokens * (row_stride + 4 * (1 + max(scales, 1) + 1)) + bookkeeping)
-    operands = heads * (2 * head_dim + 16) + 2 * heads * (2 * keys + 16)
-    warps_of_keys = min(keys // 8, WARPS // min(heads // 16, 2))
-    return _aligned(ring + operands + 4 * heads * (2 * warps_of_keys + 2))
-
-
-def _ring_row_bytes(layout: CacheLayout) -> int:
-    """Bytes of a row in the ring, where rows of fine scales are expanded to a byte a value."""
-    return max(layout.token_bytes, layout.quantized_dim if layout.has_fine_scales else 0)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
+    """Shared memory of csrc/sm80/sparse/attention.cu."""
+    first, second = formats
+    given = macros(formats, size) | {"LAYOUT": first, "EXTRA_LAYOUT": second}
+    return constant("sm80/sparse/scores.cuh", "SHARED_BYTES", **given)

@@ -10,21 +10,22 @@ import numpy as np
 
 from ...types.plan import DecodePlan, Workspace, aligned_bytes
 from ...types.segments import V_DIM, Segment
-from ..compile import constant, kernel
+from ..compile import kernel
+from ..constants import constant
 from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
-from .division import COSTS, MAX_ORDERED, MAX_RANGES, UNDIVIDED, Costs, Division
+from .division import COSTS, UNDIVIDED, Costs, Division
 from .formats import Formats
 
 HEADS = 64  # of a tile; some kernels' tiles have fewer
-BLOCK = constant("common/sparse/work.cuh", "BLOCK")
+BLOCK, SPLITS_AT = (constant("common/sparse/work.cuh", name) for name in ("BLOCK", "SPLITS_AT"))
 LOWEST_HEADS = 16  # of a tile
 PLAN_THREADS = constant("common/sparse/plan.cu", "THREADS")
 
 STARTS = ("starts", "starts of graphs")  # names of `starts`, outside a capture and inside
-# Partial results of the exact kernel, their size (Part of common/sparse/exact_mma.cuh), and its counters.
-EXACT_SLOTS, EXACT_PART_BYTES = 128, 33024
+# Partial results of the exact kernel, their size, and its counters.
+EXACT_SLOTS, EXACT_PART_BYTES = 128, constant("common/sparse/exact_mma.cuh", "PART_BYTES")
 EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is flagged
 LEAST_TILES = 1 << 14  # allocated for at least, so that a plan's memory need not grow
 
@@ -101,7 +102,7 @@ class SparseProblem(NamedTuple):
 class Buffers(NamedTuple):
     """Memory that the kernels of one call use beside its arguments: flat arrays of at least these sizes.
 
-    starts       int32 [2 * (MAX_RANGES + 1) + MAX_ORDERED + 1]: tile and block at which each work range begins; tiles
+    starts       int32 [SPLITS_AT + 1]: tile and block at which each work range begins; tiles
                  in the order in which the ranges have them; whether any tile is split
     partial_out  float32 [2 * ranges, tile_heads * 512], partial results of split tiles; None if no tile is split
     partial_lse  float32 [2 * ranges, tile_heads]
@@ -273,7 +274,7 @@ def workspace_bytes(tiles: int, ranges: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _sizes(tiles: int, rows: int) -> Buffers:
     """Elements, of four bytes, of the arrays of a Buffers, for `rows` heads of all work ranges."""
-    starts, parts = 2 * (MAX_RANGES + 1) + MAX_ORDERED + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
+    starts, parts = SPLITS_AT + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
     return Buffers(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
 
 

@@ -2,6 +2,9 @@
 #pragma once
 #include "common/numbers.cuh"
 
+// The least multiple of 16 that is not less.
+constexpr int to_16(int bytes) { return (bytes + 15) / 16 * 16; }
+
 // In a cluster a CTA's own shared memory begins at its rank << 24, which constant addresses do not include. For kernels that
 // define IN_CLUSTER.
 __device__ inline uint32 own(uint32 address) {

@@ -27,6 +27,8 @@ struct DenseShared {
     float rescale[HEADS];
     const uint8* rows[KEYS];
 };
+constexpr int SHARED_BYTES = (HEADS + KEYS) * STRIDE + HEADS * (P_STRIDE + 4 * (KEYS + 1) + 4) + 8 * KEYS;
+static_assert(sizeof(DenseShared) == SHARED_BYTES);
 
 // Eight values of a row.
 __device__ inline uint4 load_values(const VALUE* row, int first) { return load16(row + first); }

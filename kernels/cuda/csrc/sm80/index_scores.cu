@@ -28,6 +28,8 @@
 #include "sm80/mma.cuh"
 
 constexpr int DIM = 128, WARPS = 4, KEYS = 32, STAGES = 3, CHUNK_HEADS = 32, STEPS = DIM / 16;
+constexpr int STAGE_BYTES = KEYS * (LAYOUT::row_bytes + 4);
+[[maybe_unused]] constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES;
 constexpr bool IS_MXFP4 = LAYOUT::e2m1_values, IS_E4M3 = !IS_MXFP4 && LAYOUT::num_scales == 1;
 constexpr float UNIT = IS_E4M3 ? 0.5f : 1.0f;  // of sums, which are doubled where no product is infinite
 constexpr int PIECES = LAYOUT::row_bytes / 64, PIECE_STEPS = STEPS / PIECES;
@@ -41,6 +43,7 @@ struct Stage {
     uint4 rows[4][PIECES][32];  // of each lane: positions g, g + 8, g + 16 and g + 24
     uint32 scales[32];          // of each lane's position: a float, or four bytes
 };
+static_assert(sizeof(Stage) == STAGE_BYTES);
 
 // max(x, 0) / UNIT
 __device__ inline float positive(float x) { return IS_E4M3 ? twice_relu(x) : relu(x); }

@@ -15,6 +15,7 @@
 constexpr int QUERIES = 64, KEYS = 64, THREADS = 128;
 constexpr int NOPE_DIM = QK_DIM - ROPE_DIM;
 constexpr int QK_STRIDE = row_stride(QK_DIM), V_STRIDE = row_stride(V_DIM);
+[[maybe_unused]] constexpr int SHARED_BYTES = QUERIES * QK_STRIDE + KEYS * (QK_STRIDE + V_STRIDE);
 
 // Copies `count` of 64 rows of DIM values to rows of `stride` bytes; the other rows are zeros.
 template <int DIM>

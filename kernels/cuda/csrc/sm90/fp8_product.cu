@@ -16,6 +16,7 @@
 
 constexpr int TOKENS = 128, ROWS = 128, DEPTH = 128, STAGES = 6, THREADS = 384;
 constexpr int X_BYTES = TOKENS * DEPTH, STAGE_BYTES = X_BYTES + ROWS * DEPTH, RING_BYTES = STAGES * STAGE_BYTES;
+[[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES + 16 * STAGES;  // and barriers
 
 struct Fp8Product {
     const float* x_scales;

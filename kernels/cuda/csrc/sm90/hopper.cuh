@@ -13,6 +13,7 @@ constexpr int TILE_BYTES = 64 * 128;
 // Address of a member of the kernel's struct SharedMemory. Without static shared memory the dynamic part starts at 1024; kernels
 // trap otherwise. NVRTC before 13.4 has no __builtin_offsetof; there, as in libcu++, an operator of its front end replaces it.
 #define SHARED_START 1024u
+[[maybe_unused]] constexpr int MOST_SHARED_BYTES = 227 * 1024;  // of a CTA
 #if __has_builtin(__builtin_offsetof)
 #define SHARED_AT(member) (SHARED_START + uint32(__builtin_offsetof(SharedMemory, member)))
 #else

@@ -7,7 +7,8 @@
 #pragma once
 #include "common/sparse/work.cuh"
 
-constexpr int PIECES = HEADS * V_DIM / 128;       // in a tile
+constexpr int PIECE = 128;                        // values that a warp combines at a time
+constexpr int PIECES = HEADS * V_DIM / PIECE;     // in a tile
 constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 in a partial result
 
 constexpr int NEXT_OCTETS = HEADS / 4 * 2 * PLANE;  // float4 from eight octets of a head to the next eight

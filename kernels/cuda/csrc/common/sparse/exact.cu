@@ -36,7 +36,7 @@ struct WideAttention {
 #endif
 
 constexpr int UNITS = HEADS / ROWS;  // in a tile
-constexpr int WAITING = 8;
+constexpr int WAITING = 8, CTAS = 2;  // on an SM
 
 union Memory {
     Wide wide;
@@ -234,7 +234,7 @@ __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int uni
 // counters  zeros between calls: the participants, then one counter for each slot, the next item, the word that says whether
 //           any tile is flagged, and the flags
 // combined  0, or the approximate number of splits of each split tile
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;

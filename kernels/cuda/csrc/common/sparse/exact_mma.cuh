@@ -20,7 +20,8 @@
 #pragma once
 #include "common/sparse/exact_mma_scores.cuh"
 
-constexpr int MOST_PARTS = 64;
+constexpr int MOST_PARTS = 64;  // that one CTA combines
+constexpr int PART_BYTES = (4 * ROWS * V_DIM + 8 * ROWS + 4 * ROWS + 8 + 255) / 256 * 256;
 constexpr int MANY = 16;  // coarse scores of a warp's two heads above which all are recomputed with `careful`
 
 // Partial result of one of several parts.
@@ -30,7 +31,7 @@ struct alignas(256) Part {
     float total[ROWS];
     int any, out_of_range;
 };
-static_assert(sizeof(Part) == 33024, "EXACT_PART_BYTES in kernels/cuda/sparse/work.py");
+static_assert(sizeof(Part) == PART_BYTES);
 
 struct WideAttention {
     const SparseProblem& problem;

@@ -13,7 +13,7 @@
 #include "common/sparse/work.cuh"
 
 constexpr int THREADS = 1024;
-// In blocks, as in kernels/cuda/sparse/division.py, which defines them.
+// In blocks; what they are is in kernels/cuda/sparse/division.py, which reads them.
 constexpr int TILE_COST = 2, SPLIT_COST = 2, STRADDLE_COST = 5, PARTS_A_BLOCK = 64;
 constexpr int NEAR = 2;
 constexpr int LENGTHS = THREADS;  // distinct lengths in the sort, in blocks

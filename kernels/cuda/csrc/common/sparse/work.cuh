@@ -139,7 +139,6 @@ struct WorkTile {
 };
 
 // After the starts of MAX_RANGES ranges: the tiles in the order in which the ranges have them, for at most MAX_ORDERED tiles.
-// As in kernels/cuda/sparse/division.py.
 [[maybe_unused]] constexpr int MAX_RANGES = 512, ORDER_AT = 2 * (MAX_RANGES + 1), MAX_ORDERED = 1 << 14;
 // After these: non-zero if the plan splits any tile.
 [[maybe_unused]] constexpr int SPLITS_AT = ORDER_AT + MAX_ORDERED;

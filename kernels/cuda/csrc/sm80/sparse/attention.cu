@@ -23,7 +23,7 @@
 // Float16 has a narrower range than caches and queries may hold. A tile that leaves it, or has a score or a result
 // that is not finite, is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one.
 //
-// Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS and SHARED_BYTES, see
+// Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more) and CTAS, see
 // kernels/cuda/sparse/portable.py.
 #include "sm80/sparse/scores.cuh"
 #include "sm80/sparse/results.cuh"

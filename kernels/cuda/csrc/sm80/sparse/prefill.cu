@@ -18,8 +18,7 @@
 // P and V are multiplied as float16, which is more exact than bfloat16 except for very large and small values. A tile that leaves
 // float16's range, or has a score or a result that is not finite, is flagged for the epilogue kernel (UNSAFE_BITS).
 //
-// Macros: LAYOUT, KEYS, STAGES (3 or more), Q_REGISTERS (of a thread that hold queries) and SHARED_BYTES, see
-// kernels/cuda/sparse/portable.py.
+// Macros: LAYOUT, KEYS, STAGES (3 or more) and Q_REGISTERS (of a thread that hold queries), see kernels/cuda/sparse/portable.py.
 #include "sm80/sparse/prefill_scores.cuh"
 
 constexpr int M_TILES = HEADS / 16, VALUES = V_DIM / SUM_WARPS;

@@ -56,6 +56,9 @@ struct RowRing {
     // The tile of this number in the range.
     __device__ RingTile& tile(int number) { return reinterpret_cast<RingTile&>(tiles[number % TILES_LISTED]); }
 };
+constexpr int TILE_BYTES = 40, RANGE_BYTES = 16;
+constexpr int RING_BYTES = to_16(STAGES * KEYS * (ROW_STRIDE + 4) + TILES_LISTED * TILE_BYTES + RANGE_BYTES);
+static_assert(sizeof(RingTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(RowRing) == RING_BYTES);
 
 // threadIdx.x, read again: values that depend on it are then computed where they are used, and take no register elsewhere.
 __device__ inline int thread_index() {

@@ -21,7 +21,8 @@ struct PrefillShared {
     float inv_sum[HEADS], result_factor[HEADS];               // at a tile's end
     uint8 unsafe[SCORE_WARPS];
 };
-static_assert(sizeof(PrefillShared) <= SHARED_BYTES, "prefill_shared_bytes of kernels/cuda/sparse/portable.py differs");
+constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * (4 * HEADS + 3));
+static_assert(sizeof(PrefillShared) == SHARED_BYTES);
 
 struct Scores {
     const SparseProblem& problem;

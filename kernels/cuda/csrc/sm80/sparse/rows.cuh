@@ -26,10 +26,9 @@ constexpr int BF16_AT = LAYOUT::rope_offset;  // the bfloat16 values of a row
 template <class Layout> struct RingRow {
     static constexpr bool TAIL_SCALES = Layout::scale_start_per_token > 0;
     static constexpr int SCALES_AT = TAIL_SCALES ? Layout::row_bytes : Layout::scale_start;
-    static constexpr int COPIED = Layout::row_bytes + (TAIL_SCALES ? Layout::scale_bytes : 0);
-    static constexpr int USED = FINE_SCALES && COPIED < Layout::quantized_dim ? Layout::quantized_dim : COPIED;
 };
-constexpr int ROW_USED = RingRow<LAYOUT>::USED > RingRow<EXTRA_LAYOUT>::USED ? RingRow<LAYOUT>::USED : RingRow<EXTRA_LAYOUT>::USED;
+constexpr int LONGER_ROW = LAYOUT::token_bytes > EXTRA_LAYOUT::token_bytes ? LAYOUT::token_bytes : EXTRA_LAYOUT::token_bytes;
+constexpr int ROW_USED = FINE_SCALES && LONGER_ROW < LAYOUT::quantized_dim ? LAYOUT::quantized_dim : LONGER_ROW;
 // 32 bytes modulo 64: with the order of columns, all reads are free of bank conflicts.
 constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 
@@ -121,6 +120,9 @@ struct RowRing {
     }
     __device__ float2 bias_at(int stage, int column) const { return *reinterpret_cast<const float2*>(&bias[stage][column]); }
 };
+constexpr int STEP_BYTES = 24, CURSOR_BYTES = 72;
+constexpr int RING_BYTES = to_16(STAGES * KEYS * (ROW_STRIDE + 4 + 4 * (NUM_SCALES ? NUM_SCALES : 1) + 4) + STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8);
+static_assert(sizeof(Step) == STEP_BYTES && sizeof(StepCursor) == CURSOR_BYTES && sizeof(RowRing) == RING_BYTES);
 
 // Copies the rows of a range's steps, LANES threads per row. It runs ahead of the computation, across tiles.
 struct RowLoader {

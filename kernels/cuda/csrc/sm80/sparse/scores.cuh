@@ -35,7 +35,8 @@ struct SparseShared {
     float top[HEADS];
     float factor[HEADS];  // factor of the sums
 };
-static_assert(sizeof(SparseShared) == SHARED_BYTES, "shared_bytes of kernels/cuda/sparse/portable.py differs");
+constexpr int SHARED_BYTES = to_16(RING_BYTES + HEADS * Q_STRIDE + 2 * HEADS * P_STRIDE + 4 * HEADS * (2 * WARPS_N + 2));
+static_assert(sizeof(SparseShared) == SHARED_BYTES);
 
 struct Scores {
     const SparseProblem& problem;

@@ -106,7 +106,7 @@ constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= Q_SLICES * Q_TILE_BYTES;
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - SHARED_START;
-static_assert(SHARED_BYTES <= 232448, "shared memory exceeds the 227 KiB of an SM");
+static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
 
 // Which of the sums are those of a tile.
 __device__ inline int sums_slot(int parity) { return SUM_SLOTS == 1 ? 0 : parity; }

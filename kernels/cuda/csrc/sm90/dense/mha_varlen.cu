@@ -44,8 +44,8 @@ struct SharedMemory {
     uint8 k[2][3][2 * TILE_BYTES];                        // [stage][tile of 128 rows]
     uint8 v[2][2][2][TILE_BYTES];                         // [stage][half of the keys][tile]
 };
-constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
-static_assert(SHARED_BYTES <= 232448);
+constexpr int SHARED_BYTES = 1024 + 26 * TILE_BYTES;
+static_assert(sizeof(SharedMemory) == SHARED_BYTES && SHARED_BYTES <= MOST_SHARED_BYTES);
 constexpr uint32 K_FULL = SHARED_AT(k_full), K_EMPTY = SHARED_AT(k_empty), V_FULL = SHARED_AT(v_full), V_EMPTY = SHARED_AT(v_empty);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), V_AT = SHARED_AT(v);
 constexpr uint32 K_BYTES = 6 * TILE_BYTES, V_BYTES = 4 * TILE_BYTES;

@@ -66,7 +66,7 @@ constexpr uint32 RESULT_READY = SHARED_AT(result_ready), RAISED_AT = SHARED_AT(r
 constexpr uint32 REFERENCE_AT = SHARED_AT(reference), LOWER_AT = SHARED_AT(lower), HIGHEST_AT = SHARED_AT(highest);
 constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits);
 constexpr uint32 WEIGHTS_AT = SHARED_AT(weights), Q_AT = SHARED_AT(q), RING_AT = Q_AT + sizeof(SharedMemory::q);
-constexpr int SHARED_BYTES = 232448, FITTING_SLOTS = (SHARED_BYTES + 1024 - RING_AT) / SLOT_BYTES;
+constexpr int SHARED_BYTES = MOST_SHARED_BYTES, FITTING_SLOTS = (SHARED_BYTES + 1024 - RING_AT) / SLOT_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2 * BLOCK_SLOTS, "a block is loaded while another is processed");
 static_assert(RING_AT % 16 == 0 && ROW_BYTES % 16 == 0);

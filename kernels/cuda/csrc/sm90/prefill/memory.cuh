@@ -57,7 +57,7 @@ struct SharedMemory {
     uint8 weights[TILE_BYTES];                 // of one block at a time
 };
 constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
-static_assert(SHARED_BYTES <= 232448);
+static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
 constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
 constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
 constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);

@@ -47,6 +47,7 @@ constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;                 // [2 buffers
 constexpr uint32 K_BYTES = TILES * TILE_BYTES;
 constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
 constexpr uint32 WORK_AT = TOTALS_AT + 2 * 64 * 4;                 // DenseWork
+[[maybe_unused]] constexpr uint32 SHARED_BYTES = WEIGHTS_AT + TILE_BYTES - BARRIERS_AT;
 static_assert(PRESENT_AT % 16 == 0 && WORK_AT % 16 == 0 && WORK_AT + 16 <= Q_AT);
 
 // Added to all of these addresses: in a cluster, a CTA's rank is in the upper bits of its shared addresses.
