@@ -292,6 +292,11 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--batch", 1, MAX_BATCH, "requests of a step", default=[1, 8, 32, 128])
     _add_number(parser, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
     parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
+    parser.add_argument(
+        "--capability",
+        metavar="X.Y",
+        help="compile nothing, but say which kernels a device of this compute capability gets; it need not be here",
+    )
     parser.set_defaults(run=_warmup)
 
 
@@ -391,6 +396,11 @@ def _warmup(args: argparse.Namespace) -> int:
         model = replace(model, layout=args.layout or V41_LAYOUT)
     elif args.layout is not None:
         model = replace(model, layout=args.layout)
+    if args.capability is not None:
+        from .cli import warm_capability
+
+        given.refuse(args, ["--backend"], "with --capability, whose kernels are those of cuda")
+        return warm_capability.run(Console(), model, args.batch, args.block_size, args.capability)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
 

@@ -22,10 +22,13 @@ FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 VLLM_CACHE = "vllm.models.deepseek_v4.common.ops.cache_utils"
 DEEP_GEMM = "deep_gemm"
 CUTEDSL_GATHER = "cutedsl_gather"
+VLLM_TRITON_SPARSE = "vllm.v1.attention.ops.xpu_mla_sparse"
 
 # Functions and versions, as rows name them.
 FLASH_MLA_DECODE = "flash_mla_with_kvcache, FlashMLA of vLLM 0.33"
 FLASH_MLA_PREFILL = "flash_mla_sparse_fwd, FlashMLA of vLLM 0.33"
+VLLM_TRITON = "triton_bf16_mla_sparse_interface, vLLM at 35772e3"
+TORCH_COMPOSED = "gather, matmul and softmax of torch, in chunks of tokens"
 VLLM_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, vLLM 0.26"
 VLLM_GATHER = "a stand-in for vLLM's dequantize_and_gather_k_cache_cutedsl: its algorithm in CUDA C++"
 VLLM_KEYS = "indexer_k_quant_and_cache, vLLM 0.26"
@@ -156,27 +159,35 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any
     return call
 
 
-def torch_sparse_prefill(case: Any, sizes: Any, tokens_at_a_time: int = 64) -> Call | None:
-    """Sparse prefill of a case composed of torch's operations; None for other cases, and without torch."""
-    if case.op != "sparse_mla_prefill" or not has_peer("torch") or not sizes.on_device:
+def torch_sparse(q: Any, rows: Any, indices: Any, tokens_at_a_time: int = 64) -> Call | None:
+    """Sparse attention of tokens [t, h, d] to rows [n, d], composed of torch's operations; indices may be -1."""
+    if not has_peer("torch"):
         return None
     import torch
 
-    options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-    q = torch.randn((case.tokens, case.heads, case.width), **options)
-    kv = torch.randn((case.rows, case.width), **options)
-    listed = torch.randint(0, case.rows, (case.tokens, case.topk), device="cuda")
-    out = torch.empty((case.tokens, case.heads, 512), **options)
+    queries, kv, listed = tensor(q), tensor(rows), tensor(indices)
+    scale, out = queries.shape[-1] ** -0.5, torch.empty((*queries.shape[:2], 512), dtype=kv.dtype, device=kv.device)
 
     def call() -> Any:
-        for start in range(0, case.tokens, tokens_at_a_time):
+        for start in range(0, len(queries), tokens_at_a_time):
             some = slice(start, start + tokens_at_a_time)
-            keys = kv[listed[some]]
-            weights = torch.softmax(q[some] @ keys.mT * case.width**-0.5, dim=-1)
-            torch.matmul(weights, keys[..., :512], out=out[some])
+            keys, absent = kv[listed[some].clamp(min=0)], listed[some, None] < 0
+            scores = (queries[some] @ keys.mT * scale).masked_fill(absent, -math.inf)
+            torch.matmul(torch.softmax(scores, dim=-1), keys[..., :512], out=out[some])
         return out
 
     return call
+
+
+def triton_sparse(q: Any, rows: Any, indices: Any) -> Call | None:
+    """The same by vLLM's Triton kernel, which it runs where FlashMLA does not; it allocates its results."""
+    peer = module(VLLM_TRITON_SPARSE)
+    if peer is None:
+        return None
+    queries, kv, listed = tensor(q), tensor(rows)[:, None], tensor(indices)[:, None]
+    width = queries.shape[-1]
+    attend, scale = peer.triton_bf16_mla_sparse_interface, width**-0.5
+    return lambda: attend(queries, kv, listed, scale, 512, width - 512)[0]
 
 
 def vllm_qnorm_rope_insert(

@@ -8,22 +8,23 @@ FLOP at the pace of mma.sync or its bytes at the memory's, whichever takes longe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..layout import DSV4_FP8, DSV41_FP8, V32_FP8
+from ..layout import DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8
 from . import dense, indexer_cases, instructions, layer_suites, peers, sparse
 from .measure import BYTES_PER_US
 from .problem import Calls, Problem, Sizes
 
+# Shared memory of 163 and 99 KB; of the latter with e4m3 converted by bits and by the instruction.
 CAPABILITIES = (80, 86, 89)
-TORCH_COMPOSED = "gather, matmul and softmax of torch, in chunks of tokens"
+OF_16_BITS = (80, 86)  # for cases without e4m3
 
 
 @dataclass(frozen=True)
 class WithLimits:
-    """A case by this device's kernels, and by those of other capabilities."""
+    """A case by this device's kernels, and by those of other capabilities; of 16-bit rows also by other libraries."""
 
     case: Any
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -39,7 +40,8 @@ class WithLimits:
         problems = {"cumla": self.case.problem(sizes)}
         if sizes.backend == "cuda":
             problems |= {f"sm_{x}": self.case.problem(sizes) for x in self.capabilities}
-        ran = [problems["cumla"]]  # whose result is checked
+        first = problems["cumla"]
+        ran = [first]  # whose result is checked
 
         def noted(problem: Problem, call: Callable[[], Any]) -> Any:
             ran[0] = problem
@@ -52,10 +54,9 @@ class WithLimits:
                 calls = [functools.partial(with_limits, int(name.removeprefix("sm_")), call) for call in calls]
             impls[name] = "cupy", calls
         functions = {}
-        composed = peers.torch_sparse_prefill(self.case, sizes)
-        if composed is not None:
-            impls["torch"], functions["torch"] = ("torch", [composed, composed]), TORCH_COMPOSED
-        first = problems["cumla"]
+        for name, function, others in self._peers(first) if sizes.backend == "cuda" else ():
+            impls[name] = "torch", [functools.partial(noted, first, call) for call in others]
+            functions[name] = function
 
         def clear() -> None:
             for x in problems.values():
@@ -65,9 +66,35 @@ class WithLimits:
         def check(result: Any) -> float:
             return ran[0].check(result) if ran[0].check is not None else 0.0
 
-        return Problem(
-            first.op, first.config, impls, first.bytes_moved, first.flop, check, clear, functions, unchecked=("torch",)
-        )
+        return Problem(first.op, first.config, impls, first.bytes_moved, first.flop, check, clear, functions)
+
+    def _peers(self, problem: Problem) -> Iterator[tuple[str, str, Calls]]:
+        """Other libraries' implementations on the arrays of a problem: name, function and calls."""
+        given = [_rows_of(self.case, call) for call in problem.impls["cumla"][1]]
+        for name, function, peer in (
+            ("triton", peers.VLLM_TRITON, peers.triton_sparse), ("torch", peers.TORCH_COMPOSED, peers.torch_sparse),
+        ):  # fmt: skip
+            calls = [None if x is None else peer(*x[:3]) for x in given]
+            if all(call is not None for call in calls):
+                shapes = [x[3] for x in given if x is not None]
+                yield name, function, [_shaped(call, s) for call, s in zip(calls, shapes, strict=True) if call]
+
+
+def _rows_of(case: Any, call: Any) -> tuple[Any, Any, Any, tuple[int, ...]] | None:
+    """Queries [t, h, d], rows [n, d], indices [t, topk] of a call, its result's shape; None: not of 16 bits."""
+    if isinstance(case, sparse.Prefill) and not case.lengths:
+        q, rows, indices = call.args[:3]
+        return q, rows, indices, (*q.shape[:2], 512)
+    if isinstance(case, sparse.Decode) and case.layout is MLA_BF16:
+        inputs = call.args[0]
+        q, indices, rows = inputs.q, inputs.lists[0], inputs.caches[0].array
+        flat = rows.reshape(-1, rows.shape[-1]).view(q.dtype)
+        return q.reshape(-1, *q.shape[2:]), flat, indices.reshape(-1, indices.shape[-1]), (*q.shape[:3], 512)
+    return None
+
+
+def _shaped(call: Callable[[], Any], shape: tuple[int, ...]) -> Callable[[], Any]:
+    return lambda: call().reshape(shape)
 
 
 def with_limits(capability: int, call: Callable[[], Any]) -> Any:
@@ -96,25 +123,25 @@ def shares(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def recorded() -> list[Any]:
     k = 1024
-    v4, v32 = (functools.partial(sparse.Decode, x, slots=2 << 20) for x in (DSV4_FP8, V32_FP8))
+    v4, v32, bf16 = (functools.partial(sparse.Decode, x, slots=1 << 19) for x in (DSV4_FP8, V32_FP8, MLA_BF16))
+    v41 = functools.partial(sparse.Decode, DSV41_FP8, slots=1 << 19)
+    of_16_bits = functools.partial(WithLimits, capabilities=OF_16_BITS)
     return [
         *instructions.recorded(),
-        *(WithLimits(sparse.Prefill(*x, 32 * k, tokens)) for x, tokens in (
+        *(of_16_bits(sparse.Prefill(*x, 32 * k, tokens)) for x, tokens in (
             ((512, 64, 640), 4096), ((512, 64, 2 * k), 4096), ((576, 128, 2 * k), 2048), ((512, 16, 640), 4096),
         )),
         *(WithLimits(v4(64, b, 1, 128, 512, 256, lengths=True)) for b in (1, 8, 32, 128)),
         WithLimits(v4(64, 128, 2, 128, 512, 256, lengths=True)),
         *(WithLimits(v4(heads, 128, 1, 128, k, 256, lengths=True)) for heads in (16, 128)),
         *(WithLimits(v32(128, b, 1, 2 * k, lengths=True)) for b in (1, 32, 128)),
-        *(
-            WithLimits(sparse.Decode(DSV41_FP8, 64, b, 1, 128, 512, 32, lengths=True, ratio=2, slots=2 << 20))
-            for b in (1, 32, 128)
-        ),
+        *(WithLimits(v41(64, b, 1, 128, 512, 32, lengths=True, ratio=2)) for b in (1, 32, 128)),
+        *(of_16_bits(bf16(128, b, 1, 2 * k, lengths=True)) for b in (1, 32, 128)),
         *(WithLimits(dense.DenseDecode(128, b, 8 * k, lengths=True)) for b in (16, 128)),
-        WithLimits(dense.DensePrefill(16, 8 * k)),
+        of_16_bits(dense.DensePrefill(16, 8 * k)),
         WithLimits(indexer_cases.Logits(8 * k, 32 * k, lengths=True)),
         *(WithLimits(indexer_cases.PagedLogits(*x, 1, lengths=True)) for x in ((32, 8 * k), (128, 32 * k))),
-        *(WithLimits(indexer_cases.Choice("decode", rows, 32 * k, 512, lengths=True)) for rows in (4, 32, 128)),
-        WithLimits(indexer_cases.Choice("prefill", 8 * k, 32 * k, 512, lengths=True)),
-        *(WithLimits(layer_suites.Compress(ratio, tokens)) for ratio in (4, 128) for tokens in (32, 4096)),
+        *(of_16_bits(indexer_cases.Choice("decode", rows, 32 * k, 512, lengths=True)) for rows in (4, 32, 128)),
+        of_16_bits(indexer_cases.Choice("prefill", 8 * k, 32 * k, 512, lengths=True)),
+        *(of_16_bits(layer_suites.Compress(ratio, tokens)) for ratio in (4, 128) for tokens in (32, 4096)),
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
+from . import dry_run
 from .values import shown
 
 
@@ -78,8 +79,14 @@ def best() -> str:
 
 
 def array_module(name: str) -> ModuleType:
-    """The module, numpy or cupy, whose arrays backend `name` takes."""
-    return importlib.import_module("cupy" if takes_device_arrays(name) else "numpy")
+    """The module, numpy or cupy, whose arrays backend `name` takes; in a dry run of a device elsewhere numpy."""
+    return importlib.import_module("cupy" if takes_device_arrays(name) and not _elsewhere() else "numpy")
+
+
+def _elsewhere() -> bool:
+    """Whether calls are a dry run of a device that need not be here."""
+    running = dry_run.current()
+    return running is not None and running.anywhere
 
 
 def choose(name: str | None, on_device: bool) -> str:
@@ -91,7 +98,7 @@ def choose(name: str | None, on_device: bool) -> str:
         return default(on_device)
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: got {shown(name)}, expected one of {', '.join(BACKENDS)}")
-    reason = unavailable(name)
+    reason = None if _elsewhere() else unavailable(name)
     if reason is not None:
         raise ValueError(f"backend: {name!r} is not available ({reason}); available: {', '.join(available())}")
     if takes_device_arrays(name) != on_device:

@@ -35,9 +35,13 @@ class Asked:
 
 @dataclass
 class DryRun:
-    """device: the CUDA device that all arrays are assumed to be on; -1: host memory, None: unknown."""
+    """device: the CUDA device that all arrays are assumed to be on; -1: host memory, None: unknown.
+
+    anywhere: the device and its backend need not be here
+    """
 
     device: int | None
+    anywhere: bool = False
     asked: list[Asked] = field(default_factory=list)
 
     @property
@@ -67,9 +71,9 @@ current = _current.get
 
 
 @contextlib.contextmanager
-def dry_running(device: int | None = None) -> Iterator[DryRun]:
+def dry_running(device: int | None = None, anywhere: bool = False) -> Iterator[DryRun]:
     """A context in which calls launch no kernels. See `DryRun`."""
-    dry_run = DryRun(device)
+    dry_run = DryRun(device, anywhere)
     token = _current.set(dry_run)
     try:
         yield dry_run

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch import backends
-from ..dispatch.dry_run import dry_running, fake_array
+from ..dispatch.dry_run import DryRun, dry_running, fake_array
 from ..dispatch.values import shown
 
 OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
@@ -105,10 +105,15 @@ def _asked(
     try:
         with dry_running(where) as dry_run:
             function(**{key: _without_memory(value) for key, value in arguments.items()}, backend=backend)
-        asked = [f"{x.file}.{x.function}{_variant(name, x.function, x.arguments, where)}" for x in dry_run.asked]
+        return Support(True, name, kernels_asked(dry_run, name, where))
     except (TypeError, ValueError) as error:
         return Support(False, name, reason=str(error))
-    return Support(True, name, tuple(dict.fromkeys(asked)))
+
+
+def kernels_asked(dry_run: DryRun, backend: str, device: int) -> tuple[str, ...]:
+    """The kernels that a dry run has asked for, as in `Support`, each once."""
+    asked = (f"{x.file}.{x.function}{_variant(backend, x.function, x.arguments, device)}" for x in dry_run.asked)
+    return tuple(dict.fromkeys(asked))
 
 
 @contextlib.contextmanager

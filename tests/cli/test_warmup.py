@@ -161,3 +161,18 @@ def test_warm_up_reads_a_config_from_stdin(monkeypatch):
 
     monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"num_attention_heads": 128, "kv_lora_rank": 512}'))
     assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
+
+
+@pytest.mark.parametrize("kind", ["v4", "v32", "v41"])
+def test_warm_up_says_what_another_device_gets(kind, capsys):
+    given = ["warmup", "--kind", kind, "--batch", "3", "--topk", "64"]
+    assert main([*given, "--capability", "8.6"]) == 0
+    out = capsys.readouterr().out
+    for kernel in ("sparse_mla_decode", "sparse_mla_prefill", "paged_mqa_logits", "top_k_per_row"):
+        assert kernel in out
+    assert "hopper" not in out
+    assert main([*given, "--capability", "9.0"]) == 0
+    assert "hopper" in capsys.readouterr().out
+    line = error_line(capsys, [*given, "--capability", "7.5"])
+    assert "--capability: got '7.5', expected one of 8.0, 8.6" in line
+    assert "--backend: does not apply" in error_line(capsys, [*given, "--capability", "8.6", "--backend", "cpu"])

@@ -1,0 +1,52 @@
+"""`cumla warmup --capability 8.6`: which kernels serving takes on a device of this compute capability, without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..dispatch.dry_run import dry_running
+from ..errors import InputError
+from ..ops.support import assumed_capability, kernels_asked
+from .selection_calls import selection_calls
+from .served_model import Model
+from .serving_calls import compressor_calls, sparse_calls
+
+BACKEND = "cuda"
+
+
+def run(console: Console, model: Model, batches: Sequence[int], block_size: int, capability: str) -> int:
+    """Print the kernels of each call of a step. Returns 0; raises InputError for a capability that is not known."""
+    found: dict[str, dict[str, None]] = {}  # calls by their kernels
+    try:
+        with assumed_capability(capability), dry_running(0, anywhere=True) as dry_run:
+            for name, call in _calls(model, batches, block_size):
+                dry_run.asked.clear()
+                call()
+                for kernel in kernels_asked(dry_run, BACKEND, 0):
+                    found.setdefault(kernel, {})[name] = None
+    except ValueError as error:
+        raise InputError(f"--{error}") from None
+    table = Table("kernel", "calls", title=f"{model.kind} on compute capability {capability}", title_justify="left")
+    for kernel, names in found.items():
+        table.add_row(kernel, ", ".join(names))
+    console.print(table)
+    console.print(
+        "Nothing was compiled: kernels are kept by device and compiler. `cumla warmup` on that device compiles them.",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
+def _calls(model: Model, batches: Sequence[int], block_size: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls by operation."""
+    if model.has_window and model.kind == "v4":
+        yield from compressor_calls(BACKEND)
+    if model.kind != "mla":
+        for batch in batches:
+            yield from sparse_calls(model, batch, block_size, BACKEND)
+        for name, call in selection_calls(model, max(batches), BACKEND):
+            yield name.partition(" ")[0], call
