@@ -6,7 +6,7 @@ from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compile import kernel
 from .constants import constant
 from .index_scores import index_scores
-from .indexer import MAX_GRID_Y, scores_of_pages, top_k_per_row
+from .indexer import MAX_GRID_Y, candidates_on_hopper, scores_of_pages, top_k_per_row
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 
@@ -60,7 +60,9 @@ def candidate_logits(given: CandidateScores) -> None:
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
     blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":
-        index_scores(q, weights, seen, pages, table_arguments(block_table), logits, candidates=blocks, fill=fill)
+        table = table_arguments(block_table)
+        if not candidates_on_hopper(q, weights, seen, pages, table, logits, blocks, fill):
+            index_scores(q, weights, seen, pages, table, logits, candidates=blocks, fill=fill)
         return
     kernel("common/candidate_logits.cu", "candidate_logits", LAYOUT=pages.layout.name)(
         grid(-(-logits.shape[1] // TILE), len(logits)),
