@@ -66,8 +66,9 @@ class Selection:
             lens = self.xp.zeros(count, np.int32)
             table = self.xp.zeros((count, -(-self.columns // PAGE)), np.int32)
             slots = self.xp.empty((rows, topk), np.int32), self.xp.empty(rows, np.int32)
-            # As much memory for scores as layers give (cumla.layers.selection).
-            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, DECODE_SCORE_BYTES))
+            # As much memory for scores as layers give (cumla.layers.selection; WORKSPACE_BYTES in V4.1's).
+            limit = WORKSPACE_BYTES if self.model.kind == "v41" else DECODE_SCORE_BYTES
+            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, limit))
             for blocks in self.blocks:
                 indexer_topk(
                     q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots,
@@ -93,3 +94,10 @@ class Selection:
                     q, keys, weights, self.model.topk, cu_seqlen_ks=none, cu_seqlen_ke=none,
                     **self.chosen(rows, blocks), backend=self.backend,
                 )  # fmt: skip
+                if blocks:
+                    listed, pages = self.chosen(rows, blocks)["candidate_blocks"], self.layout.allocate(1, PAGE, xp)
+                    table = xp.zeros((rows, -(-columns // PAGE)), np.int32)
+                    candidate_topk(
+                        q[:, None], pages, weights, listed, self.model.topk, none, table, layout=self.layout,
+                        backend=self.backend,
+                    )  # fmt: skip

@@ -58,6 +58,9 @@ def test_no_selection_compiles_anything_after_the_warm_up(programs, kind, contex
             q[:, None], pages, weights, model.topk, context_lens=lens, block_table=table, backend="cuda",
             slots=(cupy.empty((rows, model.topk), np.int32), cupy.empty(rows, np.int32)), workspace=workspace,
         )  # fmt: skip
+        if kind == "v41":
+            chosen = cupy.zeros((rows, model.candidate_blocks), np.int32)
+            cumla.candidate_topk(q[:, None], pages, weights, chosen, model.topk, lens, table, backend="cuda")
         rows = int(rng.integers(1, 600))
         q, weights = (
             cupy.zeros((rows, model.index_heads, 128), np.uint8),
