@@ -67,6 +67,7 @@ SMALL = [
     candidate_cases.CandidateBlocks(3, 100, 5),
     candidate_cases.CandidateTopk(2, 200, 9),
     candidate_cases.CandidateTopk(2, 200, 9, layout=INDEXER_MXFP4),
+    candidate_cases.CandidateSource(2, 200, 9),
     indexer_cases.QueryQuant(9),
     indexer_cases.QueryQuant(9, "mxfp4"),
     indexer_cases.Schedule(5),
@@ -106,7 +107,7 @@ WITHOUT_PEERS = {
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
     "compress_latents", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
     "build_flashinfer_mixed_sparse_indices", step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks",
-    "candidate_topk",
+    "candidate_topk", "candidate_source",
 }  # fmt: skip
 
 
@@ -129,12 +130,13 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     unchecked = {
         indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla",
         poisoned.PoisonedPrefill: "flash_mla", candidate_cases.CandidateTopk: "all positions",
-        products.BlockLinear: ("deep_gemm", "bfloat16"),
+        candidate_cases.CandidateSource: "without blocks", products.BlockLinear: ("deep_gemm", "bfloat16"),
     }  # fmt: skip
     left_out = unchecked.get(type(case), "copy")
     assert problem.unchecked == (left_out if isinstance(left_out, tuple) else (left_out,))
     second = {
         "candidate_topk": "all positions",
+        "candidate_source": "without blocks",
         "indexer_topk": "two steps",
         "fp8_block_linear": "bfloat16",
         "sparse_swa": "validate=False",
