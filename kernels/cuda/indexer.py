@@ -122,8 +122,7 @@ def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
     """Whether the largest of each eight logits of a row have been written to `maxima` as well, if they are given."""
     q, pages, weights, _, block_table, _, logits = given
     next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(given)
-    table, rows = table_arguments(block_table), box_rows(64, pages.block_size)
-    inputs = pages_for_hopper(q, pages, rows)
+    table, inputs = table_arguments(block_table), pages_for_hopper(q, pages, BOX_ROWS)
     if inputs is None:
         score(q, weights, seen, pages, table, 0, logits)
         return False
@@ -138,9 +137,8 @@ def candidates_on_hopper(
     candidates: tuple[Any, ...], fill: float,
 ) -> bool:  # fmt: skip
     """Whether Hopper's kernel has scored candidate blocks: arguments of index_scores."""
-    if candidates[2] != CANDIDATE_ROWS or len(weights) < MANY_CANDIDATE_QUERIES:
-        return False
-    inputs = pages_for_hopper(q, pages, box_rows(CANDIDATE_ROWS, pages.block_size))
+    found = candidate_blocks_on_hopper(len(weights), candidates[2])
+    inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if found else None
     if inputs is None:
         return False
     size = HopperSize(q.shape[2], 1, mxfp4=pages.layout is INDEXER_MXFP4)
@@ -200,6 +198,7 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 HEADS = (32, 64)  # heads of a query that the kernel supports
 PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
+BOX_ROWS = 64  # most rows of a page that are copied at once
 NO_CANDIDATES = (0, 0, 0.0)
 CANDIDATE_ROWS = 8  # of the candidate blocks that it scores
 MANY_CANDIDATE_QUERIES = 8  # from which it does: fewer occupy more multiprocessors by index_scores' small work ranges
@@ -211,15 +210,31 @@ def packed_on_hopper(given: PackedScores) -> bool:
     return given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
 
 
+def pages_on_hopper(q: Any, pages: Pages, rows: int) -> bool:
+    """Whether it scores paged keys of these shapes, `rows` of which are in one page."""
+    fits = pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8"
+    return fits and q.shape[2] in HEADS and bool(box_rows(rows, pages.block_size))
+
+
+def candidate_blocks_on_hopper(queries: int, block: int) -> bool:
+    """Whether it scores so many queries' candidate blocks of `block` rows, if their pages allow."""
+    return block == CANDIDATE_ROWS and queries >= MANY_CANDIDATE_QUERIES
+
+
 def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words], tuple[Any, ...]] | None:
-    """Queries, maps and pages by boxes of `rows` rows, if Hopper's kernel scores them."""
+    """Queries, maps and pages by boxes that divide `rows` rows; None if another kernel has to score them."""
     layout, next_n, heads = pages.layout, q.shape[1], q.shape[2]
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
-    fits = layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8" and heads in HEADS and rows
     in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
-    if not (fits and in_rows and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id)):
+    if not (
+        pages_on_hopper(q, pages, rows)
+        and in_rows
+        and page_bytes % 16 == 0
+        and at % 16 == 0
+        and is_hopper(q.data.device_id)
+    ):
         return None
-    queries = q.reshape(-1, heads, DIM)
+    queries, rows = q.reshape(-1, heads, DIM), box_rows(rows, pages.block_size)
     maps = [query_map(queries)] * 2
     if layout is INDEXER_FP8:
         maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)
