@@ -1,7 +1,7 @@
 """Calls of the indexer's selection: `cumla warmup` makes them once.
 
 Kernels of scores and of the top-k have sizes that follow from the number of rows and columns, which change with every
-step. The calls here have all of them: every number of decodes; rows and columns of prompts in steps of at most a half.
+step. The calls here have all of them: every number of decodes of one token; other numbers in steps of at most a half.
 Few of these thousands of calls need a program that no other one needs.
 """
 
@@ -76,7 +76,8 @@ class Selection:
         options: dict[str, Any] = {"layout": self.layout, "backend": self.backend}
         row_bytes = logits_row_bytes(self.columns)
         each_of = [(1, count) for count in range(1, most + 1)]
-        each_of += [(each, most) for each in range(2, self.model.decode_tokens + 1)]
+        some = {most, *(n for power in range(13) for n in (2**power, 3 * 2**power // 2) if n <= most)}
+        each_of += [(each, count) for each in range(2, self.model.decode_tokens + 1) for count in sorted(some)]
         for each, count in each_of:
             rows = each * count
             q, weights = self.queries(rows)
