@@ -247,5 +247,8 @@ class _Run:
 
     def _scores(self, of_decodes: int = 0) -> Any:
         """Memory for scores. of_decodes: bytes of all decodes' scores; one pass over them takes the fewest launches."""
-        size = max(WORKSPACE_BYTES, score_bytes(self.inputs, self.candidates), min(of_decodes, self.decode_score_bytes))
+        least, most = WORKSPACE_BYTES, self.decode_score_bytes
+        if self.candidates is not None and self.candidates.written:  # with the blocks' scores
+            least, most = (size + -(-size // self.candidates.size) for size in (least, most))
+        size = max(least, score_bytes(self.inputs, self.candidates), min(of_decodes, most))
         return self.memory("scores", (size,), np.uint8)

@@ -94,7 +94,7 @@ def test_a_large_budget_stays_what_it_is(rng):
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
 @pytest.mark.parametrize("chooses", [True, False], ids=["blocks", "rows"])
 def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
-    """V4.1's decodes, of which 16 have as many bytes of scores; pages are shared, so that there is memory for them."""
+    """V4.1's decodes, of which 16 have as many bytes of rows' scores; pages are shared, so that there is memory for them."""
     import cupy
 
     requests, rows, topk = 17, 1 << 20, 512
@@ -128,8 +128,9 @@ def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
         IndexerInputs(q, weights, cache, metadata, layout=layout), positions, cupy.arange(requests, dtype=np.int32),
         table, out, memory, "cuda", candidates=candidates, decode_score_bytes=selection.WORKSPACE_BYTES,
     )  # fmt: skip
-    assert asked == {"scores": 64 << 20}
-    assert pool.total_bytes() - before <= 65 << 20
+    most = 72 << 20 if chooses else 64 << 20  # of the scores of rows 64
+    assert asked == {"scores": most}
+    assert pool.total_bytes() - before <= most + (1 << 20)
     for request in (0, requests - 1):
         one = slice(request, request + 1)
         lens = cupy.full(1, rows, np.int32)
