@@ -36,6 +36,6 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
         return "hopper" if hopper and pages_on_hopper(given.q, given.pages, BOX_ROWS) else "portable"
     if function == "candidate_logits":
         (given,) = arguments
-        fits = candidate_blocks_on_hopper(len(given.weights), given.block)
+        fits = candidate_blocks_on_hopper(len(given.weights), given.pages, given.block)
         return "hopper" if hopper and fits and pages_on_hopper(given.q, given.pages, CANDIDATE_ROWS) else "portable"
     return "portable"

@@ -137,7 +137,7 @@ def candidates_on_hopper(
     candidates: tuple[Any, ...], fill: float,
 ) -> bool:  # fmt: skip
     """Whether Hopper's kernel has scored candidate blocks: arguments of index_scores."""
-    found = candidate_blocks_on_hopper(len(weights), candidates[2])
+    found = candidate_blocks_on_hopper(len(weights), pages, candidates[2])
     inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if found else None
     if inputs is None:
         return False
@@ -201,7 +201,7 @@ MANY_QUERIES = 64  # number of queries from which groups of eight leave little i
 BOX_ROWS = 64  # most rows of a page that are copied at once
 NO_CANDIDATES = (0, 0, 0.0)
 CANDIDATE_ROWS = 8  # of the candidate blocks that it scores
-MANY_CANDIDATE_QUERIES = 8  # from which it does: fewer occupy more multiprocessors by index_scores' small work ranges
+FEW_CANDIDATE_QUERIES = 31  # up to which it scores e4m3 keys: with more, index_scores is nearer the memory's pace
 HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
@@ -216,9 +216,9 @@ def pages_on_hopper(q: Any, pages: Pages, rows: int) -> bool:
     return fits and q.shape[2] in HEADS and bool(box_rows(rows, pages.block_size))
 
 
-def candidate_blocks_on_hopper(queries: int, block: int) -> bool:
+def candidate_blocks_on_hopper(queries: int, pages: Pages, block: int) -> bool:
     """Whether it scores so many queries' candidate blocks of `block` rows, if their pages allow."""
-    return block == CANDIDATE_ROWS and queries >= MANY_CANDIDATE_QUERIES
+    return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or queries <= FEW_CANDIDATE_QUERIES)
 
 
 def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words], tuple[Any, ...]] | None:

@@ -94,7 +94,7 @@ def test_a_large_budget_stays_what_it_is(rng):
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
 @pytest.mark.parametrize("chooses", [True, False], ids=["blocks", "rows"])
 def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
-    """V4.1's decodes, of which 16 have as many bytes of rows' scores; pages are shared, so that there is memory for them."""
+    """V4.1's decodes, of which 16 have as many bytes of rows' scores. They share pages, to fit into memory."""
     import cupy
 
     requests, rows, topk = 17, 1 << 20, 512

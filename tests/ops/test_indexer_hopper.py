@@ -44,7 +44,6 @@ def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, nex
 def test_rings_of_candidate_blocks(here, rng, monkeypatch, schedule, heads, block_size, next_n, blocks, layout):
     """Blocks in any order, absent, without pages, partly or not at all seen; NaN in keys and queries."""
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
-    monkeypatch.setattr(launcher, "MANY_CANDIDATE_QUERIES", 1)
     requests, columns = 3, -(-(blocks + 9) * 8 // block_size)
     q, cache, weights, table = paged(rng, layout, block_size, requests, next_n, heads, columns)
     table[1, ::7] = -1
