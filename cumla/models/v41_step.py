@@ -62,7 +62,7 @@ class DeepseekV41StepMetadata:
 
 
 class V41IndexerMetadataBuilder(StepIndexerMetadataBuilder):
-    """Of layers whose decodes verify up to five guesses: the keys of a request are read once for all its tokens."""
+    """The indexer builder of V4.1: the keys of a request are read once for all tokens of a decode, up to six."""
 
     natively_supported_next_n = (1, 2, 3, 4, 5, 6)
 
