@@ -66,7 +66,7 @@ COSTS = {
     ("cuda", DSV41_FP8.name): DSV41_COSTS,
     ("cuda", DSV41_FP8_SPLIT.name): DSV41_COSTS,
 }  # fmt: skip
-# The same for up to so many heads, by the same chunks (docs/kernels/decode-splits.md): a tile over pages costs less.
+# The same for up to so many heads (docs/kernels/layer.md): a tile over pages costs less.
 FEW_HEADS = {
     ("cuda", DSV4_FP8.name): {
         16: replace(

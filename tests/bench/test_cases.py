@@ -62,6 +62,7 @@ SMALL = [
     indexer_cases.Choice("decode", 3, 800, 512, lengths=True),
     indexer_cases.Choice("prefill", 40, 800, 512, lengths=True),
     indexer_cases.Choice("decode", 40, 1200, 512),
+    indexer_cases.Choice("decode", 3, 1200, 512, scores="99% zeros"),
     indexer_cases.Selection(indexer_cases.Logits(20, 100, lengths=True), 64),
     indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
     candidate_cases.CandidateBlocks(3, 100, 5),
