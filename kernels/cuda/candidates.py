@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...layout import INDEXER_MXFP4
 from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compile import kernel
 from .constants import constant
@@ -12,6 +13,7 @@ from .launch import MAX_BLOCKS, pointer, strides
 
 THREADS = 256
 SEGMENT = constant("common/candidates.cu", "SEGMENT")  # blocks of a row
+FEW_QUERIES = 4
 MAXIMUM_OF = 8  # logits whose maximum sm90/indexer/logits.cu writes
 TILE = constant("common/candidate_logits.cu", "KEYS")  # positions
 
@@ -39,7 +41,9 @@ def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, ca
 
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
-    if scores_of_pages(given, maxima if block == MAXIMUM_OF else None):
+    # MXFP4 keys arrive as fast as they are scored: for many queries another kernel finds the maxima sooner.
+    fused = block == MAXIMUM_OF and (given.pages.layout is not INDEXER_MXFP4 or len(given.weights) <= FEW_QUERIES)
+    if scores_of_pages(given, maxima if fused else None):
         top_k_per_row(maxima, Rows(), candidates)
     else:
         rows = Rows(lens=given.context_lens, next_n=given.q.shape[1])

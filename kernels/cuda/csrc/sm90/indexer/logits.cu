@@ -36,8 +36,9 @@
 //                      copies have landed; lane 0 again; Q's bytes
 //     Q_FREE[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
 //     K_READY[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
-//                      of rows and scales; else 33: its lanes, when    16 / RINGS warps               tile, or of 64 keys of it
-//                      scales have landed, lane 0 again, keys' bytes
+//                      of rows and scales; else and CANDIDATES 33: its 16 / RINGS warps               tile, or of 64 keys of it
+//                      lanes, when scales have landed, lane 0 again,
+//                      keys' bytes
 //     K_FREE[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
 //
 // No named barrier except that of __syncthreads, while the work range is computed.
@@ -181,7 +182,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
         if (!MXFP4) prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
         for (int i = 0; i < RINGS * K_STAGES; ++i) {
-            barrier_init(K_READY + 8 * i, PAGED ? 1 : 33);  // copies_arrive: every lane
+            barrier_init(K_READY + 8 * i, PAGED && !CANDIDATES ? 1 : 33);  // copies_arrive: every lane
             barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -101,9 +101,10 @@ struct Producer {
                 if (lane == 0) {
                     sts32(PRESENT_AT + 4 * stage, present | (CANDIDATES && rows != 0x88888888) << 8);
                     if (CANDIDATES) sts32(SEEN_AT + 4 * stage, rows);
-                    barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + 4));
+                    barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + (CANDIDATES ? 0 : 4)));
                 }
                 __syncwarp();
+                if (CANDIDATES) bring_scales(i, page, place.row, ready);
                 if (lane >> boxes_log == i && page >= 0) {
                     int row = key % RING_KEYS;
                     const uint8* from = problem.pages + page * problem.page_stride;
@@ -111,12 +112,23 @@ struct Producer {
                     if (MXFP4) bulk_load_once(to, from + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
                     else tma_load_once(to, k_map, 0, place.row, page, ready);
                     const uint8* scales = from + int64(problem.block_size) * ROW_BYTES + place.row * 4;
-                    bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
+                    if (!CANDIDATES) bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
                 }
                 next_stage();
             }
             candidate = next;
         }
+    }
+    // Scales of the boxes of tile i, 32 bytes each: two lanes copy those of a box, of which lane 8 i and those after it have page
+    // and row. Bulk copies of so few bytes would take as long as those of the rows.
+    __device__ void bring_scales(int i, int page, int row, uint32 ready) {
+        int lane = threadIdx.x % 32, from = 8 * i + lane / 2 % 8;
+        page = __shfl_sync(~0u, page, from), row = __shfl_sync(~0u, row, from);
+        if (lane < 16 && page >= 0) {
+            const uint8* scales = problem.pages + page * problem.page_stride + int64(problem.block_size) * ROW_BYTES + row * 4;
+            copy_async<16>(SCALES_AT + stage * RING_KEYS * 4 + 16 * lane, scales + lane % 2 * 16, true);
+        }
+        copies_arrive(ready);
     }
     // The candidate block at a column of a group, which is one query.
     __device__ int candidate_at(int group, int column) const {
