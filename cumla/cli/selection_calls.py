@@ -55,6 +55,11 @@ def find_needed(calls: Iterable[Call], needed: list[Call]) -> None:
                 needed.append(call)
 
 
+def call_all(calls: Iterable[Call]) -> None:
+    for call in calls:
+        call()
+
+
 class Selection:
     """Selections among so many rows."""
 

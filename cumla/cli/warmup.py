@@ -18,7 +18,7 @@ from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
 from ..self_test import CASES, Bench, Case, cache_cases
-from .selection_calls import Call, find_needed, selection_calls
+from .selection_calls import Call, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, sparse_calls
 
@@ -68,11 +68,6 @@ def tasks(
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
-
-
-def call_all(calls: Iterable[Call]) -> None:
-    for call in calls:
-        call()
 
 
 def v41_options(model: Model, backend: str) -> ReplayOptions:

@@ -13,7 +13,9 @@
 #include "common/quads.cuh"
 #include "common/requests.cuh"
 
-constexpr int DIM = 512, THREADS = DIM / 4, SAVED_AT_ONCE = 2;
+constexpr int DIM = 512, THREADS = 128;
+[[maybe_unused]] constexpr int SAVED_AT_ONCE = 2;
+static_assert(4 * THREADS == DIM);
 
 struct Rings {
     float* rows;
