@@ -30,6 +30,10 @@ DECODE_OUT, DECODE_LSE = Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536
 # this relative error, so a result's error is at most this times its sum of |weight x value|: less than the bound.
 FLOAT16_WEIGHTS = 2.0**-11
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
+# With precision="fp8", queries, rows and weights are rounded to e4m3: each by 2^-4 at most, by 2.6% on average (root
+# mean square). `out` has its bound in units of values, logits (max_logits and lse) in units of softmax_scale |q| |k|.
+# They are for data whose errors are independent, not for the worst case.
+PREFILL_FP8_OUT, PREFILL_FP8_LOGITS = Bound(0.08, 0.0, 8e-3), Bound(0.012, 2.01 / 65536)
 MERGE = Bound(1e-6, 1e-5)  # in float32
 ROUNDED = Bound(1e-5, 1.01 / 128, 5e-6)  # float32 arithmetic rounded once to bfloat16: a unit in the last place
 SUMS = Bound(1e-4, 1e-5, 1e-9)  # float32 sums of some hundred products of magnitudes up to tens

@@ -170,9 +170,10 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
     def run_on_device(outputs: list[Any], inputs: list[Any]) -> None:
         results = outputs[len(written) :]
-        scratch = None if op.scratch is None else results.pop()
+        arguments = arguments_of(outputs, inputs)
+        scratch = results.pop() if op.scratch_bytes(arguments) else None
         with debug.unchecked():
-            op.run(arguments_of(outputs, inputs), tuple(results), scratch)
+            op.run(arguments, tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
@@ -183,8 +184,9 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
         count = len(types)
-        if on_device and op.scratch is not None:
-            types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
+        size = op.scratch_bytes(arguments) if on_device else 0
+        if size:
+            types.append(jax.ShapeDtypeStruct((size,), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
         if on_device:
             from .xla import custom_call  # imports Numba

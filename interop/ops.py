@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..arrays import dlpack
+from ..dispatch.formats import DEFAULT_BLOCK_SIZES
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import INDEXER_MXFP4
 from ..ops import (
@@ -53,7 +54,7 @@ class Op:
     results   arguments by name -> its results; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for a tuple of results
     eager     keywords of eager calls only, for further arrays that are written
-    scratch   arguments by name -> bytes of temporary device memory that it needs; None: none
+    scratch   arguments by name -> bytes of temporary device memory that it needs, or 0; None: none
     plan      the plan that passes this memory to its kernels; None: its argument `workspace` does
     """
 
@@ -96,6 +97,10 @@ class Op:
         if len(args) > 1:
             return (args[0], keys, *args[2:]), {**kwargs, "kv_scales": scales}
         return args, {**kwargs, "kv": keys, "kv_scales": scales}
+
+    def scratch_bytes(self, arguments: Mapping[str, Any]) -> int:
+        """Bytes of temporary device memory for a call, 0 for none."""
+        return 0 if self.scratch is None else self.scratch(arguments)
 
     def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
         """Call the function on arrays with memory, on the caller's current stream.
@@ -163,6 +168,15 @@ def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
     logits = Result((tokens, heads), "float32")
     return Result((tokens, heads, sparse_attention.V_DIM), "bfloat16"), logits, logits
+
+
+def prefill_scratch(arguments: Mapping[str, Any]) -> int:
+    kv, (_, heads, width) = arguments["kv"], arguments["q"].shape
+    rows, quantized = kv.shape[0], dtype_name(kv) == "uint8"
+    if quantized:  # pages
+        tokens = arguments.get("block_size") or DEFAULT_BLOCK_SIZES["DSV4_FP8"]
+        rows *= tokens if len(kv.shape) == 2 else kv.shape[1]
+    return sparse_attention.workspace_bytes(arguments.get("precision"), rows, heads, width, quantized)
 
 
 def dtype_name(array: Any) -> str:
@@ -351,7 +365,13 @@ OPS = {
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
         Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
         Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
-        Op(sparse_attention.sparse_mla_prefill, results=prefill_results, outputs=("out",)),
+        Op(
+            sparse_attention.sparse_mla_prefill,
+            results=prefill_results,
+            outputs=("out",),
+            scratch=prefill_scratch,
+            plan=None,
+        ),
         Op(sparse_attention.merge_attn_states, writes=("output", "output_lse")),
         Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
         Op(

@@ -88,6 +88,11 @@ def prefill_problem(rng):
     return cumla.sparse_mla_prefill, (as_bf16(q), as_bf16(kv), make_indices(rng, 300, 1, 640, 4096)[:, 0]), {}
 
 
+def prefill_fp8_problem(rng):
+    function, arrays, _ = prefill_problem(rng)
+    return function, arrays, {"precision": "fp8"}
+
+
 def few_heads_problem(rng):
     import cumla
     from support.attention import make_indices, steep
@@ -142,6 +147,7 @@ def as_bf16(array):
 PROBLEMS = {
     "sm90/decode/": decode_problem,
     "sm90/prefill/": prefill_problem,
+    "sm90/prefill_fp8/": prefill_fp8_problem,
     "sm90/few_heads/": few_heads_problem,
     "sm90/indexer/": indexer_problem,
     "sm90/dense/decode/": dense_decode_problem,

@@ -226,7 +226,8 @@ class Fuzz:
             cumla.sparse_mla_prefill(
                 self.numbers(tokens, heads, dim), self.numbers(rows, dim),
                 self.put(self.rng.integers(-1, rows + 1, (tokens, width)).astype(np.int32)),
-                topk_length=self.choose(None, self.ints(tokens)), backend=self.backend,
+                topk_length=self.choose(None, self.ints(tokens)), precision=self.choose(None, "fp8"),
+                backend=self.backend,
             )  # fmt: skip
 
     def dense(self):

@@ -293,6 +293,26 @@ class TestPrefill:
         assert_prefill(to_float(out), max_logits, lse, to_float(want), want_max, want_lse, largest=largest)
 
 
+KEPT_BACK = [emulation.Schedule(kept_back=group) for group in range(1, 5)]
+
+
+@pytest.mark.parametrize("schedule", [*emulation.SCHEDULES.values(), *KEPT_BACK], ids=str)
+@pytest.mark.thorough(when=lambda x: x.get("schedule") not in (emulation.SCHEDULES["late"], KEPT_BACK[1]))
+@pytest.mark.usefixtures("no_exact_kernel")
+def test_prefill_with_fp8_products(here, rng, schedule):
+    """The bits of a run in order; tests/ops/test_prefill_fp8.py compares those with float64."""
+    lengths = np.array([330, 1, 0, 64, 65, 165, 129, 330, 2**31 - 1, -1, 128], np.int32)
+    q, kv = (rng.standard_normal(shape).astype(BF16) for shape in ((len(lengths), 70, 512), (300, 512)))
+    arguments = {"q": q, "kv": kv, "indices": make_indices(rng, len(lengths), 1, 330, 300)[:, 0]}
+    results = []
+    for each in (emulation.SCHEDULES["in order"], schedule):
+        with emulation.scheduled(each), recorded_launches():
+            more = {"topk_length": lengths, "precision": "fp8"}
+            results.append(run("sparse_mla_prefill", arguments | more, here.put, here.get, "cuda"))
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
 @pytest.fixture
 def many_multiprocessors(here, monkeypatch):
     """As many as an H200 has."""

@@ -18,10 +18,10 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
-from ..bounds import DECODE_OUT, PREFILL_OUT
+from ..bounds import DECODE_OUT, PREFILL_FP8_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
-from ..ops.sparse_attention import PARTNERS
+from ..ops.sparse_attention import PARTNERS, workspace_bytes
 from . import peers
 from .problem import (
     BLOCK,
@@ -216,7 +216,10 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prefill over `rows` gathered rows: with lengths and a sink, a chunk of a C4A layer at the end of a context."""
+    """Prefill over `rows` gathered rows: with lengths and a sink, a chunk of a C4A layer at the end of a context.
+
+    precision  as sparse_mla_prefill has it; FlashMLA's products are of bfloat16 values in any case
+    """
 
     width: int
     heads: int
@@ -224,13 +227,15 @@ class Prefill:
     rows: int
     tokens: int = 4096
     lengths: bool = False
+    precision: str | None = None
 
     op: ClassVar[str] = "sparse_mla_prefill"
 
     def __str__(self) -> str:
         rows = f"{self.rows // 1024}K" if self.rows % 1024 == 0 else str(self.rows)
         tokens = "" if self.tokens == 4096 else f" T{self.tokens}"
-        return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}, {kind_of(self.lengths)}"
+        products = "" if self.precision is None else f", {self.precision} products"
+        return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}{products}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         arrays, xp = Arrays(sizes), sizes.xp
@@ -239,6 +244,8 @@ class Prefill:
             xp.empty((self.tokens, self.heads, 512), BFLOAT16),
             *(xp.empty((self.tokens, self.heads), np.float32) for _ in range(2)),
         )
+        size = workspace_bytes(self.precision, self.rows, self.heads, self.width, False)
+        workspace = xp.empty(size, np.uint8) if size else None
         sets, keys = [], 0.0
         sink = arrays.floats(self.heads) if self.lengths else None
         for _ in range(PREFILL_SETS):
@@ -248,13 +255,16 @@ class Prefill:
             sets.append((*given, None if lens is None else xp.asarray(lens), sink))
 
         def ours(backend: str) -> Calls:
-            call = functools.partial(cumla.sparse_mla_prefill, out=out, backend=backend)
+            call = functools.partial(
+                cumla.sparse_mla_prefill, precision=self.precision, workspace=workspace, out=out, backend=backend
+            )
             return [functools.partial(call, *x[:3], topk_length=x[3], attn_sink=x[4]) for x in sets]
 
         moved = self.rows * 2 * self.width + self.tokens * self.heads * 2 * (self.width + 512)
         return problem_of(
             self, sizes, ours, moved, functools.partial(self._check, sets[0]),
             lambda: out[0].fill(0), flop=2 * keys * self.heads * (self.width + 512),
+            fp8=self.precision is not None,
             peer=Peer("flash_mla", peers.FLASH_MLA_PREFILL, peers.flash_mla_prefill, sets),
         )  # fmt: skip
 
@@ -295,7 +305,8 @@ class Prefill:
             )  # fmt: skip
             got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
             largest = self.largest(rows[to_host(listed[one])[0]])
-            worst = max(worst, error_within(got, want, PREFILL_OUT.of_values(largest)))
+            bound = PREFILL_OUT if self.precision is None else PREFILL_FP8_OUT
+            worst = max(worst, error_within(got, want, bound.of_values(largest)))
         return worst
 
 
@@ -347,6 +358,10 @@ def recorded_prefills() -> list[Prefill]:
         *(Prefill(512, 64, 640, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
         *(Prefill(512, 64, 640, 32 * k, tokens, lengths=True) for tokens in (512, 2004)),
         *(Prefill(512, 128, topk, 32 * k, lengths=True) for topk in (640, 1152, 2048)),
+        *(
+            Prefill(512, h, topk, 32 * k, lengths=True, precision="fp8")
+            for h, topk in ((64, 640), (128, 1152), (128, 2048))
+        ),
         *(Prefill(512, heads, 1152, 32 * k, lengths=True) for heads in (8, 16, 32)),
         *(Prefill(576, 128, 2048, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
         *(Prefill(512, 64, 640, rows) for rows in (8 * k, 32 * k, 128 * k)),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.types.metadata import C128A_RATIO
+from ..kernels.types.segments import Pages
 from ..kernels.types.shard import Shard
 
 CHECKS: dict[str, Callable[..., int | None]] = {}
@@ -303,7 +304,8 @@ def sparse_mla_decode(given: Any) -> None:
 @check
 def sparse_mla_prefill(given: Any) -> None:
     used = np.full(len(given.indices), given.indices.shape[1]) if given.topk_length is None else host(given.topk_length)
-    check_indices("indices", given.indices, used, len(given.kv))
+    rows = given.kv.num_slots if isinstance(given.kv, Pages) else len(given.kv)
+    check_indices("indices", given.indices, used, rows)
 
 
 @check

@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
+from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.formats import cache_layout, cache_pages, named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..kernels.types.segments import V_DIM, Pages, Segment, SparseDecode, SparsePrefill
+from ..kernels.types.segments import V_DIM, Pages, Segment, SparseDecode, SparsePrefill, fp8_workspace_bytes
 from ..layout import DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
 
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
+FEW_HEADS = 32  # and less: prefill has no products in FP8 for them
 # Formats of a second cache beside a first of another format.
 PARTNERS = {"DSV41_FP8": DSV41_FP4, "DSV41_FP8_SPLIT": DSV41_FP4_SPLIT}
 
@@ -123,6 +124,10 @@ def sparse_mla_prefill(
     d_v: int = V_DIM,
     attn_sink: Any | None = None,
     topk_length: Any | None = None,
+    precision: str | None = None,
+    layout: CacheLayout | str | None = None,
+    block_size: int | None = None,
+    workspace: Any = None,
     out: tuple[Any, Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -130,13 +135,24 @@ def sparse_mla_prefill(
     """Attention of each query over the listed rows of a dense workspace.
 
     q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
-    kv           [s_kv, d] or [s_kv, 1, d] of q's dtype
-    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; an index outside kv is absent
+    kv           [s_kv, d] or [s_kv, 1, d] of q's dtype; with precision="fp8" also quantised rows: uint8 pages as
+                 sparse_mla_decode takes them, or gathered rows [s_kv, token_bytes] as raw pages of block_size 1
+    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv, slots of pages; an index outside kv is absent
     softmax_scale  1 / sqrt(d) if None
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
     topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one beyond topk
                  as topk
+    precision    "fp8": products may be of e4m3 values: rows of kv and heads of q, each with a power of two as scale,
+                 and weights. Each is off by 2.6% (root mean square), so that `out` is by 4 to 5%: cumla.bounds has
+                 PREFILL_FP8_OUT and PREFILL_FP8_LOGITS. Hopper has such a kernel for 512 values and more than 32
+                 heads, and the reference rounds queries and rows there; otherwise results are as without. Tokens with
+                 values that are not finite or beyond 2^52 are exact. None: products of bfloat16 values
+    layout       format of quantised rows, as in sparse_mla_decode; V32_NOPE_FP8 is that of 512 e4m3 values
+    block_size   tokens of a page of raw pages
+    workspace    uint8 [516 * s_kv], for quantised rows [2 * d * s_kv], to use instead of allocating, with
+                 precision="fp8" on a GPU. Every row of kv is converted, whether it is listed or not: kv should be the
+                 rows of a chunk, not a serving cache
     out          (out, max_logits, lse) to write instead of allocating
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
@@ -145,14 +161,14 @@ def sparse_mla_prefill(
     Source: FlashMLA flash_mla_sparse_fwd.
     """
     check_choice((V_DIM,), d_v=d_v)
+    check_choice((None, "fp8"), precision=precision)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("s_q", "h", "d"))
     call.check_float32("q", q.dtype.name)
     check_heads(q.shape[1])
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: got {q.shape[2]} values a head, expected 512 or 576")
-    kv = without_middle_axis(call.borrow("kv", kv))
-    kv = call.array("kv", kv, (q.dtype,), (-1, "d"))
+    kv = rows_of_prefill(call, kv, q, layout, block_size, precision)
     indices = without_middle_axis(call.borrow("indices", indices))
     indices = call.array("indices", indices, INT32, ("s_q", -1))
     topk_length = call.optional("topk_length", topk_length, INT32, ("s_q",))
@@ -165,12 +181,54 @@ def sparse_mla_prefill(
     out_array = call.output("out[0] (out)", given[0], (q.dtype,), (tokens, heads, V_DIM))
     max_logits = call.output("out[1] (max_logits)", given[1], FLOAT32, (tokens, heads))
     lse = call.output("out[2] (lse)", given[2], FLOAT32, (tokens, heads))
+    memory = fp8_memory(call, workspace, precision, q, kv)
     if q.size:
         with call.kernels("sparse_attention") as kernels:
+            results, fp8 = (out_array, max_logits, lse), precision is not None
             kernels.sparse_mla_prefill(
-                SparsePrefill(q, kv, indices, topk_length, attn_sink, scale, out_array, max_logits, lse)
+                SparsePrefill(q, kv, indices, topk_length, attn_sink, scale, *results, fp8, memory)
             )
     return call.results()
+
+
+def rows_of_prefill(call: Call, kv: Any, q: Any, layout: Any, block_size: int | None, precision: str | None) -> Any:
+    """kv [s_kv, d] of q's dtype, or Pages of quantised rows."""
+    check_optional_size(block_size=block_size)
+    native = without_middle_axis(call.borrow("kv", kv))
+    if native.dtype not in BYTES or precision is None:
+        if layout is not None or block_size is not None:
+            name = "block_size" if layout is None else "layout"
+            raise ValueError(f'{name}: expected None, except for quantised rows of kv with precision="fp8"')
+        return call.array("kv", native, (q.dtype,), (-1, "d"))
+    layout = cache_layout(call, "kv", kv, layout, block_size, q.shape[2])
+    if layout.head_dim != q.shape[2] or not layout.num_scales:
+        raise ValueError(f"layout: got {layout.name}, expected one with {q.shape[2]} quantised values a row, as q has")
+    return cache_pages(call, "kv", kv, layout, block_size)
+
+
+def workspace_bytes(precision: str | None, rows: int, heads: int, width: int, quantized: bool) -> int:
+    """Bytes of the workspace of sparse_mla_prefill over so many rows on a GPU."""
+    if precision is None:
+        return 0
+    if quantized:
+        return 2 * width * rows  # more than fp8_workspace_bytes
+    return fp8_workspace_bytes(rows) if width == V_DIM and heads > FEW_HEADS else 0
+
+
+def fp8_memory(call: Call, workspace: Any, precision: str | None, q: Any, kv: Any) -> Any:
+    """The workspace that sparse_mla_prefill needs for this precision, allocated unless given, or None."""
+    quantized = isinstance(kv, Pages)
+    rows = kv.num_slots if quantized else len(kv)
+    _, heads, width = q.shape
+    size = 0 if isinstance(q, np.ndarray) else workspace_bytes(precision, rows, heads, width, quantized)
+    if size == 0:
+        return None
+    if workspace is None:
+        return call.scratch("workspace", size)
+    workspace = call.array("workspace", workspace, BYTES[:1], (-1,), writable=True)
+    if len(workspace) < size:
+        raise ValueError(f"workspace: got {len(workspace)} bytes, expected at least {size}")
+    return workspace
 
 
 @launch_cached

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.segments import V_DIM, SparseDecode, SparsePrefill
+from ..types.segments import V_DIM, Pages, SparseDecode, SparsePrefill
 from .rows import Geometry, copy_row, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .softmax import LEAST_FLOAT32, LEAST_FLOAT64, exponential, exponentials
 from .threads import for_each
@@ -40,17 +40,26 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
-    rows_of, width = (kv if kv.dtype == np.float32 else kv.view(np.uint16)), indices.shape[1]
-    append = _gather_float32_rows if kv.dtype == np.float32 else _gather_rows
+    """The products are those of float32 values, whether or not they may be of e4m3."""
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
+    width, append = indices.shape[1], _appending(kv)
 
     def gather(token: int, rows: np.ndarray) -> int:
-        listed = width if topk_length is None else int(topk_length[token])
-        count: int = append(rows, rows_of, indices[token], listed)
-        return count
+        return append(rows, indices[token], width if topk_length is None else int(topk_length[token]))
 
     # As a batch of tokens with one query each.
     _attend(q[:, None], width, gather, attn_sink, softmax_scale, out[:, None], max_logits[..., None], lse[..., None])
+
+
+def _appending(kv: np.ndarray | Pages) -> Callable[[np.ndarray, np.ndarray, int], int]:
+    """A function of buffer, indices and how many of them are in use; it returns the number of rows that are there."""
+    if isinstance(kv, Pages):
+        memory, geometry = flat(kv), geometry_of(kv)
+        return lambda rows, indices, listed: _gather_slots(rows, 0, *memory, indices, listed, geometry)
+    if kv.dtype == np.float32:
+        return lambda rows, indices, listed: _gather_float32_rows(rows, kv, indices, listed)
+    bits = kv.view(np.uint16)
+    return lambda rows, indices, listed: _gather_rows(rows, bits, indices, listed)
 
 
 def _attend(

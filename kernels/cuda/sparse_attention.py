@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ...arrays.streams import capture_id
-from ...layout import DSV4_BF16, MLA_BF16
+from ...layout import DSV4_BF16
 from ..types.plan import DecodePlan
-from ..types.segments import Pages, Segment, SparseDecode, SparsePrefill
+from ..types.segments import ROW_LAYOUTS, V_DIM, Pages, Segment, SparseDecode, SparsePrefill
 from .compile import kernel
-from .launch import C_NAMES, int32, pointer, strides
+from .device import device_sms
+from .launch import C_NAMES, Kernel, int32, is_aligned, pointer, strides
 from .sparse import kernels as sparse_kernels
 from .sparse import work as sparse_work
 from .sparse.division import Division
 from .sparse.work import AttentionCall
+
+ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # of sm90/prefill_fp8/rows.cu and common/sparse/expand_rows.cu; CTAs an SM
 
 
 def sparse_mla_decode(given: SparseDecode) -> None:
@@ -23,18 +26,24 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
-    # A workspace row is a page of one token.
-    row_bytes = kv.shape[1] * kv.dtype.itemsize
-    rows = type(kv)((len(kv), row_bytes), "uint8", kv.data, (kv.strides[0], 1))
-    pages = Pages(rows, 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, workspace = given
+    pages = given.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
     lengths = None if topk_length is None else topk_length[:, None]
     lse_stride_s, lse_stride_h = strides(lse)
     work = AttentionCall(
         q[:, None], [Segment(pages, indices[:, None], lengths)], attn_sink, softmax_scale, out[:, None],
         max_logits, strides(max_logits), lse, (lse_stride_s, lse_stride_h, 0),
     )  # fmt: skip
-    fast = sparse_kernels.choose_for_prefill(work)
+    if workspace is not None and sparse_kernels.takes_fp8(work, workspace):
+        _prefill_in_fp8(work, workspace)
+        return
+    fast = None
+    if not isinstance(kv, Pages):
+        fast = sparse_kernels.choose_for_prefill(work)
+    elif workspace is not None and is_aligned(workspace, pages.bytes):
+        (segment,) = work.segments
+        work = work._replace(segments=[segment._replace(pages=_expanded(pages, workspace))])
+        fast = sparse_kernels.choose_for_prefill(work)
     if fast is None:
         sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
@@ -44,6 +53,41 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
     problem = work.packed_arguments(None, division)
     fast.launch(division, work, problem)
     sparse_kernels.launch_epilogue(work, problem)
+
+
+def row_bytes_of(kv: Any) -> Any:
+    """uint8 [s_kv, 2 d] over 16-bit rows."""
+    return type(kv)((len(kv), kv.shape[1] * kv.dtype.itemsize), "uint8", kv.data, (kv.strides[0], 1))
+
+
+def _expanded(pages: Pages, workspace: Any) -> Pages:
+    """Rows in bfloat16, as pages of one token."""
+    count, width = pages.num_slots, pages.layout.head_dim
+    rows = type(workspace)((count, 2 * width), "uint8", workspace.data)
+    _convert(kernel("common/sparse/expand_rows.cu", "expand_rows", LAYOUT=pages.layout.name), pages, rows)
+    return Pages(rows, 1, ROW_LAYOUTS[width])
+
+
+def _convert(function: Kernel, pages: Pages, *results: Any) -> None:
+    """Launch a kernel in which a warp takes every so many rows."""
+    device, count = pages.bytes.device.id, pages.num_slots
+    grid = (max(1, min(-(-count // ROWS_OF_CTA), CONVERTING_CTAS * device_sms(device))),)
+    arguments = pages.bytes, pages.bytes.strides[0], int32(pages.block_size), int32(count), *results
+    function(grid, (32 * ROWS_OF_CTA,), arguments, overlap=True)
+
+
+def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
+    """Prefill over the call's rows, converted to e4m3 first. Tiles out of range are computed from the call's."""
+    (segment,) = work.segments
+    pages, count = segment.pages, segment.pages.num_slots
+    e4m3, scales = type(pages.bytes)((count, V_DIM), "uint8", workspace.data), workspace.data.ptr + count * V_DIM
+    function = kernel("sm90/prefill_fp8/rows.cu", "rows_to_e4m3", arch="sm_90a", LAYOUT=pages.layout.name)
+    _convert(function, pages, e4m3, scales)
+    fast = sparse_kernels.prefill_fp8(work.q.device.id, pages.layout, scales)
+    division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
+    converted = segment._replace(pages=Pages(e4m3, 1, DSV4_BF16))
+    fast.launch(division, work, work._replace(segments=[converted]).packed_arguments(None, division))
+    sparse_kernels.launch_epilogue(work, work.packed_arguments(None, division))
 
 
 def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> None:

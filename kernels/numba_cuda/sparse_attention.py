@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ...layout import DSV4_BF16, MLA_BF16
 from ..types.segments import Pages, SparseDecode, SparsePrefill
 from .compiler import cuda
 from .latent_attention import KeyList, Results, attend
@@ -26,9 +25,9 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    """Tokens are a batch with one query each, and a row of the workspace is a page of one token."""
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
-    pages = Pages(row_bytes_of(kv), 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
+    """Tokens are a batch with one query each, a workspace row is a page of one token. Products are in float32."""
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
+    pages = given.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
     lengths = None if topk_length is None else topk_length[:, None]
     results = Results(out[:, None], max_logits[..., None], lse[..., None])
     keys = KeyList(pages, indices[:, None], lengths)

@@ -7,10 +7,11 @@
 A token whose keys are all absent has out 0 and lse +inf. A key listed twice counts twice.
 """
 
+import ml_dtypes
 import numpy as np
 
-from ..types.segments import V_DIM, Segment, SparseDecode, SparsePrefill
-from .rows import read_tokens
+from ..types.segments import V_DIM, Pages, Segment, SparseDecode, SparsePrefill
+from .rows import read_tokens, scale_exponent
 
 
 @np.errstate(over="ignore")  # overflow of bfloat16 or float32 gives infinite results, without a warning
@@ -27,12 +28,42 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 @np.errstate(over="ignore")
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
+    """Where Hopper has products in FP8, their factors are rounded as there: queries, rows and weights, to e4m3."""
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, fp8, _ = given
+    in_fp8 = fp8 and rounds_to_e4m3(*q.shape[1:])
     for s in range(q.shape[0]):
         listed = indices[s] if topk_length is None else indices[s, : max(0, int(topk_length[s]))]
-        keys = kv[listed[(listed >= 0) & (listed < len(kv))]].astype(np.float64)
-        result, max_logits[s], lse[s] = attend(q[s].astype(np.float64), keys, attn_sink, softmax_scale)
+        listed = listed[(listed >= 0) & (listed < given.num_rows)]
+        keys = read_tokens(kv, listed) if isinstance(kv, Pages) else kv[listed].astype(np.float64)
+        queries = q[s].astype(np.float64)
+        if in_fp8:
+            most = 50 - np.log2(abs(softmax_scale) / np.log(2)) if softmax_scale else 100
+            rounded = e4m3_rows(queries, 1, -100, most), e4m3_rows(keys, 8, -44, 44)
+            if all(x is not None for x in rounded):  # else they are computed exactly
+                queries, keys = rounded
+        result, max_logits[s], lse[s] = attend(queries, keys, attn_sink, softmax_scale)
         out[s] = result.astype(out.dtype)
+
+
+def rounds_to_e4m3(heads: int, width: int) -> bool:
+    return heads > 32 and width == V_DIM
+
+
+def e4m3_rows(rows: np.ndarray, step: int, least: int, most: float) -> np.ndarray | None:
+    """Rows rounded to e4m3 times a power of two each: the least of 2^4, 2^(4 + step), 2^(4 - step), ... with which none
+    of its values saturates. None if a row has values that are not finite, or needs one outside of 2^least to 2^most.
+    """
+    largest = np.abs(rows).max(axis=1, initial=0.0)
+    if not np.isfinite(largest).all():
+        return None
+    exponents = np.array([scale_exponent(x, least - 1) if x else 4 - step for x in largest], np.int32)
+    small = (exponents < least).any()
+    exponents += (4 - exponents) % step
+    if small or (exponents > most).any():
+        return None
+    scales = np.ldexp(1.0, exponents)[:, None]
+    rounded: np.ndarray = (rows / scales).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+    return rounded
 
 
 def attended_slots(segment: Segment, b: int, s: int) -> np.ndarray:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...layout import CacheLayout
+from ...layout import DSV4_BF16, MLA_BF16, CacheLayout
 from .plan import DecodePlan, DenseDecodePlan
 
 V_DIM = 512  # values of a result: those of a latent row, without RoPE unless it is part of them
+ROW_LAYOUTS = {512: DSV4_BF16, 576: MLA_BF16}  # of gathered rows
 
 
 class Pages(NamedTuple):
@@ -75,7 +76,13 @@ class SparseDecode(NamedTuple):
 
 
 class SparsePrefill(NamedTuple):
-    """The arguments of `cumla.sparse_mla_prefill`, and the arrays of its results."""
+    """The arguments of `cumla.sparse_mla_prefill`, and the arrays of its results.
+
+    kv         [s_kv, d] of q's dtype, or Pages of quantised rows
+    fp8        whether products may be of e4m3 values
+    workspace  uint8 on the device: fp8_workspace_bytes(s_kv) for kernels with such products, s_kv rows in bfloat16 if
+               kv is Pages; None: neither
+    """
 
     q: Any
     kv: Any
@@ -86,6 +93,21 @@ class SparsePrefill(NamedTuple):
     out: Any
     max_logits: Any
     lse: Any
+    fp8: bool = False
+    workspace: Any | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.kv.num_slots if isinstance(self.kv, Pages) else len(self.kv)
+
+    def pages(self, row_bytes: Any) -> Pages:
+        """`kv` as pages; bfloat16 rows, whose bytes are `row_bytes` [s_kv, 2 d], as pages of a single token."""
+        return self.kv if isinstance(self.kv, Pages) else Pages(row_bytes, 1, ROW_LAYOUTS[self.kv.shape[1]])
+
+
+def fp8_workspace_bytes(rows: int) -> int:
+    """For so many rows of 512 values in e4m3, and a scale of four bytes each."""
+    return rows * (V_DIM + 4)
 
 
 class GatheredRows(NamedTuple):

@@ -25,6 +25,6 @@ hold.cu, which waits for the clock, does not run. For these there are devices: p
 
 from .builds import unavailable
 from .cupy import devices
-from .launches import SCHEDULES, EmulationError, scheduled
+from .launches import SCHEDULES, EmulationError, Schedule, scheduled
 
-__all__ = ["SCHEDULES", "EmulationError", "devices", "scheduled", "unavailable"]
+__all__ = ["SCHEDULES", "EmulationError", "Schedule", "devices", "scheduled", "unavailable"]

@@ -31,7 +31,7 @@ class LaunchDescription(ctypes.Structure):
 LaunchDescription._fields_ = (
     ("name", ctypes.c_char_p), ("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("grid", Dim3),
     ("block", Dim3), ("shared_bytes", ctypes.c_uint), ("cluster", ctypes.c_uint), ("late", ctypes.c_int),
-    ("seed", ctypes.c_int), ("ahead", ctypes.POINTER(LaunchDescription)),
+    ("seed", ctypes.c_int), ("kept_back", ctypes.c_int), ("ahead", ctypes.POINTER(LaunchDescription)),
 )  # fmt: skip
 
 

@@ -20,10 +20,13 @@ class Schedule(NamedTuple):
           when they are started
     seed  of random numbers, unless 0: some warps hurry on, as far as they can, while others are kept back, in changing
           order; and each copy and product is late or not
+    kept_back  a warpgroup, from 1 on, that runs only when no other can; 0: none. Waits by parity that assume too much
+          of a slow warpgroup then fail
     """
 
     late: bool = False
     seed: int = 0
+    kept_back: int = 0
 
 
 SCHEDULES = {

@@ -70,6 +70,10 @@ TABLE = {
     "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }": (
         "if (threadIdx.x % 32 == 0) emulator::copy_bytes(%0, %1, %2, %3)"
     ),
+    "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;": "emulator::store_bytes(%0, %1, %2)",
+    "cp.async.bulk.commit_group;": "emulator::stores_commit()",
+    "cp.async.bulk.wait_group.read %0;": "emulator::stores_wait(%0)",
+    "cp.async.bulk.wait_group %0;": "emulator::stores_wait(%0)",
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (

@@ -23,6 +23,7 @@ CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be comp
 HOPPER_THREADS = constant("sm90/decode/memory.cuh", "THREADS")
 PREFILL_THREADS = constant("sm90/prefill/memory.cuh", "THREADS")
 FEW_HEADS_THREADS = constant("sm90/few_heads/memory.cuh", "THREADS")
+FP8_PREFILL_THREADS = constant("sm90/prefill_fp8/memory.cuh", "THREADS")
 HOPPER_SHARED_BYTES = constant("sm90/hopper.cuh", "MOST_SHARED_BYTES")
 PREFILL_HEADS = (16, 32, HEADS)  # per tile
 LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat16 rows
@@ -135,6 +136,29 @@ def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
         function, PREFILL_THREADS if heads == HEADS else FEW_HEADS_THREADS, HOPPER_SHARED_BYTES, heads,
         device_sms(device), maps=lambda work: map_of_queries(work, heads),
     )  # fmt: skip
+
+
+def takes_fp8(work: AttentionCall, workspace: Any) -> bool:
+    """Whether a kernel with FP8 products takes this prefill, over rows of any format that are converted first."""
+    _, _, heads, width = work.q.shape
+    fast = _name(work, fastest_prefill(work.q.device.id)) == "hopper" and is_aligned(workspace)
+    return fast and width == V_DIM and heads > PREFILL_HEADS[-2]
+
+
+def prefill_fp8(device: int, layout: CacheLayout, scales: int) -> FastKernel:
+    """The kernel for rows in e4m3 whose scales are at an address; `layout`: the format of what they were."""
+    start("common/sparse/exact.cu", **exact_macros((layout, layout), True, HEADS))
+    function = _prefill_fp8_function(device)
+    return FastKernel(
+        function, FP8_PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device), maps=lambda work: (scales,)
+    )
+
+
+@functools.cache
+def _prefill_fp8_function(device: int) -> Kernel:
+    function = kernel("sm90/prefill_fp8/prefill.cu", "sparse_mla_prefill_fp8", arch="sm_90a", LAYOUT="DSV4_BF16")
+    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    return function
 
 
 def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:

@@ -22,7 +22,7 @@ struct Thread {
     Group open;
     std::vector<Group> groups;
 };
-std::vector<Thread> copying;
+std::vector<Thread> copying, storing;  // into shared memory, and bulk copies out of it
 
 void run(const Group& group) {
     for (const Copy& copy : group) copy.run();
@@ -105,9 +105,13 @@ void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t ba
     delete box;
 }
 
-void begin_block_copies() { copying.assign(cluster_size * block_size.x * block_size.y * block_size.z, {}); }
+void begin_block_copies() {
+    copying.assign(cluster_size * block_size.x * block_size.y * block_size.z, {});
+    storing = copying;
+}
 
 SetAside* set_aside_copies() { return new Kept(copying); }
+SetAside* set_aside_stores() { return new Kept(storing); }
 
 void copy_async(uint32_t target, const void* source, int bytes, int present_bytes) {
     Copy copy{shared_at(target, bytes), source, bytes, present_bytes};
@@ -116,19 +120,32 @@ void copy_async(uint32_t target, const void* source, int bytes, int present_byte
     else copy.run();
 }
 
-void copies_commit() {
-    Thread& thread = copying[fiber_number];
+static void commit(Thread& thread) {
     thread.groups.push_back(std::move(thread.open));
     thread.open.clear();
 }
 
-void copies_wait(uint32_t pending) {
-    Thread& thread = copying[fiber_number];
+static void wait(Thread& thread, uint32_t pending) {
     if (thread.groups.size() <= pending) return;
     auto end = thread.groups.end() - pending;
     for (auto group = thread.groups.begin(); group < end; ++group) run(*group);
     thread.groups.erase(thread.groups.begin(), end);
 }
+
+void copies_commit() { commit(copying[fiber_number]); }
+void copies_wait(uint32_t pending) { wait(copying[fiber_number], pending); }
+
+// A late bulk copy reads shared memory when its thread waits for it.
+void store_bytes(void* target, uint32_t source, uint32_t bytes) {
+    if (uintptr_t(target) % 16 || source % 16 || bytes % 16)
+        fail("cp.async.bulk of %u bytes from %u to %p, where all have to be multiples of 16", bytes, source, target);
+    Copy copy{static_cast<uint8_t*>(target), shared_at(source, 16), int(bytes), int(bytes)};
+    shared_at(source + bytes - 16, 16);
+    if (work_is_late()) storing[fiber_number].open.push_back(copy);
+    else copy.run();
+}
+void stores_commit() { commit(storing[fiber_number]); }
+void stores_wait(uint32_t pending) { wait(storing[fiber_number], pending); }
 
 void copies_arrive(uint32_t barrier) {
     if (!work_is_late()) {

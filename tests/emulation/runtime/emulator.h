@@ -135,10 +135,14 @@ EXPORT void copy_async(uint32_t target, const void* source, int bytes, int prese
 EXPORT void copies_commit();
 EXPORT void copies_wait(uint32_t pending);
 EXPORT void copies_arrive(uint32_t barrier);
+EXPORT void store_bytes(void* target, uint32_t source, uint32_t bytes);
+EXPORT void stores_commit();
+EXPORT void stores_wait(uint32_t pending);
 EXPORT void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier);
 EXPORT void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier);
 void begin_block_copies();
 SetAside* set_aside_copies();
+SetAside* set_aside_stores();
 
 // ---- matrices.cpp
 

@@ -154,20 +154,21 @@ namespace {
 
 int bytes_of(Operands type) { return type == Operands::F16 || type == Operands::BF16 ? 2 : 1; }
 
-// A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 bytes, by its descriptor.
+// A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 or 64 bytes, by its descriptor.
 struct Tile {
-    uint32_t start, leading, stride;
+    uint32_t start, leading, stride, width;
 
     explicit Tile(uint64_t descriptor)
         : start((descriptor & 0x3fff) << 4),
           leading((descriptor >> 16 & 0x3fff) << 4),
-          stride((descriptor >> 32 & 0x3fff) << 4) {
-        if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
+          stride((descriptor >> 32 & 0x3fff) << 4),
+          width(descriptor >> 62 == 1 ? 128 : 64) {
+        if (descriptor >> 62 != 1 && descriptor >> 62 != 2) fail("wgmma: only tiles swizzled over 128 or 64 bytes are emulated");
     }
     // The values of a chunk, each `step` after the one before it.
     void read(uint32_t offset, Operands type, float* values, int step) const {
         uint32_t address = start + offset, own = cluster_rank << RANK_SHIFT;  // absent from descriptors
-        const uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & 0x70)), 16);
+        const uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & (width - 16))), 16);
         auto words = reinterpret_cast<const uint16_t*>(bytes);
         if (bytes_of(type) == 1)
             for (int i = 0; i < 16; ++i) values[i * step] = from_e4m3(bytes[i]);
@@ -179,7 +180,7 @@ struct Tile {
     // Rows of the operand are rows of the tile, k runs along them: all of its 32 bytes.
     void along(int row, Operands type, float* values, int step) const {
         for (int chunk = 0; chunk < 2; ++chunk)
-            read(row / 8 * stride + row % 8 * 128 + 16 * chunk, type, values + chunk * 16 / bytes_of(type) * step, step);
+            read(row / 8 * stride + row % 8 * width + 16 * chunk, type, values + chunk * 16 / bytes_of(type) * step, step);
     }
     // Transposed, 8 columns; another tile every 64 columns.
     void across(int k, int column, Operands type, float* values, int step) const {

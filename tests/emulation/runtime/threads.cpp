@@ -66,7 +66,7 @@ struct Launch {
     const void* arguments;
     Index grid, block;
     uint32_t shared_bytes, cluster;
-    int late, seed;
+    int late, seed, kept_back;
     const Launch* ahead;  // the kernel that this one may overlap with, or null
 };
 
@@ -180,7 +180,7 @@ void run_kernel_ahead() {
     const int blocks = cluster_size;
     const Launch& ahead = *now.launch->ahead;
     {
-        std::unique_ptr<SetAside> meetings(set_aside_meetings()), copies(set_aside_copies()),
+        std::unique_ptr<SetAside> meetings(set_aside_meetings()), copies(set_aside_copies()), stores(set_aside_stores()),
             matrices(set_aside_matrices());
         Running mine = std::move(now);
         now = {}, now.level = mine.level + 1;
@@ -248,6 +248,8 @@ void run_blocks(int threads) {
     for (int i = 0; i < threads; ++i) begin_fiber(now.fibers[i], i);
     now.alike.assign(warps.size(), false);
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
+    int kept_back = now.launch->kept_back;
+    std::stable_partition(warps.begin(), warps.end(), [&](int warp) { return warp / 4 + 1 != kept_back; });
     now.late_work.clear();
     enter_block(0);
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
@@ -258,7 +260,7 @@ void run_blocks(int threads) {
         bool ran = false;
         for (int warp : warps) {
             ran |= run_warp(warp);
-            if (now.seeded && ran) break;
+            if ((now.seeded || kept_back) && ran) break;
         }
         if (!ran && is_done(threads)) return;
         if (!ran || (now.seeded && !now.late_work.empty() && random_number(64) == 0)) do_late_work(threads);

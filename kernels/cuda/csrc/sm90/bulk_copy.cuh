@@ -1,4 +1,4 @@
-// Bulk copies of contiguous bytes from global to shared memory (sm_90 and newer), and loads of matrix fragments from shared
+// Bulk copies of contiguous bytes between global and shared memory (sm_90 and newer), and loads of matrix fragments from shared
 // memory.
 #pragma once
 #include "sm90/hopper.cuh"
@@ -20,6 +20,17 @@ __device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
                  "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                  ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier)) : "memory");
+}
+
+// Start a copy of `bytes` to global memory, by this thread; all are multiples of 16. What a thread has started so far becomes a
+// group. Shared memory may be written again when `bulk_stores_read` has returned.
+__device__ inline void bulk_store(void* target, uint32 source, uint32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(own(source)), "r"(bytes) : "memory");
+}
+__device__ inline void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Wait until all but PENDING groups of this thread have been read from shared memory.
+template <int PENDING> __device__ inline void bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Load four 8x8 matrices of 16-bit values from the rows that lanes point to: 8 lanes a matrix.

@@ -1,0 +1,422 @@
+// The consumers of sm90/prefill_fp8/prefill.cu.
+#pragma once
+#include "common/f16.cuh"
+#include "common/vectors.cuh"
+#include "sm90/bulk_copy.cuh"
+#include "sm90/gathered_rows.cuh"
+#include "sm90/prefill_fp8/memory.cuh"
+#include "sm90/prefill_fp8/products.cuh"
+
+// Weights of V are exp2(score + e - reference + HEADROOM), where 2^e is the scale of a key's row: they are rounded to e4m3, of at
+// most 448. The reference is raised to the largest such sum when that is larger by more than RAISE.
+constexpr float HEADROOM = 5.0f, RAISE = 3.75f;
+
+constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // of results in shared memory, half of a consumer's
+
+// Softmax state of a row, base 2. `highest` lacks the row's factor until a tile's last block.
+struct Row {
+    float reference, highest;
+    float total;  // of a consumer's own weights
+};
+
+// The block of keys that a consumer scores.
+struct OwnBlock {
+    uint32 n, tiles;  // of the CTA; its tiles with keys before this one
+    bool last;        // of the tile, of those that this consumer scores
+};
+
+// Consumer CONSUMER scores every other block, and computes values 256 CONSUMER .. + 255 of the result. Lane 4 g + c of warp w has
+// rows (heads) 16 w + g + 8 r of products. Scores: column 8 j + 2 c + e in element 4 j + 2 r + e. Sums: element 4 j + 2 r + e of
+// `low` has value 16 (2 c + e) + j, that of `high` 128 further (see Transposer).
+template <int CONSUMER> struct Consumer {
+    static constexpr uint32 OTHER = CONSUMER ^ 1;
+
+    const SparseProblem& problem;
+    int warp, lane, head;
+    float low[64], high[64];
+    Row rows[2];
+    Place<VALUE_SLOTS> piece;  // the next of this consumer's pieces of V^T
+
+    __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+        head = 16 * warp + lane / 4;
+    }
+
+    __device__ void begin() {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) low[i] = high[i] = 0.0f;
+        rows[0] = rows[1] = {-infinity(), -infinity(), 0.0f};
+    }
+
+    // Raise the references, and rescale the sums so far.
+    __device__ void raise_to(const float (&now)[2]) {
+        if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
+        float rescale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - now[r]);
+            rows[r].reference = now[r];
+            rows[r].total *= rescale[r];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
+    }
+
+    // Wait for V^T of the next of this consumer's pieces; its descriptor.
+    __device__ uint64 next_piece() {
+        barrier_wait(VALUES_READY + 8 * (VALUE_SLOTS * CONSUMER + piece.slot), piece.phase);
+        uint64 values = narrow_descriptor(VALUES_AT + CONSUMER * VALUE_SLOTS * VALUES_BYTES) + piece.slot * (VALUES_BYTES >> 4);
+        piece.advance();
+        return values;
+    }
+    // Free the two pieces before the next one. Their products have ended.
+    __device__ void free_pieces() const {
+        warp_arrive(VALUES_FREE + 8 * (VALUE_SLOTS * CONSUMER + (piece.slot + 1) % VALUE_SLOTS));
+        warp_arrive(VALUES_FREE + 8 * (VALUE_SLOTS * CONSUMER + (piece.slot + 2) % VALUE_SLOTS));
+    }
+
+    // Start the products of the other consumer's weights of block n and V.
+    __device__ void add_other(uint32 n) {
+        barrier_wait(WEIGHTS_READY + 8 * OTHER, n / 2 % 2);
+        uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
+        float now[2] = {lds_float(at), lds_float(at + 32)};
+        raise_to(now);
+        pin(low), pin(high);
+        uint64 weights = narrow_descriptor(WEIGHTS_AT + OTHER * WEIGHT_BYTES);
+        uint64 values = next_piece();
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) wgmma_e4m3(low, weights + 2 * step, values + 2 * step, 1);
+        values = next_piece();
+        wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
+#pragma unroll
+        for (int step = 0; step < 2; ++step) wgmma_e4m3(high, weights + 2 * step, values + 2 * step, 1);
+        wgmma_commit();
+    }
+
+    // Start the products of this consumer's weights.
+    __device__ void add_own(const uint32 (&weights)[2][4]) {
+        pin(low), pin(high);
+        uint64 values = next_piece();
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) wgmma_e4m3(low, weights[step], values + 2 * step, 1);
+        values = next_piece();
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) wgmma_e4m3(high, weights[step], values + 2 * step, 1);
+        wgmma_commit();
+    }
+
+    // Start the products of Q and K. Rows have landed by copies of other threads, which are visible to products once this thread,
+    // which has seen them, has passed a fence.
+    __device__ void score(float (&scores)[32], const OwnBlock& of) {
+        barrier_wait(Q_READY + 8 * (of.tiles % 2), of.tiles / 2 % 2);
+        barrier_wait(LANDED + 8 * (of.n % K_SLOTS), of.n / K_SLOTS % 2);
+        fence_proxy_async();
+        uint64 q = tile_descriptor(Q_AT) + of.tiles % 2 * (OPERAND_BYTES >> 4), k = tile_descriptor(K_AT) + of.n % K_SLOTS * (OPERAND_BYTES >> 4);
+        pin(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                wgmma_e4m3(scores, q + i * (TILE_BYTES >> 4) + 2 * step, k + i * (TILE_BYTES >> 4) + 2 * step, i + step > 0);
+        wgmma_commit();
+    }
+
+    __device__ void read_factors(float (&factor)[2], uint32 tiles) const {
+        uint32 at = Q_SCALE_AT + 4 * HEADS * (tiles % 2) + 4 * head;
+        factor[0] = lds_float(at), factor[1] = lds_float(at + 32);
+    }
+
+    // Keys of one scale, all present, as nearly all blocks have. `largest` becomes that of this lane's scores, `scores` stay as they are.
+    __device__ void score_alike(const float (&scores)[32], float (&largest)[2], const float (&factor)[2], float scale, float exponent) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float most = scores[2 * r];
+#pragma unroll
+            for (int i = 2 * r; i < 32; i += 4) most = fmaxf(most, fmaxf(scores[i], scores[i + 1]));
+            rows[r].highest = fmaxf(rows[r].highest, most * scale);
+            largest[r] = fmaf(most, factor[r], exponent);
+        }
+    }
+
+    // Keys of any scales; -inf for absent ones. `scores` become those in units of the softmax, with the scales' exponents added.
+    __device__ void score_each(float (&scores)[32], float (&largest)[2], const float (&factor)[2], uint32 scales_at) {
+        largest[0] = largest[1] = -infinity();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            uint2 words = lds64(scales_at + 32 * j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = scores[4 * j + i];
+                uint32 word = i % 2 ? words.y : words.x;
+                x = word ? x * __uint_as_float(word & 0xffff0000) : -infinity();
+                rows[i / 2].highest = fmaxf(rows[i / 2].highest, x);
+                x = fmaf(x, factor[i / 2], __uint_as_float(word << 16));
+                largest[i / 2] = fmaxf(largest[i / 2], x);
+            }
+        }
+    }
+
+    // Weights of scores of either kind, and their sums without the keys' scales.
+    __device__ void weigh_alike(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent, float inverse) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float shift = exponent - base[r];
+            sum[r] = 0.0f;
+#pragma unroll
+            for (int i = 2 * r; i < 32; i += 4) {
+                scores[i] = exp2_approx(fmaf(scores[i], factor[r], shift));
+                scores[i + 1] = exp2_approx(fmaf(scores[i + 1], factor[r], shift));
+                sum[r] += scores[i] + scores[i + 1];
+            }
+            sum[r] *= inverse;
+        }
+    }
+    __device__ void weigh_each(float (&scores)[32], float (&sum)[2], const float (&base)[2], uint32 scales_at) {
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            uint2 words = lds64(scales_at + 32 * j);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& x = scores[4 * j + i];
+                x = exp2_approx(x - base[i / 2]);
+                sum[i / 2] = fmaf(x, inverse_of(i % 2 ? words.y : words.x), sum[i / 2]);
+            }
+        }
+    }
+
+    // 2^-e of a scale 2^e.
+    __device__ static float inverse_of(uint32 word) { return __uint_as_float(0x7f000000 - (word & 0xffff0000)); }
+
+    // The softmax of a block: weights in e4m3, in registers for this consumer and in shared memory for the other. Products that are
+    // under way, with the other consumer's block, have ended when it returns.
+    template <bool FIRST> __device__ __forceinline__ void weigh(float (&scores)[32], uint32 (&weights)[2][4], float (&now)[2], float (&sum)[2], const OwnBlock& of) {
+        uint32 scales = SCALES_AT + of.n % SCALE_SLOTS * (4 * BLOCK), scales_at = scales + 8 * (lane % 4), word = lds32(scales);
+        uint2 some = lds64(scales + 8 * lane);
+        bool alike = __all_sync(~0u, word && some.x == word && some.y == word);
+        float scale = __uint_as_float(word & 0xffff0000), exponent = __uint_as_float(word << 16);
+        float factor[2], largest[2], base[2];
+        read_factors(factor, of.tiles);
+        if (alike) {
+            factor[0] *= scale, factor[1] *= scale;
+            score_alike(scores, largest, factor, scale, exponent);
+        } else {
+            score_each(scores, largest, factor, scales_at);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+            now[r] = largest[r] > rows[r].reference + RAISE ? largest[r] : rows[r].reference;
+            base[r] = now[r] == -infinity() ? 0.0f : now[r] - HEADROOM;
+        }
+        if (!FIRST) {
+            wgmma_wait<0>();
+            free_pieces();
+        }
+        if (alike) weigh_alike(scores, sum, factor, base, exponent, inverse_of(word));
+        else weigh_each(scores, sum, base, scales_at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float* x = scores + 8 * i + 2 * r;
+                weights[i / 2][i % 2 * 2 + r] = float_to_e4m3x2(x[0], x[1]) | float_to_e4m3x2(x[4], x[5]) << 16;
+            }
+        if (lane % 4 == 0) {
+            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head, now[0]);
+            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32, now[1]);
+        }
+        int row = 16 * warp + lane % 16;
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+            stmatrix4(WEIGHTS_AT + CONSUMER * WEIGHT_BYTES + row * 64 + (((2 * step + lane / 16) ^ (row / 2 % 4)) << 4), weights[step][0],
+                      weights[step][1], weights[step][2], weights[step][3]);
+        fence_proxy_async();
+        warp_arrive(WEIGHTS_READY + 8 * CONSUMER);
+    }
+
+    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the block before is the other consumer's: its
+    // products with V start after those of Q and K, and run during the softmax.
+    template <bool FIRST> __device__ __forceinline__ void take(const OwnBlock& of) {
+        float scores[32];
+        score(scores, of);
+        if (!FIRST) {
+            add_other(of.n - 1);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        pin(scores);
+        warp_arrive(K_FREE + 8 * (of.n % K_SLOTS));
+        uint32 weights[2][4];
+        float now[2], sum[2];
+        weigh<FIRST>(scores, weights, now, sum, of);
+        pin(low), pin(high);
+        raise_to(now);
+        rows[0].total += sum[0], rows[1].total += sum[1];
+        if (of.last) {
+            float factor[2];
+            read_factors(factor, of.tiles);
+            rows[0].highest *= factor[0], rows[1].highest *= factor[1];
+        }
+        add_own(weights);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+        free_pieces();
+    }
+
+    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer.
+    __device__ void publish_totals(uint32 tiles) {
+        uint32 slot = 2 * (tiles % 2) + CONSUMER;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            Row& row = rows[r];
+            row.total += __shfl_xor_sync(~0u, row.total, 1);
+            row.total += __shfl_xor_sync(~0u, row.total, 2);
+            row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 1));
+            row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 2));
+            if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {row.total, row.highest});
+        }
+        warp_arrive(TOTALS_READY + 8 * slot);
+    }
+
+    // Add the other consumer's last block of the `tiles`-th tile.
+    __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
+        add_other(n);
+        publish_totals(tiles);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+        free_pieces();
+    }
+
+    // Epilogue: combine both consumers' sums, and store the results of a tile.
+    __device__ void finish(int tile, uint32 tiles) {
+        uint32 slot = 2 * (tiles % 2) + OTHER;
+        float checks[4] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
+#pragma unroll
+        for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, fmaf(high[i], 0.0f, checks[i % 4]));
+        float check = (checks[0] + checks[1]) + (checks[2] + checks[3]);
+        barrier_wait(TOTALS_READY + 8 * slot, tiles / 2 % 2);
+        TileCoord at(problem, tile);
+        float sum[2], highest[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float2 others = lds_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r);
+            sum[r] = rows[r].total + others.x, highest[r] = fmaxf(rows[r].highest, others.y);
+            check = fmaf(sum[r], 0.0f, check);
+            // Scores so large that float32 cannot resolve their differences.
+            if (fabsf(highest[r]) > MAX_PRECISE_SCORE && rows[r].reference != -infinity()) check = 1.0f;
+        }
+        bool bad = __any_sync(~0u, check != 0.0f);
+        int own_head = at.first_head + head;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            bool here = own_head + 8 * r < problem.heads, empty = rows[r].reference == -infinity();
+            float lse2 = rows[r].reference - HEADROOM + log2_approx(sum[r]);
+            float most = empty ? -infinity() : highest[r] * LN_2, lse = empty ? infinity() : lse2 * LN_2;
+            sum[r] = empty ? 0.0f : reciprocal_fast(sum[r]);
+            if (here && problem.attn_sink && !empty)  // without keys, a sink of -inf would give NaN
+                sum[r] *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[own_head + 8 * r], LOG2_E, -lse2)));
+            if (!here || lane % 4) continue;
+            if (CONSUMER == 0) problem.max_logits[at.b * problem.max_stride_b + (own_head + 8 * r) * problem.max_stride_h] = bad ? __uint_as_float(UNSAFE_BITS) : most;
+            else problem.lse[at.b * problem.lse_stride_b + (own_head + 8 * r) * problem.lse_stride_h] = bad ? __uint_as_float(UNSAFE_BITS) : lse;
+        }
+        uint32 to = Q_AT + tiles % 2 * OPERAND_BYTES + CONSUMER * (OPERAND_BYTES / 2) + 16 * warp * ROW_BYTES;
+        bf16* out = problem.out + at.b * problem.out_stride_b + (at.first_head + 16 * warp + lane) * problem.out_stride_h + 256 * CONSUMER;
+        bool stores = lane < 16 && at.first_head + 16 * warp + lane < problem.heads;  // of a warp's rows this lane stores one
+        stage_row(to, low, 0, sum[0]), stage_row(to, low, 1, sum[1]);
+        store_rows(out, to, stores);
+        bulk_stores_read<0>();
+        __syncwarp();
+        stage_row(to, high, 0, sum[0]), stage_row(to, high, 1, sum[1]);
+        store_rows(out + 128, to, stores);
+    }
+
+    // Row r of this lane's 128 values to shared memory: 32 of them, or 4 chunks of 16 bytes, in an order without bank conflicts.
+    __device__ void stage_row(uint32 to, const float (&x)[64], int r, float factor) {
+        uint4 chunks[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int k = 8 * (4 * (i % 2) + j) + 2 * r + i / 2;
+                words[j] = pack(bf16{}, x[k] * factor, x[k + 4] * factor);
+            }
+            chunks[i] = {words[0], words[1], words[2], words[3]};
+        }
+        int order = lane / 4 % 4;
+        exchange(chunks[0], chunks[1], order & 1), exchange(chunks[2], chunks[3], order & 1);
+        exchange(chunks[0], chunks[2], order & 2), exchange(chunks[1], chunks[3], order & 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sts128(to + (lane / 4 + 8 * r) * ROW_BYTES + lane % 4 * 64 + ((i ^ order) << 4), chunks[i]);
+    }
+    __device__ static void exchange(uint4& a, uint4& b, bool really) {
+        uint4 before = a;
+        a = {really ? b.x : a.x, really ? b.y : a.y, really ? b.z : a.z, really ? b.w : a.w};
+        b = {really ? before.x : b.x, really ? before.y : b.y, really ? before.z : b.z, really ? before.w : b.w};
+    }
+    // Start to store a warp's rows.
+    __device__ void store_rows(bf16* out, uint32 from, bool stores) {
+        fence_proxy_async();
+        __syncwarp();
+        if (stores) bulk_store(out, from + lane * ROW_BYTES, ROW_BYTES);
+        bulk_stores_commit();
+    }
+
+    __device__ void store_nothing(int tile) {
+        TileCoord at(problem, tile);
+        int thread = threadIdx.x % 128 + 128 * CONSUMER, heads = min(HEADS, problem.heads - at.first_head);
+#pragma unroll 1
+        for (int i = thread; i < heads * (V_DIM / 8); i += 256) {
+            int own_head = at.first_head + i / (V_DIM / 8);
+            store16(problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
+        }
+        if (thread < heads) {
+            int own_head = at.first_head + thread;
+            problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] = infinity();
+            problem.max_logits[at.b * problem.max_stride_b + own_head * problem.max_stride_h] = -infinity();
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        uint32 n = 0, tiles = 0;
+        int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
+        for (;;) {
+            int length = uniform(next_length);
+            next_length = length_of_tile(problem, tile + gridDim.x);
+            bool more = tile < problem.tiles();
+            if (more && !length) {
+                store_nothing(tile);
+                tile += gridDim.x;
+                continue;
+            }
+            if (n) {
+                if (n % 2 == CONSUMER) add_last_of_other(n - 1, tiles - 1);
+                finish(tile_before, tiles - 1);
+            }
+            if (!more) return bulk_stores_read<0>();
+            uint32 end = n + blocks_of(length), own = n;
+            warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
+            begin();
+            if (n % 2 == CONSUMER) {
+                take<true>({n, tiles, n + 2 >= end});
+                own += 2;
+            } else if (++own < end) {
+                take<false>({own, tiles, own + 2 >= end});
+                own += 2;
+            }
+            if (tiles) {  // by now the results of the tile before have been read
+                bulk_stores_read<0>();
+                warp_arrive(Q_FREE + 8 * ((tiles - 1) % 2));
+            }
+            for (; own < end; own += 2) take<false>({own, tiles, own + 2 >= end});
+            if ((end - 1) % 2 == CONSUMER) publish_totals(tiles);
+            tile_before = tile, n = end, ++tiles, tile += gridDim.x;
+        }
+    }
+};

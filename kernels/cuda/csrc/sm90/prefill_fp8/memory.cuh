@@ -1,0 +1,73 @@
+// Constants that all roles of sm90/prefill_fp8/prefill.cu use: registers, barriers and the layout of shared memory.
+#pragma once
+#include "common/sparse/work.cuh"
+#include "sm90/wgmma.cuh"
+#include "common/pdl.cuh"
+
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
+constexpr int COPIERS = 2, CONVERTERS = 2, TRANSPOSERS = 4;  // warps
+constexpr int THREADS = 512, PRODUCER_REGISTERS = 48, CONSUMER_REGISTERS = 208;
+static_assert(THREADS == 256 + 32 * (COPIERS + CONVERTERS + TRANSPOSERS), "and two warpgroups of consumers");
+
+// Q and a block of keys are stored as tiles of 64 rows of 128 values, a *piece*, swizzled as wgmma operands. V^T is stored by
+// pieces, too: 128 rows of 64 bytes, a value each of the block's keys (products.cuh). Consumer c has the pieces 2 c and 2 c + 1,
+// its piece number j is piece j % 2 of these of block j / 2. Weights have 64 rows of 64 bytes.
+constexpr int PIECES = 4, K_SLOTS = 3, VALUE_SLOTS = 3, SCALE_SLOTS = 8;
+constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK, WEIGHT_BYTES = HEADS * BLOCK;
+
+// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count). Waits are by
+// parity: a warp that waits for a phase knows that the phase before has completed, and that the next one cannot.
+//
+//     barrier               arrivals of a phase                  waits                              guards
+//     LANDED[n % 3]         64: threads of the copiers, when     the consumer that scores the       K and SCALES of block n
+//                           their copies have landed             block; transposers
+//     K_FREE[n % 3]         4: that consumer, when its products  copiers                            K of block n
+//                           have ended; 4: transposers, when
+//                           they have read
+//     VALUES_READY[c][j % 3]  2: transposers of c                consumer c                         V^T of its piece j
+//     VALUES_FREE[c][j % 3] 4: consumer c, when its products     transposers of c                   the same
+//                           have ended
+//     WEIGHTS_READY[c]      4: warps of consumer c               the other consumer                 WEIGHTS[c] and REFERENCE[c]
+//     Q_READY[t % 2]        2: converters                        both consumers, before each block  Q and Q_SCALE of tile t
+//                                                                that they score
+//     Q_FREE[t % 2]         8: warps of both consumers, when     converters, before they convert    the same; results of
+//                           their results have been stored       those of tile t + 2                tile t, which replace Q
+//     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
+//
+// WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores those of block n + 2 when it has those of block n + 1,
+// which the other consumer stores when its products with block n have ended. SCALES of block n + 8 are copied after K_FREE of
+// block n + 5, long after the softmax of block n. Neither consumer is more than a tile ahead: it waits for the other's
+// TOTALS_READY of a tile before it begins the next, so no phase of Q_FREE has two arrivals of a warp.
+
+struct SharedMemory {
+    uint64 landed[K_SLOTS], k_free[K_SLOTS];
+    uint64 values_ready[2][VALUE_SLOTS], values_free[2][VALUE_SLOTS];  // [consumer]
+    uint64 q_ready[2], q_free[2];              // [tile % 2]
+    uint64 weights_ready[2];                   // [consumer]
+    uint64 totals_ready[2][2];                 // [tile % 2][consumer]
+    alignas(16) uint32 scales[SCALE_SLOTS][BLOCK];  // [block % 8]; 0: no key
+    float q_scale[2][HEADS];
+    float reference[2][HEADS];                 // [consumer]: reference of its weights
+    float2 totals[2][2][HEADS];                // [tile % 2][consumer]: sum and maximum
+    alignas(1024) uint8 q[2][OPERAND_BYTES];
+    uint8 k[K_SLOTS][OPERAND_BYTES];
+    uint8 values[2][VALUE_SLOTS][VALUES_BYTES];  // [consumer]
+    uint8 weights[2][WEIGHT_BYTES];              // [consumer]
+};
+constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
+static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
+constexpr uint32 LANDED = SHARED_AT(landed), K_FREE = SHARED_AT(k_free), VALUES_READY = SHARED_AT(values_ready), VALUES_FREE = SHARED_AT(values_free);
+constexpr uint32 Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
+constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
+constexpr uint32 SCALES_AT = SHARED_AT(scales), Q_SCALE_AT = SHARED_AT(q_scale), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);
+constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), VALUES_AT = SHARED_AT(values), WEIGHTS_AT = SHARED_AT(weights);
+
+// A position in a ring, and the parity of its current phase.
+template <int SIZE> struct Place {
+    uint32 slot = 0, phase = 0;
+
+    __device__ void advance(uint32 by = 1) {
+        slot += by;
+        if (slot >= SIZE) slot -= SIZE, phase ^= 1;
+    }
+};

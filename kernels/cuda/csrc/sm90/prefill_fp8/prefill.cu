@@ -1,0 +1,70 @@
+// Sparse MLA prefill over gathered e4m3 rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, the LSE and
+// max_logits. Q is bfloat16, and converted here; products are of e4m3 values.
+//
+// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale 2^e_k (rows.cu),
+// row h of Q a scale of its own. Scores are S = scale_h 2^e_k Q8 K8^T. As FP8 products reduce over keys, e_k is moved from V to the
+// weights: P = exp2(S + e_k - reference), rounded to e4m3; the sum of weights is that of P 2^-e_k before rounding.
+//
+// Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ...
+// Block: 512 threads.
+//
+//     warps    role         registers  work
+//     0..3     consumer 0   208        S and softmax of every other block; values 0..255 of the result, of all blocks
+//     4..7     consumer 1   208        the same for the other blocks; values 256..511
+//     8, 9     copiers      48         half of each block's rows
+//     10, 11   converters   48         the next tile's Q
+//     12..15   transposers  48         V^T: half of the keys, for one of the consumers
+//
+//     shared memory, KiB
+//     barriers, scales, softmax state    6
+//     Q, 2 tiles                        64
+//     K, 3 blocks                       96
+//     V^T, 3 halves of a block          48
+//     weights, 2 blocks                  8
+//     in all                           222
+//
+// A consumer scores its block before it adds the other's, which it needs for its own reference: the softmax of one consumer runs
+// beside the other's products.
+//
+// Limits: one list of keys; 512 values a row. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum or a
+// result is not finite (which NaN scales ensure for rows and queries out of range), or if its highest score exceeds MAX_PRECISE_SCORE.
+//
+// Macros: LAYOUT (DSV4_BF16, the format of rows that are recomputed).
+#include "sm90/prefill_fp8/producer.cuh"
+#include "sm90/prefill_fp8/queries.cuh"
+#include "sm90/prefill_fp8/consumer.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_mla_prefill_fp8(const __grid_constant__ SparseProblem problem, const uint32* row_scales) {  // pages of `problem`: e4m3 rows
+    extern __shared__ uint4 memory[];
+    if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START) __trap();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < K_SLOTS; ++i)
+            barrier_init(LANDED + 8 * i, 32 * COPIERS), barrier_init(K_FREE + 8 * i, (4 + TRANSPOSERS) * WARP_ARRIVALS);
+        for (int i = 0; i < 2 * VALUE_SLOTS; ++i)
+            barrier_init(VALUES_READY + 8 * i, TRANSPOSERS / 2 * WARP_ARRIVALS), barrier_init(VALUES_FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(Q_READY + 8 * i, CONVERTERS * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
+            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        }
+        for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    pdl_wait();
+    TileWalk first(problem);
+    if (first.more()) convert_first_q(problem, first.tile);
+    fence_proxy_async();
+    __syncthreads();
+    int group = threadIdx.x / 128;  // consumers come first
+    if (group >= 2) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        int warp = uniform(threadIdx.x / 32 - 8), lane = threadIdx.x % 32;
+        if (warp < COPIERS) Copier{problem, row_scales, warp, lane}.run();
+        else if (warp < COPIERS + CONVERTERS) Converter{problem, warp - COPIERS, lane}.run();
+        else Transposer{problem, (warp - COPIERS - CONVERTERS) / 2, warp % 2, lane}.run();
+    } else {
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        if (group == 0) Consumer<0>(problem).run();
+        else Consumer<1>(problem).run();
+    }
+}
