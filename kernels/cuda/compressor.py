@@ -5,6 +5,7 @@ from typing import Any
 
 from ..types.compressor import Compression, CompressorRows
 from .compile import kernel
+from .constants import constant
 from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
@@ -13,7 +14,7 @@ MOST_AHEAD = 8  # positions that a thread loads before it uses the first
 # H200 runs 30 clusters of 8 at a time, two CTAs per SM, or 60 of 4). Rows are bit-identical.
 CLUSTER_OF_FEW, CLUSTER_OF_MANY = (8, 16), (4, 8)
 MOST_CLUSTERS_OF_FEW = 16
-ALL_PARTS, ALL_GROUPS, MEAN_BYTES = 8, 16, 48  # as in common/compressor.cu
+SOURCE = "common/compressor.cu"
 MOST_THREADS, MOST_GROUPS = 512, 8  # per CTA
 MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a pooling CTA, at most 128; of a cluster for many rows
 MOST_SAVED_TOGETHER = 4  # tokens of a warp
@@ -58,7 +59,7 @@ def _launch(rows: CompressorRows, second: CompressorRows | None, step: Compressi
     saving = -(-len(state_slots) // (saved_together * warps * parts)) * parts  # whole clusters
     both = [rows] if second is None else [rows, second]
     kernel(
-        "common/compressor.cu",
+        SOURCE,
         "compress_and_insert",
         LAYOUT=rows.pages.layout.name,
         SECOND=both[-1].pages.layout.name,
@@ -84,7 +85,7 @@ def _launch(rows: CompressorRows, second: CompressorRows | None, step: Compressi
             rows.state.shape[1], len(cos_sin), cos_sin.shape[1], together, saved_together, step.eps, saving,
             (len(both) - 1) * saving, blocks * parts,
         ),
-        shared_mem=2 * 4 * ALL_PARTS + ALL_GROUPS * dim // (4 * parts) * MEAN_BYTES if parts > 1 else 0,
+        shared_mem=constant(SOURCE, "SHARED_BYTES", LAYOUT=rows.pages.layout, PARTS=parts, GROUPS=groups),
         overlap=True,
     )  # fmt: skip
 

@@ -251,11 +251,9 @@ class HopperSize:
         self.macros = {
             "HEADS": heads, "PASS": of_product, "PASSES": products, "QUERY_GROUPS": query_groups, "MXFP4": int(mxfp4)
         }  # fmt: skip
-        queries, self.keys = of_product * products * query_groups, 64 * 4 // query_groups
-        stages = 8 if query_groups >= 2 else 5 if heads * of_product > 64 else 6
-        small = 2048 + 2 * queries * heads * 4 + stages * self.keys * 4
-        key_bytes = DIM // 2 if mxfp4 else DIM
-        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * heads * DIM + stages * self.keys * key_bytes - 1024
+        self.keys, self.shared_bytes = (
+            constant("sm90/indexer/work.cuh", name, **self.macros) for name in ("KEYS", "SHARED_BYTES")
+        )
 
 
 def queries_at_once(heads: int, next_n: int, mxfp4: bool) -> HopperSize:

@@ -25,6 +25,9 @@
 
 constexpr int ALL_GROUPS = PARTS > 1 ? 16 : GROUPS, ALL_PARTS = 8;
 constexpr int PASSES = ALL_GROUPS / GROUPS;
+constexpr int MEAN_BYTES = 48;
+[[maybe_unused]] constexpr int SHARED_BYTES = PARTS > 1 ? 2 * 4 * ALL_PARTS + ALL_GROUPS * LAYOUT::head_dim / (4 * PARTS) * MEAN_BYTES : 0;
+static_assert(sizeof(Mean) == MEAN_BYTES);
 static_assert(ALL_GROUPS % GROUPS == 0 && (PARTS == 1 || ALL_PARTS % PARTS == 0));
 
 // How CTAs divide the rows of a layout.

@@ -46,6 +46,7 @@ constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
 constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
 constexpr uint32 K_BYTES = RING_KEYS * ROW_BYTES;
+[[maybe_unused]] constexpr uint32 SHARED_BYTES = K_AT + K_STAGES * KEYS * ROW_BYTES - BARRIERS_AT;
 static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES == 1);
 static_assert(!CANDIDATES || PAGED && !MAXIMA && QUERIES == 1);
 static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
