@@ -25,6 +25,7 @@ TABLE = {
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
     "max.NaN.f32 %0, %1, 0f00000000;": "%0 = (%1) < 0 ? 0.0f : (%1)",
     "fma.rn.bf16x2 %0, %1, %2, %3;": "%0 = emulator::fma_bf16x2(%1, %2, %3)",
+    "fma.rn.f16x2 %0, %1, %2, %3;": "%0 = emulator::fma_f16x2(%1, %2, %3)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
     "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = emulator::max_f16x2(%0, %1 & 0x7fff7fffu)",
     "{ .reg .b32 m; abs.f16x2 m, %1; min.f16x2 %0, m, %2; }": "%0 = emulator::min_f16x2(%1 & 0x7fff7fffu, %2)",
@@ -86,6 +87,10 @@ TABLE = {
     "bar.sync %0, %1;": "emulator::named_sync(%0, %1)",
     "bar.arrive %0, %1;": "emulator::named_arrive(%0, %1)",
     "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
+    "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }": "emulator::barrier_arrive(%0, 1)",
+    "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }": (
+        "emulator::barrier_wait(%0, %1)"
+    ),
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
     "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;": (
         "emulator::barrier_expect(%0, %1); emulator::barrier_arrive(%0, 1)"

@@ -55,3 +55,26 @@ def test_large_devices_take_64_heads():
 def test_too_little_shared_memory_is_an_error():
     with pytest.raises(ValueError, match="shared memory"):
         sparse_portable.choose((cumla.MLA_BF16, cumla.MLA_BF16), 128, 48 * KIB, 64 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "taken"), [(1, 64, 16), (6, 64, 16), (8, 64, 64), (128, 64, 64), (1, 16, 16), (1, 128, 16)]
+)
+def test_few_blocks_take_low_tiles(tokens, heads, taken, monkeypatch):
+    """Tiles have 10 blocks; 132 SMs run 264 CTAs with 16 heads each."""
+    from cumla.kernels.cuda.sparse import kernels
+
+    class Array:
+        device = type("Device", (), {"id": 0})
+
+        def __init__(self, *shape):
+            self.shape = shape
+
+    pages = type("Pages", (), {"layout": cumla.DSV4_FP8})
+    segments = [type("Segment", (), {"pages": pages, "indices": Array(tokens, 1, n)}) for n in (128, 512)]
+    work = kernels.AttentionCall(Array(tokens, 1, heads, 512), segments, *(None,) * 8)
+    monkeypatch.setattr(kernels, "device_sms", lambda device: 132)
+    for capability in (80, 86):
+        with assumed(capability):
+            assert kernels._portable_heads(work, True) == taken
+            assert kernels._portable_heads(work, False) == heads  # results must not depend on the batch

@@ -13,6 +13,7 @@ from support.programs import COMPILATIONS, TARGETS
 
 nvrtc = support.nvrtc.nvrtc()
 
+OF_16_KEYS = {"DSV4_FP8": 28, "DSV41_FP8": 8, "DSV41_FP8-DSV41_FP4": 8, "DSV41_FP8_SPLIT-DSV41_FP4_SPLIT": 8}
 # Bytes: what is allowed to spill.
 SPILLS_ALLOWED = {
     # Once a tile: every register is given to a role.
@@ -20,12 +21,18 @@ SPILLS_ALLOWED = {
     "sm90/decode/decode.cu-V32_NOPE_FP8-64-1-sm_90a": 12,
     "sm90/decode/decode.cu-DSV41_FP8-64-1-sm_90a": 8,
     "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-1-sm_90a": 8,
+    "sm90/decode/decode.cu-DSV4_BF16-64-1-sm_90a": 24,
+    "sm90/decode/decode.cu-MLA_BF16-64-1-sm_90a": 32,
     # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,
     # Once a step, beside 128 registers of sums.
     "sm80/sparse/prefill.cu-DSV4_BF16-32-4-96-sm_100": 12,
     "sm80/sparse/prefill.cu-MLA_BF16-32-4-96-sm_100": 12,
+    # Once a tile and once in four steps, of warps with 96 registers of queries; sm_100 also once a step.
+    **{f"sm80/sparse/heads64.cu-{x}-16-4-96-sm_{y}": z for x, z in OF_16_KEYS.items() for y in (86, 89)},
+    **{f"sm80/sparse/heads64.cu-V32_FP8-16-3-96-sm_{y}": 32 for y in (86, 89)},
+    "sm80/sparse/heads64.cu-DSV4_FP8-32-4-96-sm_100": 92,
 }
 if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registers
     SPILLS_ALLOWED["sm80/dense_decode.cu-f16-e4m3-0-sm_90a"] = 40

@@ -126,7 +126,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": paged, "PASS": queries, "PASSES": 1, "QUERY_GROUPS": groups, "MXFP4": 0,
-                "MAXIMA": 0, "CANDIDATES": 0,
+                "MAXIMA": 0,
             },
         )
         for heads, paged, queries, groups in (
@@ -149,7 +149,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": 1, "PASS": queries, "PASSES": products, "QUERY_GROUPS": 1, "MXFP4": 1,
-                "MAXIMA": 0, "CANDIDATES": 0,
+                "MAXIMA": 0,
             },
         )
         for heads, queries, products in ((32, 1, 1), (32, 2, 1), (32, 2, 2), (32, 2, 3), (64, 1, 1), (64, 1, 6))
@@ -159,7 +159,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": 1, "PASS": queries, "PASSES": products, "QUERY_GROUPS": groups,
-                "MXFP4": mxfp4, "MAXIMA": 1, "CANDIDATES": 0,
+                "MXFP4": mxfp4, "MAXIMA": 1,
             },
         )
         for heads, queries, products, groups, mxfp4 in (
@@ -170,16 +170,6 @@ SOURCES = [
             (32, 1, 1, 1, 1),
             (32, 2, 3, 1, 1),
         )
-    ),
-    *(
-        (
-            "sm90/indexer/logits.cu",
-            {
-                "HEADS": heads, "PAGED": 1, "PASS": 1, "PASSES": 1, "QUERY_GROUPS": 1, "MXFP4": mxfp4, "MAXIMA": 0,
-                "CANDIDATES": 1,
-            },
-        )
-        for heads, mxfp4 in ((32, 0), (32, 1), (64, 0), (64, 1))
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
@@ -370,7 +360,7 @@ SHARED_MEMORY = {
 def portable_attention(formats, heads, target):
     """The portable attention kernel as a device takes it."""
     size = sparse_portable.choose(formats, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
-    return "sm80/sparse/attention.cu", sparse_portable.macros(formats, size), target
+    return size.file, sparse_portable.macros(formats, size), target
 
 
 def portable_prefill(layout, target):

@@ -68,7 +68,10 @@ class FastKernel(NamedTuple):
 
 @contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
-    """For tests: attend with the kernel `name`, one of KERNELS, and ignore the choice and earlier self-tests."""
+    """For tests: attend with the kernel `name`, one of KERNELS, and ignore the choice and earlier self-tests.
+
+    Tiles of the portable kernel have as many heads as they can.
+    """
     if name not in KERNELS:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
     token = _forced.set(name)
@@ -93,7 +96,7 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
         return _hopper(device, formats, HEADS)
     if name == "hopper":
         return _hopper(device, formats, tile_heads(work, may_split, device_sms(device), _clusters(device)))
-    return _portable(device, formats, int(work.q.shape[2]))
+    return _portable(device, formats, _portable_heads(work, may_split and _forced.get() is None))
 
 
 def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
@@ -225,15 +228,26 @@ def portable_size(device: int, formats: Formats, heads: int, prefill: bool) -> s
     return found or sparse_portable.choose(formats, heads, of.shared_bytes, of.sm_shared_bytes)
 
 
+def _portable_heads(work: AttentionCall, may_split: bool) -> int:
+    """Heads of a tile: few, if even then all blocks of all tiles run at a time."""
+    device, heads = work.q.device.id, int(work.q.shape[2])
+    if may_split:
+        blocks = int(work.q.shape[0]) * int(work.q.shape[1]) * work.most_blocks
+        for height in sorted(sparse_portable.SIZES):
+            size = portable_size(device, work.formats, min(height, heads), prefill=False)
+            if size.heads < heads and blocks * -(-heads // size.heads) <= size.blocks * device_sms(device):
+                return size.heads
+    return heads
+
+
 @functools.cache
 def _portable_within(limits: Limits, device: int, formats: Formats, heads: int) -> FastKernel:
     size = sparse_portable.choose(formats, heads, limits.shared_bytes, limits.sm_shared_bytes)
     _start_others(formats, size.heads)
-    function = kernel("sm80/sparse/attention.cu", "sparse_mla_mma", **sparse_portable.macros(formats, size))
+    function = kernel(size.file, size.function, **sparse_portable.macros(formats, size))
     shared_bytes = sparse_portable.shared_bytes(formats, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
-    max_ranges = size.blocks * device_sms(device)
-    return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_ranges)
+    return FastKernel(function, size.threads, shared_bytes, size.heads, size.blocks * device_sms(device))
 
 
 def _portable_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:

@@ -1,6 +1,7 @@
 """Sizes of csrc/sm80/sparse: heads and keys that its kernels take at a time, by formats and shared memory.
 
-attention.cu takes all formats, decode and prefill; prefill.cu gathered rows for more than 32 heads.
+heads64.cu takes tiles of 64 heads of paged caches, attention.cu smaller ones, prefill.cu gathered rows for more than
+32 heads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from ....layout import CacheLayout
 from ..constants import constant
 from .formats import Formats, layout_macros
 
-THREADS = constant("sm80/sparse/rows.cuh", "THREADS")
 PREFILL_THREADS = constant("sm80/sparse/prefill_rows.cuh", "THREADS")
-PREFILL_Q_REGISTERS = 96  # of a thread of the scores
+Q_REGISTERS = 96  # of a thread of the scores of heads64.cu and prefill.cu
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
@@ -25,10 +25,25 @@ class Size(NamedTuple):
     stages: int
     blocks: int
 
+    @property
+    def file(self) -> str:
+        """Source of the kernel."""
+        return f"sm80/sparse/{'heads64' if self.heads == 64 else 'attention'}.cu"
+
+    @property
+    def function(self) -> str:
+        """Name of the kernel."""
+        return "sparse_mla_mma_64" if self.heads == 64 else "sparse_mla_mma"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return constant(f"sm80/sparse/{'heads64_steps' if self.heads == 64 else 'rows'}.cuh", "THREADS")
+
 
 # The fastest first, for each height (docs/kernels/portable.md).
 SIZES = {
-    64: (Size(64, 64, 3, 1), Size(64, 32, 3, 1), Size(64, 16, 3, 1)),
+    64: (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1)),
     32: (Size(32, 64, 3, 1), Size(32, 32, 3, 1), Size(32, 16, 3, 1)),
     16: (Size(16, 32, 3, 2), Size(16, 16, 3, 2), Size(16, 16, 3, 1)),
 }
@@ -65,7 +80,7 @@ def prefill_macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
         "LAYOUT": layout.name,
         "KEYS": size.keys,
         "STAGES": size.stages,
-        "Q_REGISTERS": PREFILL_Q_REGISTERS,
+        "Q_REGISTERS": Q_REGISTERS,
     }
 
 
@@ -76,18 +91,15 @@ def prefill_shared_bytes(layout: CacheLayout, size: Size) -> int:
 
 
 def macros(formats: Formats, size: Size) -> dict[str, str | int]:
-    """The macros for csrc/sm80/sparse/attention.cu."""
-    return {
-        **layout_macros(formats),
-        "TILE_HEADS": size.heads,
-        "KEYS": size.keys,
-        "STAGES": size.stages,
-        "CTAS": size.blocks,
-    }
+    """The macros for the source of these sizes."""
+    sizes: dict[str, str | int] = {"KEYS": size.keys, "STAGES": size.stages}
+    if size.heads == 64:
+        return {**layout_macros(formats), **sizes, "Q_REGISTERS": Q_REGISTERS}
+    return {**layout_macros(formats), **sizes, "TILE_HEADS": size.heads, "CTAS": size.blocks}
 
 
 def shared_bytes(formats: Formats, size: Size) -> int:
-    """Shared memory of csrc/sm80/sparse/attention.cu."""
+    """Shared memory of a CTA of these sizes."""
     first, second = formats
     given = macros(formats, size) | {"LAYOUT": first, "EXTRA_LAYOUT": second}
-    return constant("sm80/sparse/scores.cuh", "SHARED_BYTES", **given)
+    return constant(f"sm80/sparse/{'heads64_' if size.heads == 64 else ''}scores.cuh", "SHARED_BYTES", **given)

@@ -94,22 +94,18 @@ template <class In, class F> const uint8_t* meet(const char* what, const In& in,
     };
     return meet(what, &in, sizeof in, call, &act);
 }
-// All lanes of the warp arrive; returns every lane's word.
-EXPORT const uint64_t* exchange(const char* what, uint64_t word);
 // Every lane's `x`, valid until the next meeting.
 template <class T> struct Table {
-    const uint64_t* words;
+    const uint8_t* rows;
     T operator[](int lane) const {
         T x;
-        memcpy(&x, words + lane, sizeof x);
+        memcpy(&x, rows + lane * MOST_BYTES, sizeof x);
         return x;
     }
 };
 template <class T> Table<T> everybodys(const char* what, T x) {
-    static_assert(sizeof(T) <= sizeof(uint64_t));
-    uint64_t word = 0;
-    memcpy(&word, &x, sizeof x);
-    return {exchange(what, word)};
+    const uint8_t* mine = meet(what, &x, sizeof x, nullptr, nullptr);
+    return {mine - thread_number % 32 * MOST_BYTES};
 }
 EXPORT uint32_t ballot(bool vote);
 
@@ -173,6 +169,7 @@ EXPORT uint32_t to_bf16x2(float low, float high);
 EXPORT uint16_t to_e4m3x2(float low, float high);
 EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
 EXPORT uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c);
+EXPORT uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
 EXPORT uint32_t add_f16x2(uint32_t a, uint32_t b);
 EXPORT uint32_t at_least_f16x2(uint32_t a, uint32_t b);  // all bits of a half where a >= b

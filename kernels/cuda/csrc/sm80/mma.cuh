@@ -64,6 +64,12 @@ __device__ inline void codes_to_scaled_bf16(uint32 bytes, uint32 factors, uint32
     high = scaled_bf16(__byte_perm(bytes, 0, 0x3424), factors);
 }
 
+// Pairs of float16: x y + z.
+__device__ inline uint32 multiply_add_f16(uint32 x, uint32 y, uint32 z) {
+    uint32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+    return sum;
+}
 __device__ inline uint32 multiply(uint32 x, uint32 factors) {
     uint32 y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factors));

@@ -1,0 +1,159 @@
+// The rows of sm80/sparse/heads64.cu: copies to the ring, and their expansion to 16 bits.
+//
+// Each warp of the sums copies the values that it multiplies, 128 bytes of a row in the ring, and part of what follows the values. So it
+// knows by itself when these have arrived and when their place is free. Quantised values arrive at the end of their place; LEAD steps
+// before the sums the warp expands them there to float16, times their scale. Rows of absent keys and heads are zeros.
+#pragma once
+#include "sm80/sparse/heads64_steps.cuh"
+
+// Range of scales for which a value times its scale is precise in float16: powers of two and e4m3 numbers, and others, which are rounded
+// to float16. Tiny ones, as in rows that were never written, make values zero; where that matters, results are too small
+// (sm80/sparse/results.cuh).
+template <class Layout> __device__ inline bool is_imprecise(float scale) {
+    float least = Layout::scale_tile == 128 ? 1.0f / 16384.0f : 0x1p-22f;
+    return !(scale >= least && scale <= 128.0f) && !(fabsf(scale) <= 0x1p-87f);
+}
+
+struct RowLoader {
+    StepRing& ring;
+
+    __device__ explicit RowLoader(StepRing& r) : ring(r) {}
+
+    // Note for a tile that a value of this warp is not zero, or that a scale is imprecise or a value NaN.
+    __device__ void find(int parity, bool value, bool bad) {
+        int warp = thread_index() / 32;
+        if (value) ring.has_value[parity][warp] = 1;
+        if (bad) ring.is_unsafe[parity][warp] = 1;
+    }
+    // After a tile: forget what was found.
+    __device__ void forget(int parity) {
+        int warp = thread_index() / 32;
+        __syncwarp();
+        ring.has_value[parity][warp] = ring.is_unsafe[parity][warp] = 0;
+    }
+
+    // Start copying BYTES of each row, from `offset` on to `to`.
+    template <int BYTES> __device__ void copy_places(int number, uint32 present, int to, int offset) {
+        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES;
+        int lane = thread_index() % 32, first = lane / LANES;
+        const uint64* sources = ring.sources[number % ROWS_LISTED] + first;
+        uint32 target = shared_address(ring.rows[number % STAGES][first]) + to + lane % LANES * 16;
+        uint64 from = offset + lane % LANES * 16;
+        present >>= first;
+#pragma unroll
+        for (int i = 0; i < KEYS; i += ROWS)
+            copy_async_part(target + i * ROW_STRIDE, reinterpret_cast<const uint8*>(sources[i] + from), present >> i << 4 & 16);
+    }
+
+    // Likewise of what follows the values: a part of the rows for each warp.
+    __device__ void copy_tails(int number, uint32 present, int offset) {
+        constexpr int ROWS = KEYS / SUM_WARPS;
+        int thread = thread_index(), lane = thread % 32, row = ROWS * (thread / 32) + lane / 8;
+        if (lane < 8 * ROWS)
+            copy_async_part(shared_address(ring.rows[number % STAGES][row]) + 2 * V_DIM + lane % 8 * 16,
+                            reinterpret_cast<const uint8*>(ring.sources[number % ROWS_LISTED][row] + (offset + lane % 8 * 16)),
+                            present >> row << 4 & 16);
+    }
+
+    template <class Layout> __device__ void copy_keys(int number, uint32 present) {
+        constexpr int CODES = Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16;  // bytes of a place
+        int warp = thread_index() / 32;
+        if (VALUES * warp < Layout::quantized_dim) copy_places<CODES>(number, present, PLACE * warp + PLACE - CODES, CODES * warp);
+        else copy_places<PLACE>(number, present, PLACE * warp, Layout::rope_offset + 2 * (VALUES * warp - Layout::quantized_dim));
+        if (Layout::head_dim > V_DIM) copy_tails(number, present, Layout::rope_offset + 2 * (V_DIM - Layout::quantized_dim));
+    }
+
+    // Start copying this warp's part of a step: one group of copies, empty after the range's end.
+    __device__ void copy(int number) {
+        Step step = ring.step(number);
+        if (step.kind() == QUERIES) {
+            int at = PLACE * (thread_index() / 32);
+            copy_places<PLACE>(number, step.present, at, at);
+            if (LAYOUT::head_dim > V_DIM) copy_tails(number, step.present, 2 * V_DIM);
+        } else if (TWO_FORMATS && step.kind() == SECOND) {
+            copy_keys<EXTRA_LAYOUT>(number, step.present);
+        } else if (step.has_keys()) {
+            copy_keys<LAYOUT>(number, step.present);
+        }
+        copies_commit();
+    }
+
+    // e4m3 or e2m1 values of a step, which have arrived, to float16.
+    template <class Layout> __device__ void expand_keys(int number, int parity) {
+        constexpr int TILES = Layout::scale_tile >= VALUES ? 1 : VALUES / Layout::scale_tile;  // of scales in a place
+        constexpr bool BYTES = Layout::ue8m0 || Layout::e4m3_scales;
+        int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+        int first = VALUES * warp / (Layout::scale_tile ? Layout::scale_tile : 1) * (BYTES ? 1 : 4);  // byte of the place's first scale
+        uint32 word = *reinterpret_cast<const uint32*>(ring.scales[number % ROWS_LISTED][lane % KEYS] + first / 4 * 4);
+        uint32 factors[TILES > 2 ? 2 : 1];  // of this lane's row, as float16
+        bool bad = false;
+        float values[TILES + TILES % 2];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            uint32 stored = BYTES ? word >> (first + i) % 4 * 8 & 0xff : word;
+            float scale = Layout::ue8m0 ? __uint_as_float(stored << 23) : stored_scale<Layout>(stored);
+            bad |= is_imprecise<Layout>(scale);
+            values[i] = scale * CODE_UNIT;
+        }
+        if (TILES == 1) {  // with what float16 lacks of the scale
+            values[1] = values[0] - to_float(f16{uint16(pack(f16{}, values[0], 0.0f))});
+        }
+#pragma unroll
+        for (int i = 0; i < TILES + TILES % 2; i += 2) factors[i / 2] = pack(f16{}, values[i], values[i + 1]);
+        uint32 any = 0;
+        int chunk = lane / 8;  // of 16 values
+#pragma unroll 1
+        for (int i = 0; i < KEYS; i += 8) {
+            int row = i + lane % 8;
+            uint8* place = ring.rows[number % STAGES][row] + PLACE * warp;
+            uint32 codes[4];
+            if constexpr (Layout::e2m1_values) {
+                uint2 v = *reinterpret_cast<const uint2*>(place + PLACE - 32 + 8 * chunk);
+                e2m1_to_e4m3(v.x, codes[0], codes[1]), e2m1_to_e4m3(v.y, codes[2], codes[3]);
+            } else {
+                uint4 v = *reinterpret_cast<const uint4*>(place + PLACE - 64 + 16 * chunk);
+                codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
+            }
+            uint32 pair = __shfl_sync(~0u, factors[0], row);
+            if (TILES > 2) {
+                uint32 other = __shfl_sync(~0u, factors[TILES > 2], row);
+                if (chunk >= 2) pair = other;
+            }
+            // The scale of this chunk, and its rest.
+            bool high = TILES == 2 ? chunk >= 2 : TILES > 2 && chunk % 2;
+            uint32 factor = __byte_perm(pair, 0, high ? 0x3232 : 0x1010), rest = __byte_perm(pair, 0, 0x3232);
+            __syncwarp();  // all lanes have read what is overwritten now
+            uint32 words[8];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                any |= codes[j] & 0x7f7f7f7f, bad |= has_nan(codes[j]);
+                codes_to_f16(codes[j], words[2 * j], words[2 * j + 1]);
+#pragma unroll
+                for (int e = 2 * j; e < 2 * j + 2; ++e) {
+                    if (TILES == 1 && !Layout::ue8m0) words[e] = multiply_add_f16(words[e], factor, multiply(words[e], rest));
+                    else words[e] = multiply(words[e], factor);
+                }
+            }
+            uint4* to = reinterpret_cast<uint4*>(place + 32 * chunk);
+            to[0] = uint4{words[0], words[1], words[2], words[3]}, to[1] = uint4{words[4], words[5], words[6], words[7]};
+        }
+        find(parity, any, bad);
+    }
+
+    __device__ void expand(int number) {
+        if constexpr (LAYOUT::quantized_dim != 0) {
+            Step step = ring.step(number);
+            if (!step.has_keys() || VALUES * (thread_index() / 32) >= LAYOUT::quantized_dim) return;
+            if (TWO_FORMATS && step.kind() == SECOND) expand_keys<EXTRA_LAYOUT>(number, step.parity());
+            else expand_keys<LAYOUT>(number, step.parity());
+        }
+    }
+
+    // A step's copies have arrived: expand them, and signal to the scores that they are ready.
+    __device__ void publish(int number) {
+        copies_wait<AHEAD - LEAD>();
+        __syncwarp();
+        expand(number);
+        ring.barriers.arrive_arrived(number);
+    }
+};

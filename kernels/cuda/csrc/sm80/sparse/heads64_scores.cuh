@@ -1,0 +1,238 @@
+// Scores and weights of sm80/sparse/heads64.cu: S = Q K^T and P = 2^(S - top), a step at a time.
+//
+// A warp has 16 heads and all keys of a step, so a row's maximum and sum stay in the warp. Its queries stay in registers for the whole
+// tile, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes. They become float16 where they meet
+// quantised values. Operands of keys are loaded LOADED_AHEAD products ahead, which hides the latency of shared memory.
+#pragma once
+#include "sm80/sparse/heads64_steps.cuh"
+#include "sm80/sparse/results.cuh"
+
+constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
+constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
+constexpr int F16_K = LAYOUT::quantized_dim / 16;  // of float16, the others of bfloat16
+constexpr uint32 MAX_Q = 0x4580, MIN_Q = 0x3a80;   // bfloat16 bits of 2^12 and 2^-10: beyond these, float16 may be too coarse for Q or K
+constexpr int P_STRIDE = row_stride(KEYS);
+constexpr int SPLITS = 32 / KEYS;  // chains of products for the same scores: four chains hide a product's latency
+constexpr int LOADED_AHEAD = 1;
+static_assert(LAYOUT::head_dim % 16 == 0 && MEMORY_K > 0, "unsupported dimensions");
+
+struct Heads64Shared {
+    StepRing ring;
+    alignas(16) uint8 p[WEIGHED_SLOTS][HEADS][P_STRIDE];  // float16
+    uint4 q[SCORE_WARPS][MEMORY_K][32];
+    float factor[WEIGHED_SLOTS][HEADS];                       // of the sums before a step, where
+    alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];      // this is not 0
+    float inv_sum[HEADS], result_factor[HEADS];               // at a tile's end
+    uint8 unsafe[SCORE_WARPS];
+};
+constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * (4 * HEADS + 3));
+static_assert(sizeof(Heads64Shared) == SHARED_BYTES);
+
+struct Scores {
+    const SparseProblem& problem;
+    Heads64Shared& shared;
+    uint32 q[REGISTER_K][4];
+    float x[KEYS / 8][4];              // scores of a step in base 2
+    float top[2], total[2], most[2];   // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
+    float check;                       // NaN after a score that is not finite
+    uint32 largest[2];                 // magnitude of Q in both rows, as bfloat16 bits (this lane's part)
+
+    __device__ Scores(const SparseProblem& p, Heads64Shared& s) : problem(p), shared(s) {}
+
+    static __device__ int warp_index() { return thread_index() / 32 - SUM_WARPS; }
+
+    // Step `number`, the tile's `part`th, has heads KEYS * part and following.
+    __device__ void load_q(int number, int part) {
+        int warp = warp_index(), lane = thread_index() % 32, first = 16 * warp - KEYS * part;
+        if (first < 0 || first >= KEYS) return;
+        const uint8* row = a_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, first, 0);
+        largest[0] = largest[1] = 0;
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) {
+            uint32 a[4];
+            load_matrices(a, row + 32 * k);
+            if (k < F16_K) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) largest[i % 2] = __vmaxu2(largest[i % 2], a[i] & 0x7fff7fff), a[i] = bf16x2_to_f16x2(a[i]);
+            }
+            if (k < REGISTER_K) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) q[k < REGISTER_K ? k : 0][i] = a[i];
+            } else {
+                shared.q[warp][k - REGISTER_K][lane] = uint4{a[0], a[1], a[2], a[3]};
+            }
+        }
+    }
+
+    // Whether float16 is too coarse for a row of Q. Zero is exact.
+    __device__ bool beyond_f16() const {
+        bool found = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint32 most = max(largest[r] & 0xffff, largest[r] >> 16);
+            most = max(most, __shfl_xor_sync(~0u, most, 1)), most = max(most, __shfl_xor_sync(~0u, most, 2));
+            found |= most > MAX_Q || (most && most < MIN_Q);
+        }
+        return F16_K > 0 && found;
+    }
+
+    // Before a tile's first step of keys.
+    __device__ void begin() {
+        top[0] = top[1] = most[0] = most[1] = -infinity();
+        total[0] = total[1] = 0.0f, check = beyond_f16() ? infinity() : 0.0f;
+    }
+
+    // Operands of product k of all keys.
+    static __device__ void load_keys(uint32 (&b)[KEYS / 16][4], const uint8* rows, int k) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 16; ++n) load_matrices(b[n], rows + 16 * n * ROW_STRIDE + 32 * k);
+    }
+
+    __device__ void score(int number) {
+        int warp = warp_index(), lane = thread_index() % 32;
+        float y[SPLITS][KEYS / 8][4] = {};
+        const uint8* rows = b_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, 0, 0);
+        uint32 b[LOADED_AHEAD + 1][KEYS / 16][4];
+#pragma unroll
+        for (int k = 0; k < LOADED_AHEAD; ++k) load_keys(b[k], rows, k);
+#pragma unroll
+        for (int k = 0; k < K_STEPS; ++k) {
+            if (k + LOADED_AHEAD < K_STEPS) load_keys(b[(k + LOADED_AHEAD) % (LOADED_AHEAD + 1)], rows, k + LOADED_AHEAD);
+            uint32 a[4];
+            if (k < REGISTER_K) {
+                for (int i = 0; i < 4; ++i) a[i] = q[k][i];
+            } else {
+                uint4 v = shared.q[warp][k - REGISTER_K][lane];
+                a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+            }
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; ++n) {
+                const uint32(&of)[4] = b[k % (LOADED_AHEAD + 1)][n];
+                if (k < F16_K) {
+                    multiply_add(f16{}, y[k % SPLITS][2 * n], a, of[0], of[1]);
+                    multiply_add(f16{}, y[k % SPLITS][2 * n + 1], a, of[2], of[3]);
+                } else {
+                    multiply_add(bf16{}, y[k % SPLITS][2 * n], a, of[0], of[1]);
+                    multiply_add(bf16{}, y[k % SPLITS][2 * n + 1], a, of[2], of[3]);
+                }
+            }
+        }
+        float scale = problem.softmax_scale * LOG2_E;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[n][i] = (SPLITS == 1 ? y[0][n][i] : y[0][n][i] + y[SPLITS - 1][n][i]) * scale;
+                check = fmaf(x[n][i], 0.0f, check);
+            }
+        uint32 present = shared.ring.step(number).present;
+        if (present == ALL_PRESENT) return;
+        int c = thread_index() % 4;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!(present >> (8 * n + 2 * c + i % 2) & 1)) x[n][i] = -infinity();
+    }
+
+    // Value subtracted from a row's scores: any finite value while all are -infinity.
+    static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
+
+    // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave the range.
+    __device__ void weigh(int number) {
+        int slot = number % WEIGHED_SLOTS, warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
+        bool above = false;
+        float step_most[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            step_most[r] = -infinity();
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) step_most[r] = fmaxf(step_most[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+            most[r] = fmaxf(most[r], step_most[r]);
+            above |= step_most[r] > top[r] + LAZY;
+        }
+        bool raise = __any_sync(~0u, above);
+        if (raise) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float next = fmaxf(top[r], quad_max(step_most[r])), factor = exp2_approx(top[r] - base_of(next));
+                top[r] = next;
+                total[r] *= factor;
+                if (c == 0) shared.factor[slot][16 * warp + 8 * r + g] = factor;
+            }
+        }
+        if (lane == 0) shared.raised[slot][warp] = raise;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float base = base_of(top[r]);
+            uint8* to = shared.p[slot][16 * warp + 8 * r + g] + 4 * c;
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; ++n) {
+                float low = exp2_approx(x[n][2 * r] - base), high = exp2_approx(x[n][2 * r + 1] - base);
+                total[r] += low + high;
+                *reinterpret_cast<uint32*>(to + 16 * n) = pack(f16{}, low, high);
+            }
+        }
+    }
+
+    // After a tile's last step: LSE and maximum, and the factors of the sums.
+    __device__ void finish(const RangeTile& of) {
+        TileCoord at(problem, of.tile);
+        int warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = quad_sum(total[r]), highest = quad_max(most[r]);
+            if (c != 0) continue;
+            int row = 16 * warp + 8 * r + g, head = at.first_head + row;
+            RowResult result(top[r], sum);
+            shared.inv_sum[row] = result.inv_sum;
+            shared.result_factor[row] = result.inv_sum;
+            if (!of.whole) {
+                problem.partial_lse[partial_slot(blockIdx.x, of.from_start) * HEADS + row] = result.lse2;
+            } else if (head < problem.heads) {
+                shared.result_factor[row] = result.write(problem, at, head);
+                if (problem.max_logits) problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = highest * LN_2;
+            }
+        }
+        bool unsafe = __any_sync(~0u, check != 0.0f);
+        if (lane == 0) shared.unsafe[warp] = unsafe;
+    }
+
+    __device__ void run() {
+        Lister lister(problem, shared.ring, warp_index());
+        if (warp_index() <= AHEAD) lister.list(warp_index());
+        __syncthreads();
+        copies_wait<0>();
+        __syncthreads();
+        for (int number = 0;;) {
+            for (int part = 0; part < Q_STEPS; ++part, ++number) {
+                shared.ring.barriers.wait_arrived(number);
+                if (shared.ring.step(number).kind() == NONE) return;
+                load_q(number, part);
+                list(lister, number);
+                shared.ring.barriers.arrive_weighed(number);
+            }
+            begin();
+            for (bool last = false; !last; ++number) {
+                shared.ring.barriers.wait_arrived(number);
+                score(number);
+                list(lister, number);
+                weigh(number);
+                last = shared.ring.step(number).last();
+                if (last) {
+                    int tile = shared.ring.step(number).tile();
+                    finish(shared.ring.tile(tile));
+                    if (threadIdx.x == 32 * SUM_WARPS) shared.ring.list(problem, tile + TILES_AHEAD);
+                }
+                shared.ring.barriers.arrive_weighed(number);
+            }
+        }
+    }
+
+    // The sums have left the step whose weights' place this step takes: list a later one.
+    __device__ void list(Lister& lister, int number) {
+        if (number >= WEIGHED_SLOTS) shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
+        copies_wait<0>();  // of scales listed at an earlier step
+        if ((number + 1 + AHEAD) % SCORE_WARPS == warp_index()) lister.list(number + 1 + AHEAD);
+    }
+};

@@ -1,0 +1,231 @@
+// What the steps of a work range of sm80/sparse/heads64.cu are, and where their rows are. Warps of the scores list both ahead of the
+// copies; the sums, which copy, have few registers for it.
+//
+// What a tile needs arrives as *steps* of KEYS rows of 16-bit values. The first Q_STEPS steps of a tile are its queries, a head a row;
+// the others are keys. Steps count through the range, across tiles.
+#pragma once
+#include "common/pdl.cuh"
+#include "common/sparse/work.cuh"
+#include "sm80/operands.cuh"
+
+constexpr int SUM_WARPS = 8, SCORE_WARPS = 4, THREADS = 32 * (SUM_WARPS + SCORE_WARPS);
+constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a warp and row: values and their bytes
+constexpr int AHEAD = STAGES - 1;        // steps by which copies precede sums
+constexpr int LEAD = STAGES > 3 ? 2 : 1;  // likewise for scores, which read rows after their expansion
+constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
+constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps have at most four tiles, and scores are up to a step apart
+constexpr int WEIGHED_SLOTS = 2;
+constexpr int Q_STEPS = HEADS / KEYS;
+constexpr int ROW_STRIDE = row_stride(LAYOUT::head_dim);
+constexpr bool TWO_FORMATS = LAYOUT::row_bytes != EXTRA_LAYOUT::row_bytes || LAYOUT::scale_tile != EXTRA_LAYOUT::scale_tile;
+constexpr int SCALE_BYTES = LAYOUT::scale_bytes > EXTRA_LAYOUT::scale_bytes ? LAYOUT::scale_bytes : EXTRA_LAYOUT::scale_bytes;
+constexpr int SCALED_ROWS = LAYOUT::quantized_dim ? KEYS : 1, SCALE_STRIDE = LAYOUT::quantized_dim ? SCALE_BYTES : 16;
+constexpr uint32 ALL_PRESENT = KEYS == 32 ? ~0u : (1u << KEYS % 32) - 1;
+static_assert(HEADS == 64 && HEADS / SCORE_WARPS == 16 && (KEYS == 16 || KEYS == 32) && (STAGES == 3 || STAGES == 4), "unsupported sizes");
+static_assert(LAYOUT::quantized_dim % VALUES == 0 && (LAYOUT::head_dim == V_DIM || LAYOUT::head_dim == V_DIM + VALUES), "unsupported dimensions");
+static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_dim == EXTRA_LAYOUT::quantized_dim, "unsupported formats");
+
+// threadIdx.x, read again: values that depend on it are then computed where they are used, and take no register elsewhere.
+__device__ inline int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+// A barrier in shared memory for a step, at which warps arrive one by one. Unlike named barriers it lets each warp of a role run ahead
+// of the others: one lists a step, or expands rows, while the others go on.
+struct StepBarrier {
+    uint64 state;
+
+    __device__ void init(int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
+    // By all lanes of a warp.
+    __device__ void arrive() {
+        __syncwarp();
+        if (thread_index() % 32 == 0)
+            asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&state)) : "memory");
+    }
+    // Until all have arrived for the `round`th time, from 0 on.
+    __device__ void wait(int round) {
+        asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(&state)),
+                     "r"(round & 1)
+                     : "memory");
+    }
+};
+
+// Between the sums, which copy, and the scores. A step's rows have arrived; its weights are written, and its rows no longer read by the
+// scores; its weights are no longer read. Each slot is used again only after all who wait have passed it.
+struct StepBarriers {
+    static constexpr int ARRIVED_SLOTS = 4;
+    StepBarrier arrived[ARRIVED_SLOTS], weighed[WEIGHED_SLOTS], summed[WEIGHED_SLOTS];
+
+    __device__ void init() {
+        for (int i = 0; i < ARRIVED_SLOTS; ++i) arrived[i].init(SUM_WARPS);
+        for (int i = 0; i < WEIGHED_SLOTS; ++i) weighed[i].init(SCORE_WARPS), summed[i].init(SUM_WARPS);
+    }
+    __device__ void arrive_arrived(int step) { arrived[step % ARRIVED_SLOTS].arrive(); }
+    __device__ void arrive_weighed(int step) { weighed[step % WEIGHED_SLOTS].arrive(); }
+    __device__ void arrive_summed(int step) { summed[step % WEIGHED_SLOTS].arrive(); }
+    __device__ void wait_arrived(int step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
+    __device__ void wait_weighed(int step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
+    __device__ void wait_summed(int step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
+};
+
+// The part of a tile that is in the CTA's work range.
+struct RangeTile {
+    const uint8* q;         // of its first head
+    bf16* out;              // likewise
+    const int* indices[2];  // of both lists' first key
+    int keys[2];            // that they have
+    int heads;              // that the tile has
+    int tile;               // -1 after the range's end
+    int first_keys, second, end;  // its first step of keys, the first one of the second list, the one after its last
+    bool whole, from_start;       // whether the range has all of the tile, whether it has its start
+
+    // The next one of the range, whose first step is `first`.
+    __device__ void take(const SparseProblem& problem, WorkRange& range, int first) {
+        WorkTile work;
+        bool more = range.next(problem, work);
+        tile = more ? work.tile : -1, first_keys = first + Q_STEPS, second = end = INT32_LIMIT;
+        keys[0] = keys[1] = 0;
+        TileCoord at(problem, more ? tile : 0);
+        if (more) {
+            int blocks0 = blocks_of(work.lengths0);
+            list(problem, at, 0, work.lengths0, work.first, work.last);
+            list(problem, at, 1, work.lengths1, max(work.first - blocks0, 0), work.last - blocks0);
+            second = first_keys + (keys[0] + KEYS - 1) / KEYS;
+            end = max(first_keys + 1, second + (keys[1] + KEYS - 1) / KEYS);
+            whole = work.whole(), from_start = work.first == 0;
+        }
+        q = reinterpret_cast<const uint8*>(problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s +
+                                           at.first_head * problem.q_stride_h);
+        out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + at.first_head * problem.out_stride_h;
+        heads = problem.heads - at.first_head;
+    }
+
+    // Keys of blocks [first, last) of a list.
+    __device__ void list(const SparseProblem& problem, const TileCoord& at, int which, int length, int first, int last) {
+        const Segment& of = problem.segments[which];
+        keys[which] = max(0, min(length, last * BLOCK) - first * BLOCK);
+        indices[which] = of.indices + at.b * of.indices_stride_b + at.s * of.indices_stride_s + first * BLOCK;
+    }
+
+    // Let it begin so many steps later.
+    __device__ void shift(int steps) {
+        first_keys += steps;
+        if (tile >= 0) second += steps, end += steps;
+    }
+
+    // Whether a step of keys is of the second list.
+    __device__ bool is_second(int step) const { return step >= second && keys[1] > 0; }
+};
+
+// What a step is. NONE: the range is at its end.
+enum Kind : uint32 { NONE, QUERIES, FIRST, SECOND };
+struct Step {
+    uint32 bits;     // the kind, 4 in a tile's last step, 8 times the tile's place, 64 times the number of the step of queries
+    uint32 present;  // its rows that are not absent
+
+    __device__ Kind kind() const { return Kind(bits & 3); }
+    __device__ bool has_keys() const { return bits & 2; }
+    __device__ bool last() const { return bits & 4; }
+    __device__ int tile() const { return bits >> 3 & 7; }
+    __device__ int parity() const { return bits >> 3 & 1; }
+    __device__ int part() const { return bits >> 6; }
+};
+
+struct StepRing {
+    alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
+    alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
+    alignas(8) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
+    alignas(8) Step steps[STEPS_LISTED];
+    alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
+    WorkRange range;  // that is left
+    StepBarriers barriers;
+    uint8 has_value[2][SUM_WARPS], is_unsafe[2][SUM_WARPS];  // of tiles of even and odd number, see RowLoader::find
+
+    // The tile of this number in the range.
+    __device__ RangeTile& tile(int number) { return reinterpret_cast<RangeTile&>(tiles[number % TILES_LISTED]); }
+    __device__ const Step& step(int number) const { return steps[number % STEPS_LISTED]; }
+
+    // The first tiles, by one warp: a lane has a tile, as each waits for memory.
+    __device__ void list_first(const SparseProblem& problem) {
+        int lane = thread_index() % 32;
+        if (lane < 2 * SUM_WARPS) has_value[0][lane] = is_unsafe[0][lane] = 0;
+        if (lane == 0) barriers.init();
+        WorkRange mine(problem);
+        if (lane > 0) mine.tile += lane, mine.first = 0;
+        RangeTile& taken = tile(lane % TILES_LISTED);
+        if (lane < TILES_AHEAD) taken.take(problem, mine, 0);
+        int steps = lane < TILES_AHEAD && taken.tile >= 0 ? taken.end : 0, before = 0;
+#pragma unroll
+        for (int i = 0; i < TILES_AHEAD - 1; ++i) {
+            int its = __shfl_sync(~0u, steps, i);
+            if (i < lane) before += its;
+        }
+        if (lane >= TILES_AHEAD) return;
+        taken.shift(before);
+        if (lane == TILES_AHEAD - 1) range = mine;
+    }
+    // By one thread, one after another.
+    __device__ void list(const SparseProblem& problem, int number) { tile(number).take(problem, range, tile(number - 1).end); }
+};
+
+constexpr int TILE_BYTES = 64, RANGE_BYTES = 16;
+constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_BYTES + 8 * (4 + 2 * WEIGHED_SLOTS) + 4 * SUM_WARPS;
+constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + LIST_BYTES);
+static_assert(sizeof(RangeTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(StepRing) == RING_BYTES);
+
+// The steps that a warp of the scores lists: every SCORE_WARPS-th. A lane has a row.
+struct Lister {
+    const SparseProblem& problem;
+    StepRing& ring;
+    int tile;  // the number in the range of the tile of the step that it lists next
+    int slot;  // of this lane's row in that step
+
+    __device__ Lister(const SparseProblem& p, StepRing& r, int step) : problem(p), ring(r), tile(0) { find(step); }
+
+    __device__ void find(int step) {
+        while (step >= ring.tile(tile).end) ++tile;
+        const RangeTile& of = ring.tile(tile);
+        bool second = of.is_second(step);
+        int key = (step - (second ? of.second : of.first_keys)) * KEYS + thread_index() % 32;
+        slot = key >= 0 && key < of.keys[second] ? of.indices[second][key] : -1;
+    }
+
+    // Lists a step and starts to copy its scales, one group of copies, and finds the next one.
+    __device__ void list(int step) {
+        const RangeTile& of = ring.tile(tile);
+        if (of.tile < 0) {
+            write(step, NONE, false, 0, nullptr, false);
+        } else if (step < of.first_keys) {
+            int part = step - of.first_keys + Q_STEPS, head = part * KEYS + thread_index() % 32;
+            write(step, QUERIES, false, part, of.q + head * (2 * problem.q_stride_h), head < of.heads);
+        } else if (TWO_FORMATS && of.is_second(step)) {
+            list_keys<EXTRA_LAYOUT>(step, SECOND, of, problem.segments[1]);
+        } else {
+            list_keys<LAYOUT>(step, FIRST, of, problem.segments[of.is_second(step)]);
+        }
+        copies_commit();
+        find(step + SCORE_WARPS);
+    }
+
+    template <class Layout> __device__ void list_keys(int step, Kind kind, const RangeTile& of, const Segment& list) {
+        bool here = uint32(slot) < uint32(list.num_slots);
+        int at = here ? slot : 0, page = list.page_of(at), lane = thread_index() % 32;
+        int in_page = at - page * list.block_size;
+        const uint8* pages = list.pages + page * list.page_stride;
+        write(step, kind, step + 1 == of.end, 0, pages + int64(in_page) * Layout::row_bytes, here);
+        if (Layout::quantized_dim == 0 || lane >= KEYS) return;
+        const uint8* scales = pages + (Layout::scale_start + int64(list.block_size) * Layout::scale_start_per_token) + in_page * Layout::scale_stride;
+        constexpr int PIECE = Layout::scale_bytes % 16 ? 8 : 16;
+#pragma unroll
+        for (int i = 0; i < Layout::scale_bytes; i += PIECE) copy_async<PIECE>(ring.scales[step % ROWS_LISTED][lane] + i, scales + i, here);
+    }
+
+    __device__ void write(int step, Kind kind, bool last, int part, const uint8* row, bool here) {
+        int lane = thread_index() % 32;
+        uint32 present = __ballot_sync(~0u, here) & ALL_PRESENT;
+        if (lane < KEYS) ring.sources[step % ROWS_LISTED][lane] = reinterpret_cast<uint64>(here ? row : problem.segments[0].pages);
+        if (lane == 0) ring.steps[step % STEPS_LISTED] = {kind | uint32(last) << 2 | uint32(tile % TILES_LISTED) << 3 | uint32(part) << 6, present};
+    }
+};
