@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -118,6 +119,60 @@ class CandidateTopk:
         return replace(beside, unchecked=("all positions",))
 
 
+@dataclass(frozen=True)
+class CandidateSource:
+    """Scores of all positions, the choice among them and the candidate blocks; "without blocks": the first two."""
+
+    batch: int
+    context: int
+    blocks: int = 2048
+    layout: CacheLayout = INDEXER_FP8
+
+    op: ClassVar[str] = "candidate_source"
+
+    def __str__(self) -> str:
+        kind = "" if self.layout is INDEXER_FP8 else " mxfp4"
+        return f"b {self.batch} x {self.context}{kind}, k {TOPK} and {self.blocks} blocks, {kind_of(False)}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        x, xp = Inputs(sizes), sizes.xp
+        columns = -(-self.context // BLOCK)
+        table = xp.asarray(x.arrays.rng.permutation(self.batch * columns).reshape(self.batch, -1).astype(np.int32))
+        q, cache = x.e4m3(self.batch, 1, HEADS, DIM), x.keys(self.batch * columns, self.layout)
+        weights, lens = x.uniform(self.batch, HEADS), xp.full(self.batch, self.context, np.int32)
+        out, blocks = xp.empty((self.batch, TOPK), np.int32), xp.empty((self.batch, self.blocks), np.int32)
+        workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
+
+        def call(backend: str, **options: Any) -> Any:
+            return cumla.indexer_topk(
+                q, cache, weights, TOPK, context_lens=lens, block_table=table, layout=self.layout, out=out,
+                workspace=workspace, backend=backend, **options,
+            )  # fmt: skip
+
+        def check(result: Any) -> float:
+            row = slice(self.batch - 1, self.batch)
+            logits = cumla.fp8_paged_mqa_logits(
+                q[row], cache, weights[row], lens[row], table[row], layout=self.layout, backend=sizes.backend
+            )
+            rows = {"seq_lens": lens[row], "backend": sizes.backend}
+            want = cumla.select_candidate_blocks(logits, self.blocks, **rows)
+            np.testing.assert_array_equal(to_host(blocks[row]), to_host(want))
+            want = cumla.top_k_per_row(logits, TOPK, **rows)
+            np.testing.assert_array_equal(to_host(result[row]), to_host(want))
+            return 0.0
+
+        pairs = self.batch * self.context
+        found = problem_of(
+            self, sizes, lambda backend: [functools.partial(call, backend, candidate_blocks=blocks)],
+            pairs * self.layout.token_bytes + out.nbytes + blocks.nbytes, check, lambda: blocks.fill(-7),
+            flop=2 * pairs * HEADS * DIM, fp8=True,
+        )  # fmt: skip
+        beside = replace(
+            found, impls={**found.impls, "without blocks": ("cupy", [functools.partial(call, sizes.backend)])}
+        )
+        return replace(beside, unchecked=("without blocks",))
+
+
 def recorded() -> Iterator[Any]:
     for batch in (1, 16, 128):
         yield CandidateTopk(batch, 1 << 20)
@@ -125,3 +180,6 @@ def recorded() -> Iterator[Any]:
         yield CandidateTopk(batch, 1 << 17)
     for rows in (1, 16, 128):
         yield CandidateBlocks(rows, 1 << 20)
+    for batch in (1, 16, 128):
+        for layout in (INDEXER_FP8, INDEXER_MXFP4):
+            yield CandidateSource(batch, 1 << 20, layout=layout)

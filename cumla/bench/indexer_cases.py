@@ -197,22 +197,36 @@ class PagedLogits:
         )  # fmt: skip
 
 
+# Scores of normally distributed numbers x. Scores are sums of ReLUs, so many may be 0; where fewer than k are not, some
+# zeros are chosen.
+SCORES: dict[str, Callable[[Any, Any], Any]] = {
+    "normal": lambda xp, x: x,
+    "half zeros": lambda xp, x: xp.maximum(x, 0),
+    "90% zeros": lambda xp, x: xp.maximum(x - np.float32(1.2816), 0),
+    "99% zeros": lambda xp, x: xp.maximum(x - np.float32(2.3263), 0),
+    "zeros": lambda xp, x: xp.zeros_like(x),
+    "1,000 +- 5": lambda xp, x: 1000 + 5 * x,
+}
+
+
 @dataclass(frozen=True)
 class Choice:
-    """The best of each row of scores. lengths: rows see columns of different numbers."""
+    """The best of each row of scores. lengths: rows see columns of different numbers; scores: a key of SCORES."""
 
     kind: str  # "decode" or "prefill"
     rows: int
     columns: int
     topk: int
     lengths: bool = False
+    scores: str = "normal"
 
     @property
     def op(self) -> str:
         return f"top_k {self.kind}"
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.columns} k {self.topk}, {kind_of(self.lengths)}"
+        scores = "" if self.scores == "normal" else f" {self.scores}"
+        return f"{self.rows} x {self.columns} k {self.topk}{scores}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         xp, rng = sizes.xp, np.random.default_rng(0)
@@ -222,7 +236,10 @@ class Choice:
             if self.kind == "prefill":
                 lens = (self.columns - np.arange(self.rows)[::-1] // 4).clip(1).astype(np.int32)
         sets = sizes.sets(4 * self.rows * self.columns, 4)
-        scores = [xp.random.default_rng(i).standard_normal((self.rows, self.columns), np.float32) for i in range(sets)]
+        scores = [
+            SCORES[self.scores](xp, xp.random.default_rng(i).standard_normal((self.rows, self.columns), np.float32))
+            for i in range(sets)
+        ]
         outs = [xp.empty((self.rows, self.topk), np.int32) for _ in range(sets)]
         starts, ends = xp.zeros(self.rows, np.int32), xp.asarray(lens)
         decode = self.kind == "decode"
@@ -365,9 +382,17 @@ def recorded() -> list[Any]:
     k = 1024
     return [
         *(Logits(*shape, lengths=True) for shape in ((2 * k, 8 * k), (8 * k, 8 * k), (8 * k, 32 * k))),
-        *(PagedLogits(b, c, n, lengths=True) for b, c, n in ((32, 8 * k, 1), (128, 32 * k, 1), (64, 32 * k, 2))),
+        *(
+            PagedLogits(b, c * k, n, lengths=True)
+            for b, c, n in ((32, 8, 1), (64, 16, 1), (128, 32, 1), (64, 32, 2))
+        ),
         *(Choice("decode", rows, 8 * k, 512, lengths=True) for rows in (1, 8, 32, 64, 128)),
         *(Choice("decode", rows, 32 * k, topk, lengths=True) for rows in (32, 128) for topk in (512, 2 * k)),
+        *(Choice("decode", 32, 8 * k, 512, lengths=True, scores=scores) for scores in SCORES if scores != "normal"),
+        *(
+            Choice("decode", *size, scores=scores)
+            for size in ((32, 32 * k, 512), (128, 32 * k, 2 * k)) for scores in ("90% zeros", "99% zeros", "1,000 +- 5")
+        ),
         Choice("prefill", 8 * k, 32 * k, 512, lengths=True),
         Selection(Logits(8 * k, 32 * k, lengths=True), 512),
         Selection(PagedLogits(128, 32 * k, lengths=True), 512),

@@ -1,14 +1,14 @@
 """Calls of the indexer's selection: `cumla warmup` makes them once.
 
 Kernels of scores and of the top-k have sizes that follow from the number of rows and columns, which change with every
-step. The calls here have all of them: every number of decodes; rows and columns of prompts in steps of at most a half.
-Contexts are empty, so that a call takes no longer than its launches.
+step. The calls here have all of them: every number of decodes of one token; other numbers in steps of at most a half.
+Few of these thousands of calls need a program that no other one needs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,44 @@ from ..ops.candidates import candidate_topk
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
 from .served_model import Model
 
+Call = Callable[[], Any]
 LEAST_COLUMNS, MOST_PROMPT_ROWS, PAGE = 64, 8192, 64
 
 
-def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Selections of up to `decodes` decodes, and of prompts, by name; none on the host, where sizes decide nothing."""
+def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Call]:
+    """Selections of up to `decodes` decodes, and of prompts; none on the host, where sizes decide nothing.
+
+    Contexts are empty, so that a call takes no longer than its launches.
+    """
     if not backends.takes_device_arrays(backend):
         return
     for layout in model.index_formats:
         columns = LEAST_COLUMNS
         while columns < 2 * model.context:
             selection = Selection(model, layout, columns, backend)
-            name = f"selection among {columns:,} rows of {layout.name}"
-            yield f"{name}, decodes", functools.partial(selection.decodes, decodes)
-            yield f"{name}, prompts", selection.prompts
+            yield from selection.decodes(decodes)
+            yield from selection.prompts()
             columns *= 2
+
+
+def find_needed(calls: Iterable[Call], needed: list[Call]) -> None:
+    """Append the calls of backend cuda that need a program which none before them needs; threads begin to compile it.
+
+    All calls are made here, without launches.
+    """
+    from ..kernels.cuda.compile import programs_asked_for
+
+    with programs_asked_for() as asked:
+        for call in calls:
+            before = len(asked)
+            call()
+            if len(asked) > before:
+                needed.append(call)
+
+
+def call_all(calls: Iterable[Call]) -> None:
+    for call in calls:
+        call()
 
 
 class Selection:
@@ -53,12 +76,13 @@ class Selection:
     def chosen(self, rows: int, blocks: int) -> dict[str, Any]:
         return {"candidate_blocks": self.xp.full((rows, blocks), -1, np.int32)} if blocks else {}
 
-    def decodes(self, most: int) -> None:
+    def decodes(self, most: int) -> Iterator[Call]:
         cache, topk = self.layout.allocate(1, PAGE, self.xp), self.model.topk
         options: dict[str, Any] = {"layout": self.layout, "backend": self.backend}
         row_bytes = logits_row_bytes(self.columns)
         each_of = [(1, count) for count in range(1, most + 1)]
-        each_of += [(each, most) for each in range(2, self.model.decode_tokens + 1)]
+        some = {most, *(n for power in range(13) for n in (2**power, 3 * 2**power // 2) if n <= most)}
+        each_of += [(each, count) for each in range(2, self.model.decode_tokens + 1) for count in sorted(some)]
         for each, count in each_of:
             rows = each * count
             q, weights = self.queries(rows)
@@ -66,18 +90,19 @@ class Selection:
             lens = self.xp.zeros(count, np.int32)
             table = self.xp.zeros((count, -(-self.columns // PAGE)), np.int32)
             slots = self.xp.empty((rows, topk), np.int32), self.xp.empty(rows, np.int32)
-            # As much memory for scores as layers give (cumla.layers.selection).
-            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, DECODE_SCORE_BYTES))
+            # As much memory for scores as layers give (cumla.layers.selection; WORKSPACE_BYTES in V4.1's).
+            limit = WORKSPACE_BYTES if self.model.kind == "v41" else DECODE_SCORE_BYTES
+            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, limit))
             for blocks in self.blocks:
-                indexer_topk(
-                    q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots,
+                yield functools.partial(
+                    indexer_topk, q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots,
                     max_workspace_bytes=most_bytes, **self.chosen(rows, blocks), **options,
                 )  # fmt: skip
                 if blocks:
                     listed = self.chosen(rows, blocks)["candidate_blocks"]
-                    candidate_topk(q, cache, weights, listed, topk, lens, table, **options)
+                    yield functools.partial(candidate_topk, q, cache, weights, listed, topk, lens, table, **options)
 
-    def prompts(self) -> None:
+    def prompts(self) -> Iterator[Call]:
         columns, xp = self.columns, self.xp
         if self.layout is INDEXER_MXFP4:
             keys = xp.zeros((columns, 64), np.uint8), xp.zeros((columns, 4), np.uint8)
@@ -89,7 +114,14 @@ class Selection:
             q, weights = self.queries(rows)
             none = xp.zeros(rows, np.int32)
             for blocks in self.blocks:
-                indexer_topk(
-                    q, keys, weights, self.model.topk, cu_seqlen_ks=none, cu_seqlen_ke=none,
+                yield functools.partial(
+                    indexer_topk, q, keys, weights, self.model.topk, cu_seqlen_ks=none, cu_seqlen_ke=none,
                     **self.chosen(rows, blocks), backend=self.backend,
                 )  # fmt: skip
+                if blocks:
+                    listed, pages = self.chosen(rows, blocks)["candidate_blocks"], self.layout.allocate(1, PAGE, xp)
+                    table = xp.zeros((rows, -(-columns // PAGE)), np.int32)
+                    yield functools.partial(
+                        candidate_topk, q[:, None], pages, weights, listed, self.model.topk, none, table,
+                        layout=self.layout, backend=self.backend,
+                    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from ..dispatch.dry_run import dry_running
 from ..errors import InputError
 from ..ops.support import assumed_capability, kernels_asked
-from .selection_calls import selection_calls
+from .selection_calls import call_all, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, sparse_calls
 
@@ -48,5 +49,4 @@ def _calls(model: Model, batches: Sequence[int], block_size: int) -> Iterator[tu
     if model.kind != "mla":
         for batch in batches:
             yield from sparse_calls(model, batch, block_size, BACKEND)
-        for name, call in selection_calls(model, max(batches), BACKEND):
-            yield name.partition(" ")[0], call
+        yield "selection", functools.partial(call_all, selection_calls(model, max(batches), BACKEND))

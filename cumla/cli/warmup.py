@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +18,7 @@ from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
 from ..self_test import CASES, Bench, Case, cache_cases
-from .selection_calls import selection_calls
+from .selection_calls import Call, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, sparse_calls
 
@@ -29,6 +29,13 @@ def tasks(
     model: Model, batches: Sequence[int], block_size: int, backend: str
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls by name."""
+    calls: Iterable[Call] = ()
+    if model.kind != "mla":
+        calls = selection_calls(model, max(batches), backend)
+        if backend == "cuda":  # one call for each kernel, compiled by threads while the tasks in between run
+            needed: list[Call] = []
+            yield "kernels of selections of every size, begun", functools.partial(find_needed, calls, needed)
+            calls = needed
     for case in CASES:
         if model.needs(case):
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
@@ -49,7 +56,7 @@ def tasks(
         if backends.takes_device_arrays(backend):
             most = max(batches)
             yield f"decodes of 1 to {most} requests", functools.partial(decodes_of_any_number, model, most, backend)
-        yield from selection_calls(model, max(batches), backend)
+        yield "selections of every size", functools.partial(call_all, calls)
     if model.kind == "v41":
         yield f"a step of {', '.join(V41_RATIOS)} layers", functools.partial(warm_up, v41_options(model, backend))
     elif model.kind != "v32":

@@ -107,6 +107,7 @@ def select_rows(
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any = None,
     candidates: Candidates | None = None,
+    decode_score_bytes: int | None = None,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -118,11 +119,14 @@ def select_rows(
                  select in a cache with the metadata's block table, and their count; or None
     is_valid_token  [>= D] bool, with slots: a padding token's length is 0
     candidates   the tokens' candidate blocks, to write or to choose from; None: all rows are scored
+    decode_score_bytes  most memory for the scores of all decodes at once, if a request's take no more; None:
+                 DECODE_SCORE_BYTES
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
-    run = _Run(inputs, q, weights, out, memory, backend, candidates)
+    most = DECODE_SCORE_BYTES if decode_score_bytes is None else decode_score_bytes
+    run = _Run(inputs, q, weights, out, memory, backend, candidates, most)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
@@ -152,6 +156,7 @@ class _Run:
     memory: Memory
     backend: str | None
     candidates: Candidates | None
+    decode_score_bytes: int
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -242,5 +247,8 @@ class _Run:
 
     def _scores(self, of_decodes: int = 0) -> Any:
         """Memory for scores. of_decodes: bytes of all decodes' scores; one pass over them takes the fewest launches."""
-        size = max(WORKSPACE_BYTES, score_bytes(self.inputs, self.candidates), min(of_decodes, DECODE_SCORE_BYTES))
+        least, most = WORKSPACE_BYTES, self.decode_score_bytes
+        if self.candidates is not None and self.candidates.written:  # with the blocks' scores
+            least, most = (size + -(-size // self.candidates.size) for size in (least, most))
+        size = max(least, score_bytes(self.inputs, self.candidates), min(of_decodes, most))
         return self.memory("scores", (size,), np.uint8)

@@ -24,6 +24,7 @@ import numpy as np
 from ..dispatch.values import check_flags, check_integers, check_kind
 from ..layers.selection import Candidates
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
+from ..ops.indexer_topk import WORKSPACE_BYTES
 from ..ops.latents import compress_latents
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, norm_rope_and_insert
 from ..ops.sparse_cache import indexer_k_quant_and_cache
@@ -115,8 +116,9 @@ class DeepseekV41Attention:
             extra_layout=self.layouts.compressed if self.ratio else None,
         )  # fmt: skip
         self.indexer = Indexer(
-            config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend
-        )
+            config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend,
+            WORKSPACE_BYTES,  # contexts of a million positions
+        )  # fmt: skip
 
     def _load(self, get: WeightReader) -> None:
         config, xp = self.config, self.xp

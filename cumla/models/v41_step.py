@@ -61,6 +61,12 @@ class DeepseekV41StepMetadata:
         return self.window.positions
 
 
+class V41IndexerMetadataBuilder(StepIndexerMetadataBuilder):
+    """The indexer builder of V4.1: the keys of a request are read once for all tokens of a decode, up to six."""
+
+    natively_supported_next_n = (1, 2, 3, 4, 5, 6)
+
+
 class DeepseekV41StepBuilder:
     """Builds DeepseekV41StepMetadata. Its buffers keep their addresses, so a captured graph is valid after a build.
 
@@ -77,7 +83,7 @@ class DeepseekV41StepBuilder:
             )
         self.config, self.backend = config, backend
         self._window = DeepseekSparseSWAMetadataBuilder(config, backend)
-        self._indexers = {ratio: StepIndexerMetadataBuilder(config, backend, ratio) for ratio in self.ratios}
+        self._indexers = {ratio: V41IndexerMetadataBuilder(config, backend, ratio) for ratio in self.ratios}
         self._buffers: dict[str, Any] = {}
 
     def build(

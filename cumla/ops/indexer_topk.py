@@ -131,8 +131,8 @@ def indexer_topk(
                          on GPUs without a launch of its own. context_lens must count complete rows only
     is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
     candidate_blocks     [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
-                         as select_candidate_blocks chooses them from the same logits. A workspace then also has a
-                         score for each block. Not together with max_seqlen_k
+                         as select_candidate_blocks chooses them from the same logits. Memory for the blocks' scores is
+                         in a workspace, too, and beside max_workspace_bytes. Not together with max_seqlen_k
 
     Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps. Indices count from cu_seqlen_ks. A query's
     selection does not depend on the other queries of the call. The exception is packed keys on the CPU, where it may
@@ -176,7 +176,8 @@ def indexer_topk(
     row_bytes = logits_row_bytes(width)
     block_columns = 0 if blocks is None else blocks_of(width, candidate_block_size)
     maxima_bytes = 0 if blocks is None else logits_row_bytes(block_columns)
-    memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes + maxima_bytes, tokens, next_n)
+    most = max_workspace_bytes // row_bytes * (row_bytes + maxima_bytes)  # scores of blocks are beside the logits
+    memory, rows = logits_memory(call, workspace, most, row_bytes + maxima_bytes, tokens, next_n)
     with call.kernels("indexer") as kernels:
         places = None
         for first in range(0, tokens, rows):

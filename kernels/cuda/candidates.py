@@ -2,16 +2,18 @@
 
 from typing import Any
 
+from ...layout import INDEXER_MXFP4
 from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compile import kernel
 from .constants import constant
 from .index_scores import index_scores
-from .indexer import MAX_GRID_Y, scores_of_pages, top_k_per_row
+from .indexer import MAX_GRID_Y, candidates_on_hopper, scores_of_pages, top_k_per_row
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 
 THREADS = 256
 SEGMENT = constant("common/candidates.cu", "SEGMENT")  # blocks of a row
+FEW_QUERIES = 4
 MAXIMUM_OF = 8  # logits whose maximum sm90/indexer/logits.cu writes
 TILE = constant("common/candidate_logits.cu", "KEYS")  # positions
 
@@ -39,7 +41,9 @@ def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, ca
 
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
-    if scores_of_pages(given, maxima if block == MAXIMUM_OF else None):
+    # MXFP4 keys arrive as fast as they are scored: for many queries another kernel finds the maxima sooner.
+    fused = block == MAXIMUM_OF and (given.pages.layout is not INDEXER_MXFP4 or len(given.weights) <= FEW_QUERIES)
+    if scores_of_pages(given, maxima if fused else None):
         top_k_per_row(maxima, Rows(), candidates)
     else:
         rows = Rows(lens=given.context_lens, next_n=given.q.shape[1])
@@ -60,7 +64,9 @@ def candidate_logits(given: CandidateScores) -> None:
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
     blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":
-        index_scores(q, weights, seen, pages, table_arguments(block_table), logits, candidates=blocks, fill=fill)
+        table = table_arguments(block_table)
+        if not candidates_on_hopper(q, weights, seen, pages, table, logits, blocks, fill):
+            index_scores(q, weights, seen, pages, table, logits, candidates=blocks, fill=fill)
         return
     kernel("common/candidate_logits.cu", "candidate_logits", LAYOUT=pages.layout.name)(
         grid(-(-logits.shape[1] // TILE), len(logits)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from .dense_attention import HOPPER_HEAD_DIMS, check_head_dims
 from .device import is_hopper
-from .indexer import packed_on_hopper, pages_on_hopper
+from .indexer import BOX_ROWS, CANDIDATE_ROWS, candidate_blocks_on_hopper, packed_on_hopper, pages_on_hopper
 from .sparse import kernels as sparse_kernels
 from .sparse.kernels import fastest, fastest_prefill, portable_size
 
@@ -32,5 +32,10 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
     if function == "mqa_logits":
         return "hopper" if hopper and packed_on_hopper(arguments[0]) else "portable"
     if function == "paged_mqa_logits":
-        return "hopper" if hopper and pages_on_hopper(arguments[0]) else "portable"
+        (given,) = arguments
+        return "hopper" if hopper and pages_on_hopper(given.q, given.pages, BOX_ROWS) else "portable"
+    if function == "candidate_logits":
+        (given,) = arguments
+        fits = candidate_blocks_on_hopper(len(given.weights), given.pages, given.block)
+        return "hopper" if hopper and fits and pages_on_hopper(given.q, given.pages, CANDIDATE_ROWS) else "portable"
     return "portable"

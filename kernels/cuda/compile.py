@@ -11,14 +11,15 @@ import pathlib
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from ..self_tests import Fresh, note
 from .constants import CSRC, INCLUDE, numbers_of
-from .device import assumed_capability, cached_by_capability
-from .launch import Kernel, packing, parameters
+from .device import asked, assumed_capability, cached_by_capability
+from .launch import Kernel, packing, parameters, recorded_launches
 
 log = logging.getLogger(__name__)
 FOLDERS = [CSRC]  # searched for sources, first to last
@@ -96,12 +97,13 @@ class _Build(threading.Thread):
         import cupy
 
         text, options, device = self._program
-        with contextlib.suppress(Exception), cupy.cuda.Device(device), relaxed_capture():
+        with contextlib.suppress(Exception), _cores, cupy.cuda.Device(device), relaxed_capture():
             module = cupy.RawModule(code=text, options=options)
             module.compile()
             self.module = module
 
 
+_cores = threading.BoundedSemaphore(os.cpu_count() or 1)  # compilers at a time: each takes hundreds of megabytes
 _builds: dict[Program, _Build] = {}
 _loaded: set[Program] = set()
 
@@ -150,6 +152,27 @@ def _module(program: Program) -> Any:
     return cupy.RawModule(code=text, options=options)
 
 
+class _NotLaunched:
+    """Stands for a kernel within `programs_asked_for`: calls do nothing."""
+
+    max_dynamic_shared_size_bytes = 0
+
+    def __call__(self, *launch: Any, **options: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def programs_asked_for() -> Iterator[set[Any]]:
+    """Within it this thread launches nothing. The programs that its calls ask for, which threads compile meanwhile."""
+    programs: set[Any] = set()
+    token = asked.set(programs)
+    try:
+        with recorded_launches():  # a call that launches nothing is not to be repeated
+            yield programs
+    finally:
+        asked.reset(token)
+
+
 @cached_by_capability
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.
@@ -157,6 +180,12 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     arch     a target such as "sm_90a" instead of the device's own
     defines  macros, one compilation for each set of values
     """
+    programs = asked.get()
+    if programs is not None:
+        if (key := (file, name, arch, *sorted(defines.items()))) not in programs:
+            programs.add(key)
+            start(file, arch, **defines)
+        return cast(Kernel, _NotLaunched())
     program = _program(file, arch, defines)
     text, options, _ = program
     before = time.perf_counter()

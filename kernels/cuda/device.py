@@ -67,12 +67,18 @@ def assumed_capability() -> int | None:
     return None if found is None else found.capability
 
 
+# Within `programs_asked_for` of compile.py: the programs that calls have asked for, which they do not launch.
+asked: contextvars.ContextVar[set[Any] | None] = contextvars.ContextVar("asked", default=None)
+
+
 def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
-    """As functools.cache, for each assumed capability."""
+    """As functools.cache, for each assumed capability; what stands for a kernel that is not launched is not kept."""
     cached = functools.cache(lambda assumed, *args, **keywords: function(*args, **keywords))
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> T:
+        if asked.get() is not None:
+            return function(*args, **keywords)
         return cached(assumed_capability(), *args, **keywords)
 
     call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]

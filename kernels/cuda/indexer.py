@@ -122,22 +122,32 @@ def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
     """Whether the largest of each eight logits of a row have been written to `maxima` as well, if they are given."""
     q, pages, weights, _, block_table, _, logits = given
     next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(given)
-    table = table_arguments(block_table)
-    heads, rows, layout = q.shape[2], box_rows(64, pages.block_size), pages.layout
-    page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
-    if pages_on_hopper(given) and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id):
-        size = queries_at_once(heads, next_n, layout is INDEXER_MXFP4)
-        in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
-        queries = q.reshape(-1, heads, DIM) if in_rows else None
-        maps = [NO_MAP if queries is None else query_map(queries)] * 2
-        if layout is INDEXER_FP8:
-            maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)
-        if NO_MAP not in maps:
-            place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
-            score_on_hopper(size, True, queries, weights, seen, maps, (0, width, 0), table, place, logits, maxima)
-            return maxima is not None
-    score(q, weights, seen, pages, table, 0, logits)
-    return False
+    table, inputs = table_arguments(block_table), pages_for_hopper(q, pages, BOX_ROWS)
+    if inputs is None:
+        score(q, weights, seen, pages, table, 0, logits)
+        return False
+    size = queries_at_once(q.shape[2], next_n, pages.layout is INDEXER_MXFP4)
+    queries, maps, place = inputs
+    score_on_hopper(size, True, queries, weights, seen, maps, (0, width, 0), table, place, logits, maxima)
+    return maxima is not None
+
+
+def candidates_on_hopper(
+    q: Any, weights: Any, seen: tuple[Any, ...], pages: Pages, table: tuple[Any, ...], logits: Any,
+    candidates: tuple[Any, ...], fill: float,
+) -> bool:  # fmt: skip
+    """Whether Hopper's kernel has scored candidate blocks: arguments of index_scores."""
+    found = candidate_blocks_on_hopper(len(weights), pages, candidates[2])
+    inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if found else None
+    if inputs is None:
+        return False
+    size = HopperSize(q.shape[2], 1, mxfp4=pages.layout is INDEXER_MXFP4)
+    queries, maps, place = inputs
+    score_on_hopper(
+        size, True, queries, weights, seen, maps, (0, logits.shape[1], 0), table, place, logits,
+        candidates=(*candidates[:2], fill),
+    )  # fmt: skip
+    return True
 
 
 def score(
@@ -188,6 +198,10 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 HEADS = (32, 64)  # heads of a query that the kernel supports
 PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
+BOX_ROWS = 64  # most rows of a page that are copied at once
+NO_CANDIDATES = (0, 0, 0.0)
+CANDIDATE_ROWS = 8  # of the candidate blocks that it scores
+FEW_CANDIDATE_QUERIES = 31  # up to which it scores e4m3 keys: with more, index_scores is nearer the memory's pace
 HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
@@ -196,10 +210,36 @@ def packed_on_hopper(given: PackedScores) -> bool:
     return given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
 
 
-def pages_on_hopper(given: PagedScores) -> bool:
-    """Whether it scores paged keys of these shapes."""
-    fits = given.pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and given.q.dtype.name == "uint8"
-    return fits and given.q.shape[2] in HEADS and bool(box_rows(64, given.pages.block_size))
+def pages_on_hopper(q: Any, pages: Pages, rows: int) -> bool:
+    """Whether it scores paged keys of these shapes, `rows` of which are in one page."""
+    fits = pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8"
+    return fits and q.shape[2] in HEADS and bool(box_rows(rows, pages.block_size))
+
+
+def candidate_blocks_on_hopper(queries: int, pages: Pages, block: int) -> bool:
+    """Whether it scores so many queries' candidate blocks of `block` rows, if their pages allow."""
+    return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or queries <= FEW_CANDIDATE_QUERIES)
+
+
+def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words], tuple[Any, ...]] | None:
+    """Queries, maps and pages by boxes that divide `rows` rows; None if another kernel has to score them."""
+    layout, next_n, heads = pages.layout, q.shape[1], q.shape[2]
+    page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
+    in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
+    if not (
+        pages_on_hopper(q, pages, rows)
+        and in_rows
+        and page_bytes % 16 == 0
+        and at % 16 == 0
+        and is_hopper(q.data.device_id)
+    ):
+        return None
+    queries, rows = q.reshape(-1, heads, DIM), box_rows(rows, pages.block_size)
+    maps = [query_map(queries)] * 2
+    if layout is INDEXER_FP8:
+        maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)
+    place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
+    return None if NO_MAP in maps else (queries, maps, place)
 
 
 class HopperSize:
@@ -249,19 +289,21 @@ def score_on_hopper(
     place: tuple[Any, ...],
     logits: Any,
     maxima: Any | None = None,
+    candidates: tuple[Any, ...] | None = None,
 ) -> None:
+    """candidates: candidate blocks, their stride and the logit of a position that is not seen."""
     device = q.data.device_id
     largest = (0, 0, 0) if maxima is None else (maxima, strides(maxima)[0], maxima.shape[1])
     run = large_kernel(
         device, size.shared_bytes, "sm90/indexer/logits.cu", "indexer_logits_sm90", "sm_90a", PAGED=int(paged),
-        MAXIMA=int(maxima is not None), **size.macros,
+        MAXIMA=int(maxima is not None), CANDIDATES=int(candidates is not None), **size.macros,
     )  # fmt: skip
     run(
         (device_sms(device),),
         (HOPPER_THREADS,),
         (
             weights, strides(weights)[0], *seen, *maps[0], *maps[1], *keys, *table, *place,
-            logits, strides(logits)[0], q, q.strides[0], *largest,
+            logits, strides(logits)[0], q, q.strides[0], *largest, *(candidates or NO_CANDIDATES),
         ),
         shared_mem=size.shared_bytes,
         overlap=True,

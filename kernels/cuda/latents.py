@@ -5,7 +5,7 @@ from .compile import kernel
 from .constants import constant
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-WARPS = constant("common/latents.cu", "WARPS")  # per CTA
+THREADS = constant("common/latents.cu", "THREADS")
 
 
 def compress_latents(rows: LatentRows) -> None:
@@ -27,8 +27,8 @@ def compress_latents(rows: LatentRows) -> None:
         ROUND_POOLED=int(rows.round_pooled),
         WIDE=int(is_aligned(rows.kv_score, rows.norm_weight, rows.latents, *(() if state is None else (state,)))),
     )(
-        (requests + -(-len(slots) // (WARPS * ratio)),),
-        (32 * WARPS,),
+        (requests + -(-len(slots) // ratio),),
+        (THREADS,),
         (
             rows.kv_score, strides(rows.kv_score)[0], rows.norm_weight, slots, len(slots),
             rows.latents, strides(rows.latents)[0], pointer(rows.positions), pointer(rows.query_start_loc), requests,

@@ -116,7 +116,7 @@ class Compiled:
 
         numba = _numba()
         signature = tuple(numba.typeof(value) for value in arguments)
-        inner = self.dispatcher(**ALONE)  # the options also apply to its callees
+        inner = self.dispatcher(**WITHOUT_WRAPPERS)  # the options also apply to its callees
         dispatcher = numba.njit(**self.options, **WITHOUT_WRAPPERS)(inner.py_func)
         dispatcher.compile(signature)
         made = dispatcher.overloads[signature]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..types.compressor import Compression, CompressorRows
-from .norm_rope import at_positions, insert_row, normed, rotated
+from .norm_rope import at_positions, normed, rotated, write_rows
 from .rows import lookup_slot
 
 
@@ -29,7 +29,8 @@ def _compress_rows(own: CompressorRows, step: Compression) -> None:
             window = _window(int(token), states, state, step, pages.layout.head_dim)
             row = normed(pooled(window), step.eps) * own.norm_weight.astype(np.float64)
             first = np.array([positions[token] // ratio * ratio])
-            insert_row(pages, int(slot), rotated(row, at_positions(step.cos_sin, first)[0]))
+            rotated_row = rotated(row, at_positions(step.cos_sin, first)[0])
+            write_rows(pages, np.array([slot], np.int64), rotated_row[None])
     for token, slot in enumerate(step.state_slots):
         if 0 <= slot < len(state) * state_block:
             state[slot // state_block, slot % state_block] = states[token]

@@ -12,7 +12,7 @@ from .indices import compute_global_topk_indices_and_lens
 from .rows import (
     flush_subnormals,
     lookup_slot,
-    quantize_tile,
+    quantize_tiles,
     quantized_values,
     read_tokens,
     scale_bytes,
@@ -56,8 +56,8 @@ def e4m3_query(x: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:
 
 def mxfp4_query(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float32 [128] as bytes of two codes [64], and a scale for each tile, float32 [4]."""
-    tiles = [quantize_tile(part, INDEXER_MXFP4, True) for part in np.split(x, INDEXER_MXFP4.num_scales)]
-    return np.concatenate([codes for codes, _ in tiles]), np.array([scale for _, scale in tiles], np.float32)
+    codes, scales = quantize_tiles(x.reshape(INDEXER_MXFP4.num_scales, -1), INDEXER_MXFP4, True)
+    return codes.reshape(-1), scales
 
 
 def mxfp4_in_e4m3(codes: np.ndarray, scales: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..types.segments import Insertion, Pages
-from .rows import E4M3_MAX, PLAIN_TYPES, scale_exponent, to_e4m3, write_token
+from .rows import E4M3_MAX, PLAIN_TYPES, scale_exponent, to_e4m3, write_tokens
 
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
@@ -59,7 +59,7 @@ def inverse_rope_and_quantize(
     magnitude = np.where(np.isfinite(rounded), np.abs(rounded), 0).max(axis=-1)
     amax = np.maximum(magnitude, MIN_AMAX)
     if powers_of_two:
-        scale = np.ldexp(np.float32(1), np.vectorize(scale_exponent, otypes=[int])(amax, -126)).astype(np.float32)
+        scale = np.ldexp(np.float32(1), scale_exponent(amax, -126)).astype(np.float32)
     else:
         scale = amax / np.float32(E4M3_MAX)
     quantized = to_e4m3(rounded / scale[..., None])
@@ -101,19 +101,18 @@ def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
 
 def insert_rows(into: Insertion, rows: np.ndarray) -> None:
     """Write row t into slots[t], if the cache has that slot."""
-    for token, slot in enumerate(into.slots):
-        if 0 <= slot < into.pages.num_slots:
-            insert_row(into.pages, int(slot), rows[token], into.round_rows)
+    tokens = np.flatnonzero((into.slots >= 0) & (into.slots < into.pages.num_slots))
+    write_rows(into.pages, into.slots[tokens].astype(np.int64), rows[tokens], into.round_rows)
 
 
-def insert_row(pages: Pages, slot: int, row: np.ndarray, rounded: bool = True) -> None:
-    """Write float64 values into a slot, through bfloat16 unless the cache holds float32.
+def write_rows(pages: Pages, slots: np.ndarray, rows: np.ndarray, rounded: bool = True) -> None:
+    """Write float64 rows [n, d] into slots, through bfloat16 unless the cache holds float32.
 
     rounded  also the values that the cache quantises
     """
     with np.errstate(over="ignore", invalid="ignore"):  # beyond bfloat16 is infinite; signalling NaN
-        stored = row.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
-        values, rope = np.split(stored, [pages.layout.quantized_dim])
+        stored = rows.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
+        values, rope = np.split(stored, [pages.layout.quantized_dim], axis=1)
         if not rounded:
-            values = row[: len(values)]
-        write_token(pages, slot, values.astype(np.float32), rope, power_of_two=True)
+            values = rows[:, : values.shape[1]]
+        write_tokens(pages, slots, values.astype(np.float32), rope, power_of_two=True)

@@ -34,8 +34,7 @@ def quantize_groups(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> No
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
     largest = np.maximum(np.where(np.isfinite(groups), np.abs(groups), 0).max(axis=-1), MIN_AMAX)
-    exponents = np.vectorize(scale_exponent, otypes=[int])(largest, -126)
-    scales[...] = np.ldexp(np.float32(1), exponents)
+    scales[...] = np.ldexp(np.float32(1), scale_exponent(largest, -126))
     values[...] = to_e4m3(groups / scales[..., None]).reshape(x.shape).view(values.dtype)
 
 

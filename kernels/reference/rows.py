@@ -1,4 +1,4 @@
-"""One token's bytes: conversion of values to row and scales, and back."""
+"""The bytes of tokens: conversion of values to rows and scales, and back."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ def flush_subnormals(x: Any) -> Any:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
-def scale_exponent(amax: np.float32, min_exponent: int, largest: float = E4M3_MAX) -> int:
+def scale_exponent(amax: Any, min_exponent: int, largest: float = E4M3_MAX) -> Any:
     """Smallest e with amax <= largest * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9, 6 is 0.75 * 2^3."""
-    if amax == 0:
-        return min_exponent
     fraction, exponent = np.frexp(amax)
     most, more = np.frexp(largest)
-    return max(int(exponent) - int(more) + int(fraction > most), min_exponent)
+    return np.where(amax == 0, min_exponent, np.maximum(exponent - more + (fraction > most), min_exponent))
 
 
-def quantize_tile(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.float32]:
-    """float32 [n] -> bytes of the row and their scale.
+def quantize_tiles(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [..., n] -> bytes of the rows [..., n or n / 2] and a scale for each, float32 [...].
 
     The scale comes from the finite values; an infinity saturates. A NaN becomes e4m3's NaN; e2m1 has none, so that
     the tile's scale becomes NaN.
     """
-    finite = np.abs(values[np.isfinite(values)])
-    amax, largest = finite.max(initial=np.float32(0)), LARGEST[layout.value_type]
+    amax = np.where(np.isfinite(values), np.abs(values), np.float32(0)).max(axis=-1, initial=0)
+    largest = np.float32(LARGEST[layout.value_type])
     if layout.scale_type == "e4m3":
-        wanted = np.clip(amax / np.float32(largest), np.float32(layout.min_scale), np.float32(E4M3_MAX))
-        scale = np.float32(wanted.astype(ml_dtypes.float8_e4m3fn))
+        wanted = np.clip(amax / largest, np.float32(layout.min_scale), np.float32(E4M3_MAX))
+        scale = wanted.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     elif power_of_two:
-        scale = np.float32(np.ldexp(1.0, scale_exponent(amax, layout.min_exponent, largest)))
+        scale = np.ldexp(1.0, scale_exponent(amax, layout.min_exponent, float(largest))).astype(np.float32)
     else:
-        scale = max(amax / np.float32(largest), np.float32(layout.min_scale))
+        scale = np.maximum(amax / largest, np.float32(layout.min_scale))
     with np.errstate(invalid="ignore"):  # signalling NaN
+        scaled = values / scale[..., None]
         if layout.value_type == "e4m3":
-            return to_e4m3(values / scale), scale
-        if np.isnan(values).any():
-            return np.zeros(len(values) // 2, np.uint8), np.float32(np.nan)
-        return to_e2m1(values / scale), scale
+            return to_e4m3(scaled), scale
+        invalid = np.isnan(values).any(axis=-1)
+        codes = to_e2m1(np.where(invalid[..., None], np.float32(0), scaled))
+        return codes, np.where(invalid, np.float32(np.nan), scale)
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
@@ -68,9 +67,9 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def to_e2m1(values: np.ndarray) -> np.ndarray:
-    """float32 [n] to bytes [n / 2] of two e2m1 codes, to nearest even; beyond 6 saturates. There is no NaN."""
+    """float32 [..., n] to bytes [..., n / 2] of e2m1 codes, two each, to nearest even; beyond 6 saturates. No NaN."""
     codes = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0x0F
-    return codes[0::2] | codes[1::2] << 4
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def scale_bytes(scales: np.ndarray, scale_type: ScaleType) -> np.ndarray:
@@ -93,38 +92,45 @@ def scales_of(stored: np.ndarray, scale_type: ScaleType) -> np.ndarray:
     return np.ascontiguousarray(stored).view(np.float32).astype(np.float64)
 
 
-def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
-    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and copy `rope`."""
+def write_tokens(pages: Pages, slots: np.ndarray, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
+    """Quantise `values`, float32 [n, quantized_dim], into the rows and scales of `slots`, and copy `rope`.
+
+    Of tokens with equal slots the last one stays.
+    """
     layout = pages.layout
-    page = pages.bytes[slot // pages.block_size]
-    row = slot % pages.block_size
-    start = row * layout.row_bytes
+    at = np.divmod(slots, pages.block_size)
     if layout.num_scales:
-        scales = np.zeros(layout.scale_bytes // SCALE_BYTES[layout.scale_type], np.float32)
-        for tile, part in enumerate(np.split(values, layout.num_scales)):
-            data, scales[tile] = quantize_tile(part, layout, power_of_two)
-            page[start + tile * len(data) : start + (tile + 1) * len(data)] = data
-        at = layout.scale_start(pages.block_size) + row * layout.scale_stride
-        page[at : at + layout.scale_bytes] = scale_bytes(scales, layout.scale_type)
-    page[start + layout.rope_offset : start + layout.row_bytes] = rope.view(np.uint8)
+        tiles, tile_scales = quantize_tiles(values.reshape(len(values), layout.num_scales, -1), layout, power_of_two)
+        bytes_of_tokens(pages, 0, layout.row_bytes, layout.quantized_bytes)[at] = tiles.reshape(len(values), -1)
+        scales = np.zeros((len(values), layout.scale_bytes // SCALE_BYTES[layout.scale_type]), np.float32)
+        scales[:, : layout.num_scales] = tile_scales
+        start = layout.scale_start(pages.block_size)
+        stored = bytes_of_tokens(pages, start, layout.scale_stride, layout.scale_bytes)
+        stored[at] = scale_bytes(scales, layout.scale_type)
+    rope_bytes = layout.row_bytes - layout.rope_offset
+    bytes_of_tokens(pages, layout.rope_offset, layout.row_bytes, rope_bytes)[at] = rope.view(np.uint8)
+
+
+def bytes_of_tokens(pages: Pages, start: int, stride: int, count: int) -> np.ndarray:
+    """`count` bytes of each token, from `start` of its page on; tokens are `stride` bytes apart.
+
+    A view [num_pages, block_size, count].
+    """
+    shape, strides = (len(pages.bytes), pages.block_size, count), (pages.bytes.strides[0], stride, 1)
+    return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)
 
 
 @np.errstate(invalid="ignore")  # signalling NaN
 def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
     """The values of many slots, float64 [n, head_dim], exact."""
     layout = pages.layout
-    page, row = np.divmod(np.asarray(slots, np.int64), pages.block_size)
-
-    def read(start: int, stride: int, count: int) -> np.ndarray:
-        """`count` bytes of each token, from `start` of its page on; tokens are `stride` bytes apart."""
-        shape, strides = (len(pages.bytes), pages.block_size, count), (pages.bytes.strides[0], stride, 1)
-        return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)[page, row]
-
-    data = read(0, layout.row_bytes, layout.row_bytes)
+    at = np.divmod(np.asarray(slots, np.int64), pages.block_size)
+    data = bytes_of_tokens(pages, 0, layout.row_bytes, layout.row_bytes)[at]
     if not layout.quantized_dim:
         return data.view(PLAIN_TYPES[layout.value_type]).astype(np.float64)
     quantized = quantized_values(data[:, : layout.quantized_bytes], layout)
-    stored = read(layout.scale_start(pages.block_size), layout.scale_stride, layout.scale_bytes)
+    start = layout.scale_start(pages.block_size)
+    stored = bytes_of_tokens(pages, start, layout.scale_stride, layout.scale_bytes)[at]
     scales = scales_of(stored[:, : layout.num_scales * SCALE_BYTES[layout.scale_type]], layout.scale_type)
     rope = data[:, layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
     return np.concatenate([quantized * np.repeat(scales, layout.scale_tile, axis=1), rope], axis=1)
@@ -137,16 +143,11 @@ def quantized_values(data: np.ndarray, layout: CacheLayout) -> np.ndarray:
     return E2M1_VALUES[np.stack([data & 0x0F, data >> 4], axis=-1)].reshape(len(data), layout.quantized_dim)
 
 
-def rope_bits(pages: Pages, slot: int) -> np.ndarray:
-    """The bits of the 16-bit values of `slot` that are not quantised, uint16 [head_dim - quantized_dim]."""
-    layout, (page, row) = pages.layout, divmod(slot, pages.block_size)
-    start = row * layout.row_bytes
-    return pages.bytes[page, start + layout.rope_offset : start + layout.row_bytes].copy().view(np.uint16)
-
-
-def read_token(pages: Pages, slot: int) -> np.ndarray:
-    """The values of `slot`, float64 [head_dim], exact."""
-    return read_tokens(pages, np.array([slot]))[0]
+def rope_bits(pages: Pages, slots: np.ndarray) -> np.ndarray:
+    """The bits of the 16-bit values of `slots` that are not quantised, uint16 [n, head_dim - quantized_dim]."""
+    layout = pages.layout
+    values = bytes_of_tokens(pages, layout.rope_offset, layout.row_bytes, layout.row_bytes - layout.rope_offset)
+    return values[np.divmod(slots, pages.block_size)].view(np.uint16)
 
 
 def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: int) -> int:

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ..types.segments import GatheredRows, Pages
-from .rows import gathered_rows, lookup_slot, read_token, rope_bits, write_token
+from .rows import gathered_rows, lookup_slot, read_tokens, rope_bits, write_tokens
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -12,11 +12,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def quantize_and_insert_k_cache(
     k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
 ) -> None:
-    for token, slot in enumerate(slot_mapping):
-        if 0 <= slot < pages.num_slots:
-            with np.errstate(invalid="ignore"):  # signalling NaN
-                values, rope = np.split(k[token], [pages.layout.quantized_dim])
-                write_token(pages, int(slot), values.astype(np.float32), rope.astype(BFLOAT16), power_of_two_scales)
+    tokens = np.flatnonzero((slot_mapping >= 0) & (slot_mapping < pages.num_slots))
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values, rope = np.split(k[tokens], [pages.layout.quantized_dim], axis=1)
+        slots = slot_mapping[tokens].astype(np.int64)
+        write_tokens(pages, slots, values.astype(np.float32), rope.astype(BFLOAT16), power_of_two_scales)
 
 
 def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
@@ -25,14 +25,16 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
         wanted = seq_len if gather_lens is None else gather_lens[request]
         gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))
         first = seq_len - max(0, min(seq_len, wanted))
-        for i in range(gather_len):
-            slot = lookup_slot(block_table, request, int(first + i), pages.block_size)
-            present = 0 <= slot < pages.num_slots
-            with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
-                values = read_token(pages, slot).astype(np.float32) if present else np.float32(0)
-                out[request, offset + i] = values.astype(out.dtype)
-            if present and out.dtype == BFLOAT16:  # NaN's bits, too
-                out.view(np.uint16)[request, offset + i, pages.layout.quantized_dim :] = rope_bits(pages, slot)
+        positions = range(int(first), int(first) + int(gather_len))
+        slots = np.array([lookup_slot(block_table, request, x, pages.block_size) for x in positions], np.int64)
+        rows = np.arange(len(slots)) + offset
+        out[request, rows] = 0
+        present = (slots >= 0) & (slots < pages.num_slots)
+        rows, slots = rows[present], slots[present]
+        with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
+            out[request, rows] = read_tokens(pages, slots).astype(np.float32).astype(out.dtype)
+        if out.dtype == BFLOAT16:  # NaN's bits, too
+            out.view(np.uint16)[request, rows, pages.layout.quantized_dim :] = rope_bits(pages, slots)
 
 
 def cp_gather_indexer_k_quant_cache(

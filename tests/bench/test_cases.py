@@ -62,11 +62,13 @@ SMALL = [
     indexer_cases.Choice("decode", 3, 800, 512, lengths=True),
     indexer_cases.Choice("prefill", 40, 800, 512, lengths=True),
     indexer_cases.Choice("decode", 40, 1200, 512),
+    indexer_cases.Choice("decode", 3, 1200, 512, scores="99% zeros"),
     indexer_cases.Selection(indexer_cases.Logits(20, 100, lengths=True), 64),
     indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
     candidate_cases.CandidateBlocks(3, 100, 5),
     candidate_cases.CandidateTopk(2, 200, 9),
     candidate_cases.CandidateTopk(2, 200, 9, layout=INDEXER_MXFP4),
+    candidate_cases.CandidateSource(2, 200, 9),
     indexer_cases.QueryQuant(9),
     indexer_cases.QueryQuant(9, "mxfp4"),
     indexer_cases.Schedule(5),
@@ -106,7 +108,7 @@ WITHOUT_PEERS = {
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
     "compress_latents", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
     "build_flashinfer_mixed_sparse_indices", step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks",
-    "candidate_topk",
+    "candidate_topk", "candidate_source",
 }  # fmt: skip
 
 
@@ -129,12 +131,13 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     unchecked = {
         indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla",
         poisoned.PoisonedPrefill: "flash_mla", candidate_cases.CandidateTopk: "all positions",
-        products.BlockLinear: ("deep_gemm", "bfloat16"),
+        candidate_cases.CandidateSource: "without blocks", products.BlockLinear: ("deep_gemm", "bfloat16"),
     }  # fmt: skip
     left_out = unchecked.get(type(case), "copy")
     assert problem.unchecked == (left_out if isinstance(left_out, tuple) else (left_out,))
     second = {
         "candidate_topk": "all positions",
+        "candidate_source": "without blocks",
         "indexer_topk": "two steps",
         "fp8_block_linear": "bfloat16",
         "sparse_swa": "validate=False",

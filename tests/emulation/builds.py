@@ -63,7 +63,8 @@ def compiler():
 @functools.cache
 def runtime():
     """The emulator. Global, as kernels find its functions by name."""
-    library = ctypes.PyDLL(str(built("", "-O3", "-flto", *map(str, RUNTIME.glob("*.cpp")))), ctypes.RTLD_GLOBAL)
+    sources = map(str, RUNTIME.glob("*.cpp"))
+    library = ctypes.PyDLL(str(built("", "-O3", "-flto", "-march=native", *sources)), ctypes.RTLD_GLOBAL)
     library.emulator_launch.restype = ctypes.c_char_p
     library.emulator_launch.argtypes = (ctypes.POINTER(LaunchDescription),)
     return library
@@ -120,5 +121,7 @@ def digest(text, *options):
 
 @functools.cache
 def runtime_text():
-    parts = [compiler(), *(path.read_text() for path in sorted(RUNTIME.iterdir()))]
+    about = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next(line for line in about if line.startswith("flags"))  # for -march=native
+    parts = [compiler(), processor, *(path.read_text() for path in sorted(RUNTIME.iterdir()))]
     return "\0".join(parts)

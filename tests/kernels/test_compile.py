@@ -21,8 +21,6 @@ SPILLS_ALLOWED = {
     "sm90/decode/decode.cu-V32_NOPE_FP8-64-1-sm_90a": 12,
     "sm90/decode/decode.cu-DSV41_FP8-64-1-sm_90a": 8,
     "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-1-sm_90a": 8,
-    "sm90/decode/decode.cu-DSV4_BF16-64-1-sm_90a": 24,
-    "sm90/decode/decode.cu-MLA_BF16-64-1-sm_90a": 32,
     # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,

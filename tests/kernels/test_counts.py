@@ -41,7 +41,16 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     of_group, of_tile, group_cost, blocks = 8, 64, 2, 7
     starts = np.zeros(queries, np.int32)
     starts[of_group - 1 :: of_group] = keys - 1
-    values = {"HEADS": 64, "PAGED": 0, "MXFP4": 0, "PASS": 2, "PASSES": 1, "QUERY_GROUPS": 4, "MAXIMA": 0}
+    values = {
+        "HEADS": 64,
+        "PAGED": 0,
+        "MXFP4": 0,
+        "PASS": 2,
+        "PASSES": 1,
+        "QUERY_GROUPS": 4,
+        "MAXIMA": 0,
+        "CANDIDATES": 0,
+    }
     macros = "".join(f"#define {name} {value}\n" for name, value in values.items())
     found = launch(
         here, macros + compiler.source("sm90/indexer/logits.cu") + WORK_RANGES, "work_ranges", blocks,

@@ -53,6 +53,24 @@ def test_layers_of_v41_have_costs(layout):
     assert paths([(2048, 4096)], layout=layout) == ["rows"]
 
 
+@pytest.mark.parametrize(
+    ("chunks", "options", "expected"),
+    [
+        ([(256, 16_384)] * 8, {"heads": 16}, "pages"),
+        ([(1024, 32_768)] * 4, {"heads": 16}, "rows"),
+        ([(2000, 51_200)], {"heads": 16, "ratio": 128, "topk": None}, "pages"),
+        ([(2000, 51_200)], {"heads": 32, "ratio": 128, "topk": None}, "pages"),
+        ([(2000, 51_200)], {"heads": 64, "ratio": 128, "topk": None}, "rows"),
+        ([(2000, 4096)], {"heads": 8, "ratio": 0, "topk": None}, "rows"),
+        ([(2000, 4096)], {"heads": 64, "ratio": 0, "topk": None}, "pages"),
+        ([(512, 16_384)], {"heads": 32}, "pages"),
+    ],
+    ids=str,
+)
+def test_the_faster_path_of_measured_chunks(chunks, options, expected):
+    assert paths(chunks, **options) == [expected]
+
+
 def test_backends_that_were_not_measured_gather():
     assert paths([(8, 1 << 17)], backend="cpu") == ["rows"]
     assert paths([(8, 1 << 17)], layout=DSV4_BF16) == ["rows"]

@@ -6,8 +6,8 @@ from metadata.batches import make_batch, tokens_of
 
 import cumla
 from cumla.layers import selection
-from cumla.layers.selection import IndexerInputs, score_bytes, select_rows
-from cumla.metadata import DeepseekV32IndexerMetadataBuilder, ServingConfig
+from cumla.layers.selection import Candidates, IndexerInputs, score_bytes, select_rows
+from cumla.metadata import CommonAttentionMetadata, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from support.lab import Lab
 
 HOST = Lab("cpu", on_device=False)
@@ -34,7 +34,7 @@ class Step:
             scores = weights[token] @ np.maximum(q[token] @ seen.T, 0)
             self.wanted.append(sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()))
 
-    def selected(self):
+    def selected(self, **options):
         """The rows of each token, and the bytes of memory requested, by name."""
         asked: dict[str, int] = {}
 
@@ -45,7 +45,7 @@ class Step:
 
         out = np.full((len(self.tokens), TOPK), 99, np.int32)
         requests, positions = np.array(self.tokens, np.int32).T
-        select_rows(self.inputs, positions, requests, self.batch.block_table_tensor, out, memory, "cpu")
+        select_rows(self.inputs, positions, requests, self.batch.block_table_tensor, out, memory, "cpu", **options)
         return [row[row >= 0].tolist() for row in out], asked
 
 
@@ -77,13 +77,64 @@ def test_all_decodes_are_scored_at_once_as_far_as_memory_goes(rng, monkeypatch):
     step = Step(rng, [70, 9, 33], [1, 1, 1])
     monkeypatch.setattr(selection, "WORKSPACE_BYTES", 64)
     for budget, rows in ((1 << 20, 3), (4 * 72 * 2, 2), (64, 1)):
-        monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", budget)
-        got, asked = step.selected()
-        assert got == step.wanted
-        assert asked["scores"] == 4 * 72 * rows
+        for by_model in (False, True):
+            monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", 1 << 20 if by_model else budget)
+            got, asked = step.selected(**({"decode_score_bytes": budget} if by_model else {}))
+            assert got == step.wanted
+            assert asked["scores"] == 4 * 72 * rows
 
 
 def test_a_large_budget_stays_what_it_is(rng):
     """For few rows, too: a captured graph's memory keeps its address, and steps of many rows take few launches."""
     _, asked = Step(rng, [9], [1]).selected()
     assert asked["scores"] == selection.WORKSPACE_BYTES == 64 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
+@pytest.mark.parametrize("chooses", [True, False], ids=["blocks", "rows"])
+def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
+    """V4.1's decodes, of which 16 have as many bytes of rows' scores. They share pages, to fit into memory."""
+    import cupy
+
+    requests, rows, topk = 17, 1 << 20, 512
+    cache = layout.allocate(rows // 64, 64, cupy)
+    cache[...] = cupy.random.default_rng(0).integers(0, 0x77, cache.shape, np.uint8)
+    scales = layout.parts(cache)[1]
+    scales[...] = 127 if layout is cumla.INDEXER_MXFP4 else cupy.asarray(np.float32([1]).view(np.uint8))
+    config = ServingConfig(
+        compress_ratios=(1,), has_c1a=True, block_size=64, compressed_block_size=64, max_num_batched_tokens=256,
+        max_num_seqs=32, max_model_len=rows, index_topk=topk,
+    )  # fmt: skip
+    table = cupy.asarray(np.stack([rng.permutation(rows // 64) for _ in range(requests)]).astype(np.int32))
+    batch = CommonAttentionMetadata.from_lengths([1] * requests, [rows] * requests, table, 64)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, "cuda", compress_ratio=1).build(0, batch)
+    q = cupy.asarray(rng.integers(0, 0x77, (requests, 32, 128), np.uint8))
+    weights = cupy.asarray(rng.standard_normal((requests, 32)).astype(np.float32))
+    blocks = cupy.empty((requests, 2048), np.int32)
+    candidates = Candidates(blocks, 8, True) if chooses else None
+    out, positions = cupy.empty((requests, topk), np.int32), cupy.full(requests, rows - 1, np.int32)
+    asked: dict[str, int] = {}
+
+    def memory(name, shape, dtype):
+        array = cupy.empty(shape, dtype)
+        asked[name] = max(asked.get(name, 0), array.nbytes)
+        return array
+
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    select_rows(
+        IndexerInputs(q, weights, cache, metadata, layout=layout), positions, cupy.arange(requests, dtype=np.int32),
+        table, out, memory, "cuda", candidates=candidates, decode_score_bytes=selection.WORKSPACE_BYTES,
+    )  # fmt: skip
+    most = 72 << 20 if chooses else 64 << 20  # of the scores of rows 64
+    assert asked == {"scores": most}
+    assert pool.total_bytes() - before <= most + (1 << 20)
+    for request in (0, requests - 1):
+        one = slice(request, request + 1)
+        lens = cupy.full(1, rows, np.int32)
+        logits = cumla.fp8_paged_mqa_logits(q[one, None], cache, weights[one], lens, table[one], layout=layout)
+        assert bool((out[one] == cumla.top_k_per_row(logits, topk)).all())
+        if chooses:
+            assert bool((blocks[one] == cumla.select_candidate_blocks(logits, 2048)).all())

@@ -80,6 +80,18 @@ def test_rejected_drafts_leave_no_trace():
             assert relative_rms(got[:, i], want[first - 131 + i][:, 0]) < 1e-6
 
 
+@pytest.mark.parametrize("drafts", range(6))
+def test_requests_of_guesses_are_entries_of_the_indexer(drafts):
+    """So that keys are read once for all tokens of a request, which see different numbers of rows."""
+    stack, each = Stack(0), 1 + drafts
+    batch, tables = stack.paged.batch([(0, 40, each), (1, 31, each)])
+    metadata = stack.builder.build(batch, tables["compressed"], np.array([0, 1], np.int32))
+    for ratio, rows in metadata.rows.items():
+        lens = [[(first + j + 1) // ratio for j in range(each)] for first in (40, 31)]
+        np.testing.assert_array_equal(rows.indexer.decode.seq_lens.reshape(2, each), lens)
+        assert rows.indexer.decode.packed
+
+
 SPLIT = [pytest.param(f, None, marks=pytest.mark.slow) for f in ("fp8_split", "fp4_split")]
 
 

@@ -36,6 +36,33 @@ def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, nex
 
 
 @pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
+@pytest.mark.parametrize(
+    ("heads", "block_size", "next_n", "blocks"), [(32, 64, 1, 500), (32, 8, 2, 37), (64, 24, 3, 70), (64, 128, 1, 1)]
+)
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
+@pytest.mark.thorough(when=lambda x: x.get("schedule") != "random 1")
+def test_rings_of_candidate_blocks(here, rng, monkeypatch, schedule, heads, block_size, next_n, blocks, layout):
+    """Blocks in any order, absent, without pages, partly or not at all seen; NaN in keys and queries."""
+    monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
+    requests, columns = 3, -(-(blocks + 9) * 8 // block_size)
+    q, cache, weights, table = paged(rng, layout, block_size, requests, next_n, heads, columns)
+    table[1, ::7] = -1
+    if block_size == 64:
+        q.reshape(-1)[::997], cache.reshape(len(cache), -1)[2, 70:80] = 0x7F, 0x7F
+    lens = np.array([columns * block_size + 5, 8 * blocks // 2 + 3, 3], np.int32)
+    candidates = np.stack([rng.permutation(blocks + 12)[:blocks] for _ in weights]).astype(np.int32)
+    candidates[:, ::5] = -1
+    candidates[0, blocks // 2] = 2**31 - 1
+    candidates[-1, 0] = 0  # partly seen
+    arguments = q, cache, weights, candidates, lens, table
+    reference = cumla.candidate_logits(*arguments, layout=layout, backend="reference")
+    with emulation.scheduled(emulation.SCHEDULES[schedule]):
+        found = here.get(cumla.candidate_logits(*map(here.put, arguments), layout=layout, backend="cuda"))
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(reference))
+    check_logits(np.nan_to_num(found, neginf=-np.inf), np.nan_to_num(reference, neginf=-np.inf))
+
+
+@pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
 @pytest.mark.parametrize("width", [0, 90])
 @pytest.mark.parametrize("queries", [1, 13])
 @pytest.mark.parametrize("heads", [64, 32])

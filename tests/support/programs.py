@@ -126,7 +126,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": paged, "PASS": queries, "PASSES": 1, "QUERY_GROUPS": groups, "MXFP4": 0,
-                "MAXIMA": 0,
+                "MAXIMA": 0, "CANDIDATES": 0,
             },
         )
         for heads, paged, queries, groups in (
@@ -149,7 +149,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": 1, "PASS": queries, "PASSES": products, "QUERY_GROUPS": 1, "MXFP4": 1,
-                "MAXIMA": 0,
+                "MAXIMA": 0, "CANDIDATES": 0,
             },
         )
         for heads, queries, products in ((32, 1, 1), (32, 2, 1), (32, 2, 2), (32, 2, 3), (64, 1, 1), (64, 1, 6))
@@ -159,7 +159,7 @@ SOURCES = [
             "sm90/indexer/logits.cu",
             {
                 "HEADS": heads, "PAGED": 1, "PASS": queries, "PASSES": products, "QUERY_GROUPS": groups,
-                "MXFP4": mxfp4, "MAXIMA": 1,
+                "MXFP4": mxfp4, "MAXIMA": 1, "CANDIDATES": 0,
             },
         )
         for heads, queries, products, groups, mxfp4 in (
@@ -170,6 +170,16 @@ SOURCES = [
             (32, 1, 1, 1, 1),
             (32, 2, 3, 1, 1),
         )
+    ),
+    *(
+        (
+            "sm90/indexer/logits.cu",
+            {
+                "HEADS": heads, "PAGED": 1, "PASS": 1, "PASSES": 1, "QUERY_GROUPS": 1, "MXFP4": mxfp4, "MAXIMA": 0,
+                "CANDIDATES": 1,
+            },
+        )
+        for heads, mxfp4 in ((32, 0), (32, 1), (64, 0), (64, 1))
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),

@@ -1,5 +1,6 @@
 // cp.async: a late copy completes only when its thread waits for it. Copies of boxes complete at any time.
 #include "emulator.h"
+#include <algorithm>
 #include <vector>
 
 namespace emulator {
@@ -52,14 +53,16 @@ struct Box : Work {
     // Rows of 128 bytes, swizzled by the address in shared memory; zeros past the end of the array.
     void run() override {
         for (uint64_t row = 0; row < map.box[1]; ++row) {
-            for (uint64_t i = 0; i < 128 / map.element_bytes; ++i) {
-                uint64_t x = at[0] + i, y = at[1] + row, z = at[2];
-                uint32_t to = target + row * 128 + i * map.element_bytes;
-                uint8_t* element = shared_at(to ^ (to >> 7 & 7) << 4, map.element_bytes);
-                bool inside = x < map.size[0] && y < map.size[1] && z < map.size[2];
-                const uint8_t* from = map.start + x * map.element_bytes + y * map.stride[0] + z * map.stride[1];
-                if (inside) memcpy(element, from, map.element_bytes);
-                else memset(element, 0, map.element_bytes);
+            uint64_t y = at[1] + row, z = at[2];
+            int64_t start = at[0] * int64_t(map.element_bytes), end = map.size[0] * map.element_bytes;
+            if (y >= map.size[1] || z >= map.size[2]) end = 0;
+            const uint8_t* from = map.start + y * map.stride[0] + z * map.stride[1];
+            for (int i = 0; i < 128; i += 16) {
+                uint32_t to = target + row * 128 + i;
+                uint8_t* chunk = shared_at(to ^ (to >> 7 & 7) << 4, 16);
+                int64_t first = std::max<int64_t>(start + i, 0), last = std::min(start + i + 16, end);
+                if (last - first < 16) memset(chunk, 0, 16);
+                if (first < last) memcpy(chunk + (first - start - i), from + first, last - first);
             }
         }
         barrier_bytes(barrier, map.box[1] * 128);

@@ -94,18 +94,22 @@ template <class In, class F> const uint8_t* meet(const char* what, const In& in,
     };
     return meet(what, &in, sizeof in, call, &act);
 }
+// All lanes of the warp arrive; returns every lane's word.
+EXPORT const uint64_t* exchange(const char* what, uint64_t word);
 // Every lane's `x`, valid until the next meeting.
 template <class T> struct Table {
-    const uint8_t* rows;
+    const uint64_t* words;
     T operator[](int lane) const {
         T x;
-        memcpy(&x, rows + lane * MOST_BYTES, sizeof x);
+        memcpy(&x, words + lane, sizeof x);
         return x;
     }
 };
 template <class T> Table<T> everybodys(const char* what, T x) {
-    const uint8_t* mine = meet(what, &x, sizeof x, nullptr, nullptr);
-    return {mine - thread_number % 32 * MOST_BYTES};
+    static_assert(sizeof(T) <= sizeof(uint64_t));
+    uint64_t word = 0;
+    memcpy(&word, &x, sizeof x);
+    return {exchange(what, word)};
 }
 EXPORT uint32_t ballot(bool vote);
 

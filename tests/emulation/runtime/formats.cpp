@@ -1,5 +1,6 @@
 // Number formats. Conversions from 8 and 16 bits are tables, because they dominate the cost of a matrix product.
 #include "emulator.h"
+#include <float.h>
 #include <immintrin.h>
 #include <vector>
 
@@ -18,6 +19,18 @@ static float small_float(uint32_t magnitude, int mantissa, int bias) {
     return ldexpf((exponent ? 1 << mantissa : 0) + fraction, last_place);
 }
 
+static const std::vector<float> E4M3 = [] {
+    std::vector<float> values(256);
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        float value = (byte & 0x7f) == 0x7f ? NAN : small_float(byte & 0x7f, 3, 7);
+        values[byte] = byte & 0x80 ? -value : value;
+    }
+    return values;
+}();
+
+#ifdef __F16C__
+float from_f16(uint32_t bits) { return _cvtsh_ss(bits); }
+#else
 static const std::vector<float> F16 = [] {
     std::vector<float> values(1 << 16);
     for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
@@ -29,16 +42,8 @@ static const std::vector<float> F16 = [] {
     return values;
 }();
 
-static const std::vector<float> E4M3 = [] {
-    std::vector<float> values(256);
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-        float value = (byte & 0x7f) == 0x7f ? NAN : small_float(byte & 0x7f, 3, 7);
-        values[byte] = byte & 0x80 ? -value : value;
-    }
-    return values;
-}();
-
 float from_f16(uint32_t bits) { return F16[bits & 0xffff]; }
+#endif
 float from_bf16(uint32_t bits) { return of_bits(bits << 16); }
 float from_e4m3(uint32_t byte) { return E4M3[byte & 0xff]; }
 
@@ -118,24 +123,34 @@ uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b) {
     return larger(x & 0xffff, y & 0xffff) | larger(x >> 16, y >> 16) << 16 | ((a ^ b) & 0x80008000);
 }
 
+// The mode takes longer to change than the rest, and matters to subnormal operands and results alone; where one is 0,
+// infinite or NaN, an operand may have been subnormal.
+static bool is_ordinary(float x) { return fabsf(x) >= 2 * FLT_MIN && fabsf(x) <= FLT_MAX; }
+
 float multiply(float a, float b) {
+    if (float product = a * b; is_ordinary(product)) return product;
     KeepSubnormals keep;
-    volatile float product = a * b;  // before the mode is restored
+    volatile float x = a, product = x * b;  // before the mode is restored
     return product;
 }
 float divide(float a, float b) {
+    if (float quotient = a / b; is_ordinary(quotient)) return quotient;
     KeepSubnormals keep;
-    volatile float quotient = a / b;
+    volatile float x = a, quotient = x / b;
     return quotient;
 }
 float to_float(double x) {
+    if (float narrow = x; is_ordinary(narrow)) return narrow;
     KeepSubnormals keep;
-    volatile float narrow = x;
+    volatile double wide = x;
+    volatile float narrow = wide;
     return narrow;
 }
 double to_double(float x) {
+    if (is_ordinary(x)) return x;
     KeepSubnormals keep;
-    volatile double wide = x;
+    volatile float narrow = x;
+    volatile double wide = narrow;
     return wide;
 }
 

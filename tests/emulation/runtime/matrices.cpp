@@ -10,6 +10,7 @@ namespace {
 
 constexpr int LANES = 32, K = 16;
 constexpr int ROWS = 16, MOST_DEPTH = 32, MOST_COLUMNS = 256;  // of a warp's product; bytes are twice as deep
+constexpr int PITCH = MOST_COLUMNS + 8;  // of rows, so that a column's values are in different sets of the CPU's cache
 
 struct Operand {
     uint32_t address, x[4];
@@ -26,38 +27,51 @@ float value(uint32_t pair, int half, bool bfloat16) {
     return bfloat16 ? from_bf16(pair >> 16 * half & 0xffff) : from_f16(pair >> 16 * half);
 }
 
-// sums = a b, in order along the depth; `columns` is a multiple of 8.
-__attribute__((target_clones("avx2", "default"))) void sum_products(const float (*a)[MOST_DEPTH],
-                                                                const float (*b)[MOST_COLUMNS], int depth, int columns,
-                                                                float (*sums)[MOST_COLUMNS]) {
+// The sums of WIDTH columns, in order along the depth.
+template <int WIDTH>
+void sum_columns(const float (*a)[MOST_DEPTH], const float (*b)[PITCH], int depth, int column, float (*sums)[PITCH]) {
     constexpr int AT_ONCE = 8;
-    typedef float Columns __attribute__((vector_size(4 * AT_ONCE)));
-    for (int row = 0; row < ROWS; row += AT_ONCE)
-        for (int column = 0; column < columns; column += AT_ONCE) {
-            Columns x[AT_ONCE] = {}, of_b;
-            for (int k = 0; k < depth; ++k) {
-                memcpy(&of_b, &b[k][column], sizeof of_b);
-                for (int i = 0; i < AT_ONCE; ++i) x[i] += a[row + i][k] * of_b;
-            }
-            for (int i = 0; i < AT_ONCE; ++i) memcpy(&sums[row + i][column], &x[i], sizeof of_b);
+    typedef float Columns __attribute__((vector_size(4 * WIDTH)));
+    for (int row = 0; row < ROWS; row += AT_ONCE) {
+        Columns x[AT_ONCE] = {}, of_b;
+        for (int k = 0; k < depth; ++k) {
+            memcpy(&of_b, &b[k][column], sizeof of_b);
+            for (int i = 0; i < AT_ONCE; ++i) x[i] += a[row + i][k] * of_b;
         }
+        for (int i = 0; i < AT_ONCE; ++i) memcpy(&sums[row + i][column], &x[i], sizeof of_b);
+    }
 }
 
-uint16_t& element(uint8_t (*brought)[MOST_BYTES], int matrix, int row, int column) {
-    uint32_t at = as<Operand>(brought[8 * matrix + row]).address;
-    return reinterpret_cast<uint16_t*>(shared_at(at, 16))[column];
+// sums = a b; `columns` is a multiple of 8.
+void sum_products(const float (*a)[MOST_DEPTH], const float (*b)[PITCH], int depth, int columns, float (*sums)[PITCH]) {
+    int column = 0;
+#ifdef __AVX512F__
+    for (; column + 16 <= columns; column += 16) sum_columns<16>(a, b, depth, column, sums);
+#endif
+    for (; column < columns; column += 8) sum_columns<8>(a, b, depth, column, sums);
 }
+
+// The rows of four matrices, to which lanes point.
+struct Rows {
+    uint16_t* row[4][8];
+
+    explicit Rows(uint8_t (*brought)[MOST_BYTES]) {
+        for (int lane = 0; lane < LANES; ++lane)
+            row[lane / 8][lane % 8] = reinterpret_cast<uint16_t*>(shared_at(as<Operand>(brought[lane]).address, 16));
+    }
+};
 
 }  // namespace
 
 // Lanes 8 i to 8 i + 7 point to the rows of matrix i.
 void load_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address, bool transposed) {
     auto load = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        Rows at(brought);
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < 4; ++i) {
                 int g = lane / 4, column = 2 * (lane % 4);
-                uint32_t low = transposed ? element(brought, i, column, g) : element(brought, i, g, column);
-                uint32_t high = transposed ? element(brought, i, column + 1, g) : element(brought, i, g, column + 1);
+                uint32_t low = transposed ? at.row[i][column][g] : at.row[i][g][column];
+                uint32_t high = transposed ? at.row[i][column + 1][g] : at.row[i][g][column + 1];
                 as<Operand>(taken[lane]).x[i] = low | high << 16;
             }
     };
@@ -67,12 +81,13 @@ void load_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t 
 
 void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, bool transposed) {
     auto store = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
+        Rows at(brought);
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < 4; ++i)
                 for (int half = 0; half < 2; ++half) {
                     int g = lane / 4, column = 2 * (lane % 4) + half;
                     uint16_t bits = as<Operand>(brought[lane]).x[i] >> 16 * half;
-                    (transposed ? element(brought, i, column, g) : element(brought, i, g, column)) = bits;
+                    (transposed ? at.row[i][column][g] : at.row[i][g][column]) = bits;
                 }
     };
     meet(transposed ? "stmatrix.trans" : "stmatrix", Operand{address, {a, b, c, d}}, store);
@@ -95,7 +110,7 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
          uint32_t b1, bool bfloat16) {
     auto multiply = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
         KeepSubnormals keep;
-        float a[ROWS][MOST_DEPTH], b[K][MOST_COLUMNS], sums[ROWS][MOST_COLUMNS];
+        float a[ROWS][MOST_DEPTH], b[K][PITCH], sums[ROWS][PITCH];
         for (int lane = 0; lane < LANES; ++lane) {
             const auto& from = as<Fragments>(brought[lane]);
             int g = lane / 4, k = 2 * (lane % 4);
@@ -188,7 +203,7 @@ struct Product {
     void run() const {
         KeepSubnormals keep;
         int depth = MOST_DEPTH / bytes_of(type);
-        float a[ROWS][MOST_DEPTH], b[MOST_DEPTH][MOST_COLUMNS], sums[ROWS][MOST_COLUMNS];
+        float a[ROWS][MOST_DEPTH], b[MOST_DEPTH][PITCH], sums[ROWS][PITCH];
         Tile a_at(of[0].a ? b_tile : a_tile), b_at(b_tile);
         if (of[0].a) {
             for (int row = 0; row < ROWS; ++row)
@@ -206,7 +221,7 @@ struct Product {
             for (int k = 0; k < depth; ++k)
                 for (int row = 0; row < ROWS; row += 8) a_at.across(k, first_row + row, type, &a[row][k], MOST_DEPTH);
         }
-        for (int column = 0; b_rows && column < columns; ++column) b_at.along(column, type, &b[0][column], MOST_COLUMNS);
+        for (int column = 0; b_rows && column < columns; ++column) b_at.along(column, type, &b[0][column], PITCH);
         for (int k = 0; !b_rows && k < depth; ++k)
             for (int column = 0; column < columns; column += 8) b_at.across(k, column, type, &b[k][column], 1);
         sum_products(a, b, depth, columns, sums);

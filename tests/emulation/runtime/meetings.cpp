@@ -14,7 +14,25 @@ struct Warp {
     uint64_t meetings;
     int arrived;
     const char* what;
+    uint32_t votes[2];
+    uint64_t words[2][LANES];
     alignas(64) uint8_t brought[2][LANES][MOST_BYTES], taken[2][LANES][MOST_BYTES];
+
+    int place() const { return meetings & 1; }
+    // Before a lane brings anything: lanes meet for the same.
+    void begin(const char* what_) {
+        if (arrived == 0) what = what_;
+        else if (what != what_ && strcmp(what, what_))
+            fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, what, what_);
+    }
+    // Return when all have come.
+    void end() {
+        if (++arrived == LANES) {
+            arrived = 0, ++meetings;
+            return;
+        }
+        wait({&meetings, ~0ull, meetings, what, 0});
+    }
 };
 // Counts arrivals, and completed phases.
 struct Gate {
@@ -59,6 +77,7 @@ struct Cluster {
 std::unique_ptr<Cluster> cluster;
 
 Block* block() { return cluster->blocks[cluster_rank].get(); }
+Warp& own_warp() { return block()->warps[thread_number / LANES]; }
 
 Barrier& barrier_at(uint32_t address) {
     auto found = block()->barriers.find(without_rank(address));
@@ -96,37 +115,33 @@ void cluster_wait() {
 }
 
 const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context) {
-    Warp& warp = block()->warps[thread_number / LANES];
-    int lane = thread_number % LANES, place = warp.meetings & 1;
-    if (warp.arrived == 0) warp.what = what;
-    else if (warp.what != what && strcmp(warp.what, what))
-        fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
-    if (bytes == 4) {  // most often
-        memcpy(warp.brought[place][lane], brought, 4);
-        memcpy(warp.taken[place][lane], brought, 4);
-    } else {
-        memcpy(warp.brought[place][lane], brought, bytes);
-        memcpy(warp.taken[place][lane], brought, bytes);  // kept if `act` does not change it
-    }
-    uint64_t now = warp.meetings;
-    if (++warp.arrived == LANES) {
-        if (act) act(context, warp.brought[place], warp.taken[place]);
-        warp.arrived = 0, ++warp.meetings;
-    } else {
-        wait({&warp.meetings, ~0ull, now, what, 0});
-    }
+    Warp& warp = own_warp();
+    int lane = thread_number % LANES, place = warp.place();
+    warp.begin(what);
+    memcpy(warp.brought[place][lane], brought, bytes);
+    memcpy(warp.taken[place][lane], brought, bytes);  // kept if `act` does not change it
+    if (warp.arrived == LANES - 1) act(context, warp.brought[place], warp.taken[place]);
+    warp.end();
     return warp.taken[place][lane];
 }
 
+const uint64_t* exchange(const char* what, uint64_t word) {
+    Warp& warp = own_warp();
+    int place = warp.place();
+    warp.begin(what);
+    warp.words[place][thread_number % LANES] = word;
+    warp.end();
+    return warp.words[place];
+}
+
 uint32_t ballot(bool vote) {
-    auto count = [](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
-        uint32_t votes = 0;
-        for (int lane = 0; lane < LANES; ++lane) votes |= uint32_t(brought[lane][0]) << lane;
-        for (int lane = 0; lane < LANES; ++lane) memcpy(taken[lane], &votes, sizeof votes);
-    };
-    uint32_t votes;
-    memcpy(&votes, meet("vote.sync", uint8_t(vote), count), sizeof votes);
-    return votes;
+    Warp& warp = own_warp();
+    int place = warp.place();
+    warp.begin("vote.sync");
+    if (warp.arrived == 0) warp.votes[place] = 0;
+    warp.votes[place] |= uint32_t(vote) << thread_number % LANES;
+    warp.end();
+    return warp.votes[place];
 }
 
 void block_sync() { block()->everybody.pass(threads_of_block(), "__syncthreads", 0); }

@@ -87,6 +87,7 @@ struct Running {
     void* scheduler = nullptr;
     Fiber* fibers = nullptr;
     std::vector<char> alike;  // of each warp: its lanes, when they ran last
+    struct { int warp, first, next; } turn;  // of the running warp: lanes run in order from `first` on
     size_t level = 0;
 };
 Running now;
@@ -95,11 +96,12 @@ jmp_buf out;
 std::string message;
 
 void run_kernel(const Launch& launch);
+void leave(Fiber& fiber);
 
 void run_fiber() {
     now.launch->kernel(now.launch->arguments);
     now.fibers[fiber_number].done = true;
-    emulator_switch(&now.fibers[fiber_number].stack_pointer, now.scheduler);
+    leave(now.fibers[fiber_number]);
 }
 
 // A stack with an inaccessible page below it.
@@ -132,12 +134,29 @@ void enter_block(int rank) {
     block_index = {now.first_block.x + rank, now.first_block.y, now.first_block.z};
 }
 
-void resume(int number) {
+// The next lane of the running warp that can continue in this turn, or -1.
+int next_lane() {
+    while (now.turn.next < 32) {
+        int number = 32 * now.turn.warp + (now.turn.first + now.turn.next++) % 32;
+        if (!now.fibers[number].done && !is_blocked(now.fibers[number].wait)) return number;
+    }
+    return -1;
+}
+
+// Continue with a lane; `from` keeps the stack that this one leaves.
+void resume(int number, void** from) {
     Fiber& fiber = now.fibers[number];
     fiber_number = number, thread_number = fiber.thread, thread_index = fiber.index;
     if (fiber.rank != cluster_rank) enter_block(fiber.rank);
     fiber.begun = true;
-    emulator_switch(&now.scheduler, fiber.stack_pointer);
+    emulator_switch(from, fiber.stack_pointer);
+}
+
+// Continue with the warp's next lane or, after its last one, with the scheduler.
+void leave(Fiber& fiber) {
+    int next = next_lane();
+    if (next < 0) emulator_switch(&fiber.stack_pointer, now.scheduler);
+    else resume(next, &fiber.stack_pointer);
 }
 
 [[noreturn]] void report_deadlock(int threads) {
@@ -208,16 +227,13 @@ bool are_alike(const Fiber* lanes) {
 
 // Run the lanes of a warp that can continue, as far as they can for now.
 bool run_warp(int warp) {
-    bool ran = false;
-    if (now.alike[warp] && (now.fibers[32 * warp].done || is_blocked(now.fibers[32 * warp].wait))) return false;
-    int first = now.seeded ? random_number(32) : 0;
-    Fiber* lanes = now.fibers + 32 * warp;
-    for (int i = 0; i < 32; ++i) {
-        int lane = (first + i) % 32;
-        if (!lanes[lane].done && !is_blocked(lanes[lane].wait)) ran = true, resume(32 * warp + lane);
-    }
+    const Fiber* lanes = now.fibers + 32 * warp;
+    if (now.alike[warp] && (lanes->done || is_blocked(lanes->wait))) return false;
+    now.turn = {warp, now.seeded ? random_number(32) : 0, 0};
+    int lane = next_lane();
+    if (lane >= 0) resume(lane, &now.scheduler);
     now.alike[warp] = are_alike(lanes);
-    return ran;
+    return lane >= 0;
 }
 
 bool is_done(int threads) {
@@ -287,7 +303,7 @@ void on_bad_address(int, siginfo_t* info, void*) { fail("an access at %p, where 
 void wait(const Wait& wait) {
     Fiber& fiber = now.fibers[fiber_number];
     fiber.wait = wait;
-    while (is_blocked(fiber.wait)) emulator_switch(&fiber.stack_pointer, now.scheduler);
+    while (is_blocked(fiber.wait)) leave(fiber);
     fiber.wait.word = nullptr;
 }
 

@@ -159,20 +159,31 @@ struct WorkRange {
 
     __device__ bool more() const { return tile < end_tile || (tile == end_tile && first < end_block); }
 
+    // The number of the next tile. Volatile: otherwise some compilers keep more values than there are registers.
+    __device__ int number(const SparseProblem& problem) const {
+        int found = tile;
+        if (problem.starts && problem.tiles() <= MAX_ORDERED)
+            asm volatile("ld.global.s32 %0, [%1];" : "=r"(found) : "l"(problem.starts + ORDER_AT + tile));
+        return found;
+    }
+
     __device__ bool next(const SparseProblem& problem, WorkTile& work) {
         if (!more()) return false;
-        work.tile = tile;
-        // Volatile: otherwise some compilers keep more values than there are registers.
-        if (problem.starts && problem.tiles() <= MAX_ORDERED)
-            asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
-        TileCoord at(problem, work.tile);
+        int found = number(problem);
+        take(problem, work, found, TileCoord(problem, found));
+        return true;
+    }
+
+    // The next tile, which is there, by its number and place.
+    __device__ void take(const SparseProblem& problem, WorkTile& work, int number, const TileCoord& at) {
+        work.tile = number;
         work.lengths0 = problem.segments[0].length(at.b, at.s);
         work.lengths1 = problem.segments[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
         work.split = problem.even();
         if (work.split) {
             // A tile of fewer blocks than splits leaves some of them a block of absent keys.
-            int each = work.blocks / problem.period_ranges, longer = work.blocks - each * problem.period_ranges;
+            int each = __umulhi(work.blocks, problem.period_inverse), longer = work.blocks - each * problem.period_ranges;
             work.first = first * each + min(first, longer);
             work.last = work.first + max(1, each + (first < longer));
         } else {
@@ -181,7 +192,6 @@ struct WorkRange {
             work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
         }
         ++tile, first = 0;
-        return true;
     }
 };
 

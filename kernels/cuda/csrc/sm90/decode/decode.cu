@@ -13,7 +13,8 @@
 //     8..11    PV 1           176        the same for values 256..511
 //     12, 13   row producers  40         each copies half of every block's raw rows into the ring (cp.async)
 //     14       scale warp     40         converts scales to float16 factors; writes -inf as the bias of absent tokens.
-//                                        Warps 12 to 14 copy bfloat16 rows, each a third of the tiles
+//                                        Warps 12 to 14 copy bfloat16 rows, each a third of the tiles, with 56 registers
+//                                        of which QK-softmax has fewer then
 //     15       scheduler      40         publishes the next tile; computes the factors that scale accumulators by 1/l
 //
 //     shared memory (TILE_HEADS 64)  DSV4_FP8  V32_FP8
@@ -53,7 +54,7 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
         if (uint32(__cvta_generic_to_shared(memory)) != own(SHARED_START)) __trap();
         for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, ROW_ARRIVALS + WARP_ARRIVALS);  // and the scale warp
         for (int i = 0; EXPANDS && i < RING; ++i) barrier_init(RAW_LANDED + 8 * i, 32 * ROW_PRODUCERS);
-        for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // both PV, half of QK-softmax
+        for (int i = 0; i < FREED_PARTS * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, (8 + 4 / FREED_PARTS) * WARP_ARRIVALS);  // both PV, part of QK-softmax
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
         for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(INV_SUM_FULL + 8 * i, WARP_ARRIVALS);

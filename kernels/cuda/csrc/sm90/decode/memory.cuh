@@ -15,13 +15,14 @@ constexpr int RING = BF16_ROWS ? 2 : 3;  // blocks of raw rows
 constexpr bool TIGHT = BF16_ROWS && LAYOUT::head_dim > 512;
 constexpr int P_SLOTS = TIGHT ? 1 : 2, SUM_SLOTS = TIGHT ? 1 : 2;
 static_assert(!BF16_ROWS || (HEADS == 64 && PARTS == 1));
+constexpr int FREED_PARTS = BF16_ROWS ? 4 : 2;  // of a block, freed one by one
 constexpr int TAIL_BYTES = (TAIL ? TAIL_TILES : 1) * 2 * HALF * 128;  // of a block's bfloat16 values, tile by tile
 constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
 constexpr int ROW_PRODUCERS = BF16_ROWS ? 3 : 2;  // warps: one for each half of a block, or for a third of the tiles
 
 constexpr int THREADS = 512;
-constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
+constexpr int QK_REGISTERS = BF16_ROWS ? 104 : 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = BF16_ROWS ? 56 : 40;
 
 constexpr float NO_MAX = -1e30f;
 constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2^LAZY
@@ -34,8 +35,9 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //                            scale warp. For FP4 rows both PV
 //                            in place of those lanes (ROW_ARRIVALS)
 //     RAW_LANDED[slot]       64: lanes of the row producers         both PV             FP4 rows that they expand (EXPANDS)
-//     RAW_EMPTY[slot][half]  10: warps of both PV, and the two    row producer `half`,   the same of half a block, until
-//                            of QK-softmax that score the half    the scale warp         it is in registers
+//     RAW_EMPTY[slot][part]  10: warps of both PV, and the two    row producer `part`,   the same of half a block, until
+//                            of QK-softmax that score the half.   the scale warp         it is in registers; bfloat16
+//                            bfloat16 rows: 9, and one of those                          rows: of a quarter
 //     P_FULL[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
 //     P_EMPTY[slot]          8: warps of both PV, when their      QK-softmax             the same; for a tile's last block
 //                            products have ended; for a tile's                           also INV_SUM and ScheduledTile
@@ -77,7 +79,7 @@ struct SharedMemory {
     alignas(16) uint8 schedule[SCHEDULED_TILES][SCHEDULED_TILE_BYTES];  // read 16 bytes at a time, see ScheduledTile
     uint32 raised[P_SLOTS + (BF16_ROWS ? 8 : 0)];   // whether a block raised a maximum; SEEN
     uint64 raw_full[EXPANDS ? 2 * RING : RING];     // barriers: RAW_FULL, and after it RAW_LANDED
-    uint64 raw_empty[RING][2];
+    uint64 raw_empty[RING][FREED_PARTS];
     uint64 p_full[P_SLOTS], p_empty[P_SLOTS];
     uint64 scheduled_full[SCHEDULED_TILES];
     uint64 sums_full[2], inv_sum_full[2];           // [tile % 2]

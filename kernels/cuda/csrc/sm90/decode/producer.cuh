@@ -162,13 +162,13 @@ struct TileProducer {
 
     __device__ TileProducer(const SparseProblem& problem, int w) : upcoming(problem), warp(w) {}
 
-    // As copy_rows.
-    __device__ void copy(int slot, int half, uint64 address) {
-        int first = upcoming.lane / 4, part = upcoming.lane % 4;
-        uint32 to = ROPE_AT + slot * TAIL_BYTES + half * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
+    // As copy_rows, 16 rows from `first` of a half on.
+    __device__ void copy(int slot, int half, int first, uint64 address) {
+        int row_of_8 = upcoming.lane / 4, part = upcoming.lane % 4, n = permuted(row_of_8);
+        uint32 to = ROPE_AT + slot * TAIL_BYTES + (half * HALF + first + n) * 128 + ((part ^ n) << 4);
 #pragma unroll
-        for (int i = 0; i < HALF / 8; ++i) {
-            uint64 row = __shfl_sync(~0u, address, first + 8 * i);
+        for (int i = 0; i < 2; ++i) {
+            uint64 row = __shfl_sync(~0u, address, first + 8 * i + row_of_8);
             const uint8* from = reinterpret_cast<const uint8*>(row) + 16 * part + warp * (TILES * 128);
             int size = row ? 16 : 0;
 #pragma unroll
@@ -198,10 +198,11 @@ struct TileProducer {
             bool last = upcoming.tile_blocks == 1;  // as in RowProducer::run
             if (!last) upcoming.next_block(), index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
-                copy(at.slot, half, rows[half]);
-                if (warp == 0) store_presence(2 * at.slot + half, rows[half]);
+            for (int part = 0; part < FREED_PARTS; ++part) {
+                int half = part / 2;
+                barrier_wait(RAW_EMPTY + 8 * (FREED_PARTS * at.slot + part), at.phase ^ 1);
+                copy(at.slot, half, part % 2 * 16, rows[half]);
+                if (warp == 0 && part % 2) store_presence(2 * at.slot + half, rows[half]);
             }
             copies_arrive(RAW_FULL + 8 * at.slot);
             if (warp == 0) warp_arrive(RAW_FULL + 8 * at.slot);

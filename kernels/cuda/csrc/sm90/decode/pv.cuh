@@ -100,6 +100,9 @@ struct Pv {
         if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
     }
 
+    // This warp has a part of the block in registers.
+    __device__ void free_part(int part) { warp_arrive(RAW_EMPTY + 8 * (FREED_PARTS * raw.slot + part)); }
+
     // Add a block's values, converted a quarter of 16 tokens ahead of the products.
     __device__ void add_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[2][2][4];
@@ -107,6 +110,7 @@ struct Pv {
         barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
         load(rows, 0);
         convert(a[0], rows, 0);
+        if (BF16_ROWS) free_part(0);
         load(rows, 1);
         await_weights(sums, fresh);
         uint64 p = tile_descriptor(P_AT + p_slot.slot * Q_TILE_BYTES);
@@ -121,8 +125,7 @@ struct Pv {
             if (i > 0) wgmma_wait<1>();
             convert(a[1 - w], rows, i + 1);
             if (i < 6) load(rows, i + 2);
-            if (i == 2) warp_arrive(RAW_EMPTY + 16 * raw.slot);
-            if (i == 6) warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
+            if (BF16_ROWS ? i % 2 && i < 6 : i % 4 == 2) free_part(BF16_ROWS ? (i + 1) / 2 : i / 4);
         }
         wgmma_wait<0>();
 #pragma unroll
@@ -139,9 +142,9 @@ struct Pv {
         for (int i = 0; i < 8; ++i) {
             load(rows[i / 2 % 2], i);
             convert(a[i], rows[i / 2 % 2], i);
-            if (i == 3) warp_arrive(RAW_EMPTY + 16 * raw.slot);
+            if (i == 3) free_part(0);
         }
-        warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
+        free_part(1);
         await_weights(sums, fresh);
         uint64 p = tile_descriptor(P_AT + p_slot.slot * Q_TILE_BYTES);
         wgmma_fence();

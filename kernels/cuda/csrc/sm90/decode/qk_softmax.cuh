@@ -97,7 +97,7 @@ struct QkSoftmax {
         wgmma_wait<0>();
         pin(x);
         load_top(top, parity);
-        warp_arrive(RAW_EMPTY + 8 * (2 * raw.slot + warp / 2));
+        warp_arrive(RAW_EMPTY + 8 * (FREED_PARTS * raw.slot + warp * FREED_PARTS / 4));
         raw.advance();
     }
 

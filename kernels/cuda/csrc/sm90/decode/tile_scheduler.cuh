@@ -12,39 +12,42 @@ struct TileScheduler {
 
     __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), range(when_known(p)) {}
 
-    // The preceding kernel may still be writing the starts of work ranges, and lengths. Without either, the first tile is
-    // published before that kernel has ended.
+    // The preceding kernel may still be writing the starts of work ranges.
     __device__ static WorkRange when_known(const SparseProblem& problem) {
-        if (problem.starts || problem.segments[0].lengths || problem.segments[1].lengths) {
-            if (!problem.starts) prefetch_lengths(problem, WorkRange(problem).tile);
-            pdl_wait();
-        }
+        if (problem.starts) pdl_wait();
         return WorkRange(problem);
     }
 
     // Prefetch the lengths that are read first into L2; the preceding kernel may still change them there.
-    __device__ static void prefetch_lengths(const SparseProblem& problem, int tile) {
-        TileCoord at(problem, tile);
+    __device__ void prefetch_lengths(const TileCoord& at) {
         for (const Segment& list : problem.segments)
             if (list.lengths) prefetch_to_l2(list.lengths + at.b * list.lengths_stride_b + at.s * list.lengths_stride_s);
     }
 
-    // Publish the next tile, which has no blocks after the last one. Returns its number of blocks.
-    __device__ int put() {
+    // Publish the next tile, which has no blocks after the last one. Returns its number of blocks. The place of the FIRST is found
+    // before the preceding kernel has ended, which may still write lengths.
+    template <bool FIRST> __device__ int put() {
         WorkTile work;
-        int blocks = range.next(problem, work) ? work.last - work.first : 0;
+        bool more = range.more();
+        int number = more ? range.number(problem) : 0;
+        TileCoord at(problem, number);
+        if (FIRST && !problem.starts && (problem.segments[0].lengths || problem.segments[1].lengths)) {
+            prefetch_lengths(at);
+            pdl_wait();
+        }
+        if (more) range.take(problem, work, number, at);
+        int blocks = more ? work.last - work.first : 0;
         uint32 scheduled = SCHEDULE_AT + to.slot * SCHEDULED_TILE_BYTES;
         if (lane == 0) {
             sts32(scheduled + 4, blocks);
-            if (blocks) describe(scheduled, work, blocks);
+            if (blocks) describe(scheduled, work, at, blocks);
             barrier_arrive(SCHEDULED_FULL + 8 * to.slot);
         }
         to.advance();
         return blocks;
     }
 
-    __device__ void describe(uint32 scheduled, const WorkTile& work, int blocks) {
-        TileCoord at(problem, work.tile);
+    __device__ void describe(uint32 scheduled, const WorkTile& work, const TileCoord& at, int blocks) {
         int blocks0 = blocks_of(work.lengths0);
         bool second = work.first >= blocks0, from_start = work.first == 0;
         uint32 flags = (work.whole() ? ScheduledTile::WHOLE : 0) | (from_start ? ScheduledTile::FROM_START : 0) | (second ? ScheduledTile::SECOND : 0);
@@ -158,10 +161,10 @@ struct TileScheduler {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
         uint32 phase = 0;
-        int blocks = put();
+        int blocks = put<true>();
         pdl_wait();
         for (int next; blocks; blocks = next) {
-            next = ONE_TILE ? 0 : put();
+            next = ONE_TILE ? 0 : put<false>();
             finish(ScheduledTile(ring), parity, phase);
             ring.advance();
             parity ^= 1;

@@ -36,8 +36,9 @@
 //                      copies have landed; lane 0 again; Q's bytes
 //     Q_FREE[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
 //     K_READY[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
-//                      of rows and scales; else 33: its lanes, when    16 / RINGS warps               tile, or of 64 keys of it
-//                      scales have landed, lane 0 again, keys' bytes
+//                      of rows and scales; else and CANDIDATES 33: its 16 / RINGS warps               tile, or of 64 keys of it
+//                      lanes, when scales have landed, lane 0 again,
+//                      keys' bytes
 //     K_FREE[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
 //
 // No named barrier except that of __syncthreads, while the work range is computed.
@@ -46,7 +47,8 @@
 //
 // Macros: HEADS (32 or 64), PAGED (a paged cache, or packed keys), MXFP4 (keys of a paged cache, or e4m3 ones), PASS (queries of a
 // product: 1 or 2, of 32 heads and e4m3 keys up to 4), PASSES (products of a warpgroup's keys; MXFP4 only), QUERY_GROUPS (1, 2 or 4),
-// MAXIMA (whether the largest of each 8 logits is written, too; pages only).
+// MAXIMA (whether the largest of each 8 logits is written, too; pages only), CANDIDATES (keys are candidate blocks of 8 positions of
+// pages, of each query others: a group is one query, a box one block).
 #include "sm90/indexer/mxfp4.cuh"
 #include "sm90/indexer/producer.cuh"
 
@@ -97,13 +99,15 @@ __device__ inline void consume(const Problem& problem) {
                 wgmma_commit();
             }
             float scale, low, high, score;
-            bool present;
+            bool present, seen;
             auto read_scale = [&](int in_stage) {
                 scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
+                seen = is_seen(stage, in_stage);
             };
             auto store = [&](int key) {
                 score = present ? score * 0.5f * scale : -infinity();  // sums are doubled
+                if (CANDIDATES && !seen) score = problem.fill;
                 if (stores && key >= first && key < end) logits[key] = score;
                 store_maximum(problem, row, key, end, score, stores);
             };
@@ -171,14 +175,14 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
                     const int* block_table, int64 table_stride, int table_rows, int table_columns, const uint8* pages,
                     int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
                     int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride,
-                    int blocks) {
+                    int blocks, const int* candidates, int64 candidates_stride, float fill) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
         if (!MXFP4) prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
         for (int i = 0; i < RINGS * K_STAGES; ++i) {
-            barrier_init(K_READY + 8 * i, PAGED ? 1 : 33);  // copies_arrive: every lane
+            barrier_init(K_READY + 8 * i, PAGED && !CANDIDATES ? 1 : 33);  // copies_arrive: every lane
             barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -186,7 +190,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     pdl_wait();
     Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, compressed_width,
                     {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
-                    box_rows, logits, logits_stride, scales, q, q_stride, maxima, maxima_stride, blocks};
+                    box_rows, logits, logits_stride, scales, q, q_stride, maxima, maxima_stride, blocks, candidates, candidates_stride, fill};
     clear_other_maxima(problem);
     WorkRange work = work_range_of(problem);  // synchronises all threads
     if (threadIdx.x >= CONSUMERS) {

@@ -183,7 +183,8 @@ struct Consumer {
         score = score * (1.0f / (1 << 13)) * scale_of(found >> 16 * upper() & 255);
         if (__any_sync(~0u, found & 0x01000100 && present & 3))
             score_rare_keys(found, of_stage, row(), q_stage * QUERIES + pass * PASS, own_query(), upper(), score);
-        return present >> upper() & 1 ? score : -infinity();
+        score = present >> upper() & 1 ? score : -infinity();
+        return is_seen(of_stage, row() + 8 * upper()) ? score : problem.fill;
     }
     // Read the group in q_stage; false if there is none.
     __device__ bool begin() {

@@ -3,9 +3,9 @@
 #include "sm90/indexer/work.cuh"
 
 // Pages are read once: L2 evicts them first, so that logits, which top-k reads next, stay. Logits of two queries are too many
-// to stay, and evict_first makes them 2% slower. The policies are those of createpolicy.fractional: L2::evict_normal for two
-// queries, L2::evict_first otherwise.
-constexpr uint64 POLICY = PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
+// to stay, and evict_first makes them 2% slower. Candidates of neighbouring tokens are read again. The policies are those of
+// createpolicy.fractional: L2::evict_normal for these two, L2::evict_first otherwise.
+constexpr uint64 POLICY = CANDIDATES || PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
 // Like tma_load, with POLICY.
 __device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
@@ -78,24 +78,33 @@ struct Producer {
 
 #if PAGED
     // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
-    // the block table.
+    // the block table. CANDIDATES: a box is a candidate block, which is read one round of tiles ahead.
     __device__ void bring_tiles(int group, int key, int tiles) {
         int lane = threadIdx.x % 32, boxes_log = 7 - __ffs(problem.box_rows);  // boxes of 64 rows
         key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;
+        int candidate = CANDIDATES ? candidate_at(group, key) : 0;
         for (; tiles; key += KEYS << 5 - boxes_log) {
-            int j, count, entry = problem.entry_of(group, j, count);
-            PageRow place = lookup_page_row(problem.table, entry, key, problem.block_size, problem.num_slots);
+            int j, count, entry = problem.entry_of(group, j, count), position = key, seen = 0, next = 0;
+            if (CANDIDATES) {
+                next = candidate_at(group, key + (KEYS << 5 - boxes_log));
+                if (candidate >= 0) seen = int(min(max(problem.length_of(entry, j) - int64(candidate) * 8, int64(0)), int64(8)));
+                position = seen ? candidate * 8 : -1;
+            }
+            PageRow place = lookup_page_row(problem.table, entry, position, problem.block_size, problem.num_slots);
             int page = int(place.page);
 #pragma unroll 1
             for (int i = 0; i < 32 >> boxes_log && tiles; ++i, --tiles) {
                 uint32 ready = K_READY + 8 * stage, box = (i << boxes_log) + (lane % 8 << boxes_log) / 8;  // of this lane's 8 rows
-                uint32 present = __ballot_sync(~0u, __shfl_sync(~0u, page, box) >= 0) & 0xff;
+                uint32 present = __ballot_sync(~0u, __shfl_sync(~0u, page, box) >= 0) & 0xff, rows = 0;
+                if (CANDIDATES) rows = __reduce_add_sync(~0u, lane / 8 == i ? int(uint32(seen) << 4 * (lane % 8)) : 0);
                 barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
                 if (lane == 0) {
-                    sts32(PRESENT_AT + 4 * stage, present);
-                    barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + 4));
+                    sts32(PRESENT_AT + 4 * stage, present | (CANDIDATES && rows != 0x88888888) << 8);
+                    if (CANDIDATES) sts32(SEEN_AT + 4 * stage, rows);
+                    barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + (CANDIDATES ? 0 : 4)));
                 }
                 __syncwarp();
+                if (CANDIDATES) bring_scales(i, page, place.row, ready);
                 if (lane >> boxes_log == i && page >= 0) {
                     int row = key % RING_KEYS;
                     const uint8* from = problem.pages + page * problem.page_stride;
@@ -103,11 +112,27 @@ struct Producer {
                     if (MXFP4) bulk_load_once(to, from + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
                     else tma_load_once(to, k_map, 0, place.row, page, ready);
                     const uint8* scales = from + int64(problem.block_size) * ROW_BYTES + place.row * 4;
-                    bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
+                    if (!CANDIDATES) bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
                 }
                 next_stage();
             }
+            candidate = next;
         }
+    }
+    // Scales of the boxes of tile i, 32 bytes each: two lanes copy those of a box, of which lane 8 i and those after it have page
+    // and row. Bulk copies of so few bytes would take as long as those of the rows.
+    __device__ void bring_scales(int i, int page, int row, uint32 ready) {
+        int lane = threadIdx.x % 32, from = 8 * i + lane / 2 % 8;
+        page = __shfl_sync(~0u, page, from), row = __shfl_sync(~0u, row, from);
+        if (lane < 16 && page >= 0) {
+            const uint8* scales = problem.pages + page * problem.page_stride + int64(problem.block_size) * ROW_BYTES + row * 4;
+            copy_async<16>(SCALES_AT + stage * RING_KEYS * 4 + 16 * lane, scales + lane % 2 * 16, true);
+        }
+        copies_arrive(ready);
+    }
+    // The candidate block at a column of a group, which is one query.
+    __device__ int candidate_at(int group, int column) const {
+        return column < problem.keys ? problem.candidates[group * problem.candidates_stride + column / 8] : -1;
     }
 #else
     __device__ void bring_tiles(int, int key, int tiles) {

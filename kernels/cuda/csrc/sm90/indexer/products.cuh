@@ -52,6 +52,11 @@ __device__ inline void multiply(float (&x)[64], const uint32 (&a)[4], uint64 q, 
                  : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
 }
 
+// Whether the query sees a row of a stage.
+__device__ inline bool is_seen(int stage, int row) {
+    return !CANDIDATES || row % 8 < int(lds32(SEEN_AT + 4 * stage) >> row / 8 * 4 & 15);
+}
+
 // The largest of 8 logits that the lanes with one c have, those before `end`, to the maxima of a row.
 __device__ inline void store_maximum(const Problem& problem, int64 row, int key, int end, float score, bool stores) {
 #if MAXIMA

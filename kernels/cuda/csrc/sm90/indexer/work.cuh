@@ -37,8 +37,9 @@ struct Info {
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
 constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * RINGS * K_STAGES;  // [K_STAGES][RINGS], as all of keys
-constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows
-constexpr uint32 INFO_AT = PRESENT_AT + 4 * RINGS * K_STAGES;  // of each Q stage
+constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows; bit 8 if a row is not seen
+constexpr uint32 SEEN_AT = PRESENT_AT + 4 * RINGS * K_STAGES;     // CANDIDATES: four bits for each eight of its rows, how many are seen
+constexpr uint32 INFO_AT = SEEN_AT + (CANDIDATES ? 4 * RINGS * K_STAGES : 0);  // of each Q stage
 constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
@@ -47,6 +48,7 @@ constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
 constexpr uint32 K_BYTES = RING_KEYS * ROW_BYTES;
 [[maybe_unused]] constexpr uint32 SHARED_BYTES = K_AT + K_STAGES * KEYS * ROW_BYTES - BARRIERS_AT;
 static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES == 1);
+static_assert(!CANDIDATES || PAGED && !MAXIMA && QUERIES == 1);
 static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
 
 // A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
@@ -83,6 +85,9 @@ struct Problem {
     float* maxima;  // MAXIMA: of each 8 logits of a row, as candidate_maxima computes them (common/candidates.cu)
     int64 maxima_stride;
     int blocks;     // of a row of maxima
+    const int* candidates;  // CANDIDATES: blocks of each query; `keys` counts their positions
+    int64 candidates_stride;
+    float fill;  // logit of a position that its query does not see
 
     __device__ int groups_of_entry() const { return (queries + QUERIES - 1) / QUERIES; }
     __device__ int groups() const { return PAGED ? table.rows * groups_of_entry() : groups_of_entry(); }
@@ -97,11 +102,16 @@ struct Problem {
         count = min(queries - first, QUERIES);
         return entry;
     }
-    // Keys that a query of an entry sees.
+    // PAGED: how many positions a query of an entry sees.
+    __device__ int64 length_of(int entry, int j) const {
+        return per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (queries - 1 - j);
+    }
+    // Keys that a query of an entry sees; CANDIDATES: all of its logits.
     __device__ void range_of(int entry, int j, int& first, int& end) const {
-        if (PAGED) {
-            int64 length = per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (queries - 1 - j);
-            first = 0, end = int(min(max(length, int64(0)), int64(keys)));
+        if (CANDIDATES) {
+            first = 0, end = keys;
+        } else if (PAGED) {
+            first = 0, end = int(min(max(length_of(entry, j), int64(0)), int64(keys)));
         } else {
             first = min(max(starts[j], 0), keys), end = min(max(ends[j], first), keys);
             if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
