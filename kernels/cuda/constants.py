@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping
 
-from ...layout import CacheLayout
+from ...layout import LAYOUTS, CacheLayout
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
 INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
@@ -99,9 +99,9 @@ class _Source:
         given: Macro | None = name
         while isinstance(given, str) and (given in known or given in self.defaults):  # EXTRA_LAYOUT is LAYOUT
             given = known.get(given, self.defaults.get(given))
-        if isinstance(given, CacheLayout):
-            return numbers_of(given)[field]
-        if isinstance(given, int) or (given is not None and given.isdigit()):
+        if field:
+            return numbers_of(given if isinstance(given, CacheLayout) else LAYOUTS[str(given)])[field]
+        if isinstance(given, int) or (isinstance(given, str) and given.isdigit()):
             return int(given)
         return _Expression(self, self.expressions[name], known).value()
 

@@ -7,14 +7,14 @@ from typing import Any
 from ...layout import INDEXER_FP8
 from ..types.segments import GatheredRows, Pages
 from .compile import kernel
+from .constants import constant
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 
+INSERT, INSERT_KEYS, GATHER_KEYS = "common/cache_insert.cu", "common/indexer_insert.cu", "common/indexer_gather.cu"
 WARPS = 4  # per CTA
 MAX_GRID_Y = 65_535
 TOKENS = 2  # per warp in a gather: see docs/kernels/cache.md
 STREAMED_ROWS = 8_192  # gathered rows above which they would evict each other from L2
-INDEXER_TOKENS = 16  # per CTA in an insert, as in common/indexer_insert.cu
-INDEXER_ROWS = 4 * WARPS  # per CTA, as in common/indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -28,15 +28,15 @@ def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_o
 def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
     num_tokens = len(slot_mapping)
     kernel(
-        "common/indexer_insert.cu",
+        INSERT_KEYS,
         "indexer_k_quant_and_cache",
         INPUT=C_NAMES[k.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
         ALIGNED=int(is_aligned(k, pages.bytes)),
     )(
-        (-(-num_tokens // INDEXER_TOKENS),),
-        (32 * WARPS,),
+        (-(-num_tokens // constant(INSERT_KEYS, "GROUPS")),),
+        (constant(INSERT_KEYS, "THREADS"),),
         (
             k, strides(k)[0], slot_mapping, num_tokens, pages.bytes, pages.bytes.strides[0], pages.num_slots,
             pages.block_size,
@@ -51,7 +51,7 @@ def insert(
     """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has the 16-bit values."""
     num_tokens = len(slot_mapping)
     kernel(
-        "common/cache_insert.cu",
+        INSERT,
         "quantize_and_insert_k_cache",
         LAYOUT=pages.layout.name,
         INPUT=C_NAMES[k.dtype.name],
@@ -60,8 +60,8 @@ def insert(
         MIN_EXPONENT=pages.layout.min_exponent,
         ALIGNED=int(aligned),
     )(
-        (-(-num_tokens // WARPS),),
-        (32 * WARPS,),
+        (-(-num_tokens // constant(INSERT, "TOKENS", LAYOUT=pages.layout)),),
+        (constant(INSERT, "THREADS"),),
         (
             k, strides(k)[0], rope, rope_stride, slot_mapping, num_tokens,
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
@@ -104,13 +104,13 @@ def cp_gather_indexer_k_quant_cache(
     num_rows = len(dst_k)
     scales_aligned = (dst_scale.data.ptr | dst_scale.strides[0]) % 4 == 0
     kernel(
-        "common/indexer_gather.cu",
+        GATHER_KEYS,
         "cp_gather_indexer_k_quant_cache",
         LAYOUT=pages.layout.name,
         ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
     )(
-        (min(-(-num_rows // INDEXER_ROWS), MAX_BLOCKS),),
-        (32 * WARPS,),
+        (min(-(-num_rows // constant(GATHER_KEYS, "ROWS", LAYOUT=pages.layout)), MAX_BLOCKS),),
+        (constant(GATHER_KEYS, "THREADS"),),
         (
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
             dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], num_rows,

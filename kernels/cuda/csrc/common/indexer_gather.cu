@@ -11,9 +11,10 @@
 
 using Layout = LAYOUT;
 static_assert(Layout::scale_bytes == 4, "read and written as one word");
-constexpr int LANES = Layout::row_bytes / 16;
+constexpr int THREADS = 128, LANES = LAYOUT::row_bytes / 16;
+[[maybe_unused]] constexpr int ROWS = THREADS / LANES;
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THREADS)
 cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots, int block_size, uint8* dst_k,
                                 int64 k_stride, uint8* dst_scale, int64 scale_stride, int num_rows,
                                 const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,

@@ -12,7 +12,7 @@
 #include "common/pdl.cuh"
 
 using Layout = INDEXER_FP8;
-constexpr int PARTS = 2, LANES = Layout::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
+constexpr int PARTS = 2, LANES = INDEXER_FP8::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
 
 // The magnitude bits of a word, the larger ones of two words, and the value of the larger half.
 template <class T> __device__ inline uint32 magnitudes(T, uint32 word) { return word & 0x7fff7fff; }

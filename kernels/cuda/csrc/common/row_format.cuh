@@ -1,6 +1,7 @@
 // How a row of a cache is stored, by the constants of its format (the structs of layouts.cuh, which kernels/cuda/compile.py makes of
 // cumla/layout.py): where rows and scales are, scales and values as numbers, and values as e2m1.
 #pragma once
+#include "common/f16.cuh"
 #include "common/pages.cuh"
 #include "common/vectors.cuh"
 #include "layouts.cuh"
@@ -134,13 +135,17 @@ struct E2m1Scale {
     bool is_nan;
 };
 
-// For the tile's largest finite magnitude.
-template <class Layout> __device__ inline E2m1Scale e2m1_scale(float amax, bool has_nan, int min_exponent) {
+// A sixth, as precisely as an e4m3 number takes it.
+template <class Input> __device__ inline float sixth_of(Input, float x) { return div(x, 6.0f); }
+__device__ inline float sixth_of(bf16, float x) { return mul(x, 1.0f / 6.0f); }
+
+// For the tile's largest finite magnitude, which Input holds.
+template <class Layout, class Input = float> __device__ inline E2m1Scale e2m1_scale(float amax, bool has_nan, int min_exponent) {
     if constexpr (Layout::ue8m0) {
         int exponent = e2m1_scale_exponent(amax, min_exponent);
         return {has_nan ? 255u : uint32(exponent + 127), power_of_two(exponent), power_of_two(-exponent), has_nan};
     }
-    uint32 byte = float_to_e4m3x2(fmaxf(div(amax, 6.0f), Layout::min_scale), 0.0f) & 0xff;
+    uint32 byte = float_to_e4m3x2(fmaxf(sixth_of(Input{}, amax), Layout::min_scale), 0.0f) & 0xff;
     return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), 0.0f, has_nan};
 }
 
@@ -156,11 +161,11 @@ __device__ inline uint32 e2m1_pair(float low, float high) {
 
 // Eight values to eight codes, those of x / scale, to nearest even. A bfloat16 number has 8 bits and a scale at most 4: a quotient
 // that is no midpoint of two e2m1 numbers is further than 2^-8 of it away. It stays on its side in float16, and a midpoint, which
-// float16 has, is found although the quotient is not quite exact.
+// float16 has, is found although the quotient is not quite exact: by a reciprocal that may be off by two units of its last bit.
 template <class Layout> __device__ inline uint32 e2m1_codes(bf16, const float* x, const E2m1Scale& scale) {
     uint32 codes = 0;
     constexpr float SMALLEST = 1.0f / 16384.0f;
-    float inverse = Layout::ue8m0 ? scale.inverse : div(SMALLEST, scale.value);
+    float inverse = Layout::ue8m0 ? scale.inverse : mul(reciprocal_fast(scale.value), SMALLEST);
     auto scaled = [&](float y) { return Layout::ue8m0 ? mul(mul(y, inverse), SMALLEST) : mul(y, inverse); };
 #pragma unroll
     for (int i = 0; i < 4; ++i) codes |= e2m1_pair(scaled(x[i]), scaled(x[i + 4])) << 4 * i;

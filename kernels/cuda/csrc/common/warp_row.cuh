@@ -83,7 +83,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         bool own_nan = false;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) own_nan |= x[i] != x[i];
-        E2m1Scale scale = e2m1_scale<Layout>(largest_of_tile<lanes>(), tile_has_nan<lanes>(own_nan, lane), Layout::min_exponent);
+        E2m1Scale scale = e2m1_scale<Layout, Input>(largest_of_tile<lanes>(), tile_has_nan<lanes>(own_nan, lane), Layout::min_exponent);
 #pragma unroll
         for (int i = 0; i < VALUES; i += 8) store4(token.row + (first() + i) / 2, e2m1_codes<Layout>(Input{}, x + i, scale));
         if (lane % lanes == 0) token.scales[first() / Layout::scale_tile] = scale.byte;
