@@ -387,15 +387,16 @@ class HeldRowsSize(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         bins, few, groups = (8192, 512, 4 * 64 + 512 * self.blocks) if self.blocks > 1 else (4096, 256, 16)
-        scratch, of_chunks = 4 * bins + 12 * (self.threads // 32) + 16, 4 * (self.threads // 32) * self.blocks
+        scratch, of_chunks = 4 * bins + 12 * (self.threads // 32) + 16, 16 * (self.threads // 32) * self.blocks
         return -(-(scratch + 16 + 8 * few + groups + of_chunks + 12 + 4 * self.threads + 48) // 16) * 16
 
 
 @functools.lru_cache(256)
 def held_rows_size(num_rows: int, width: int, sms: int, most_blocks: int, aligned: bool) -> HeldRowsSize | None:
-    """Sizes for rows that all run at the same time; None if they are too many, or too long."""
+    """Sizes for rows that all run at the same time, or in two waves; None if they are too many, or too long."""
     if num_rows > sms:
-        return None
+        few_waves = num_rows <= 4 * sms and ONE_BLOCK // 4 < width <= ONE_BLOCK // 2
+        return HeldRowsSize(512, 4) if aligned and few_waves else None  # two of which run on a multiprocessor
     blocks = 1
     if width > ONE_BLOCK and aligned:  # columns one by one take more registers
         blocks = next((n for n in (8, 4, 2) if n <= most_blocks and num_rows * n * 1.15 <= sms), 1)

@@ -400,7 +400,11 @@ def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
         (15, 2**17, True, None),
         (1, 2**17 + 1, True, None),
         (58, 32_768, True, None),
-        (133, 8_192, True, None),
+        (528, 8_192, True, (512, 4, 1)),
+        (528, 8_192, False, None),
+        (133, 8_193, True, None),
+        (133, 4_096, True, None),
+        (529, 8_192, True, None),
     ],
 )
 def test_thread_blocks_of_held_rows(rows, width, aligned, expected):

@@ -6,8 +6,8 @@
 //
 // 1. A warp reads a chunk of consecutive columns, READS times four a lane, all at once. The upper bits of a column as float16 are
 //    counted in bins. The k-th largest column is in the first bin from the top at which the sum of counts reaches k.
-// 2. Columns of higher bins are chosen. Columns of this bin are compared each with each if they are few; if they are many, a CTA
-//    finds their k-th by further digits and chooses equal ones by their place, and a cluster reads the row again.
+// 2. Columns of higher bins are chosen. Columns of this bin are compared each with each if they are few; if they are many, further
+//    digits of their range are counted until they are, and equal ones are chosen by their place (many_ties.cuh).
 // 3. A column's place among the chosen is a sum over lanes, of counts in a byte each, and over chunks.
 //
 // float16 orders as float32 does, although not strictly: infinities and larger numbers share a bin. So a bin is right for any
@@ -25,14 +25,15 @@
 #endif
 #include "common/choice_by_reading.cuh"
 #include "common/cluster_counts.cuh"
+#include "common/many_ties.cuh"
 #include "common/pdl.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
 constexpr int VALUES = 4 * READS;
-constexpr int STEP = 128, CHUNK = 32 * VALUES, CHUNKS = WARPS * BLOCKS;  // columns of a warp's read, and of all of its reads
-constexpr int FEW = BLOCKS > 1 ? 512 : 256;                              // keys that are compared each with each
-constexpr uint32 MINUS_INFINITY = 0xfc00fc00;                            // as two float16
+constexpr int STEP = 128, CHUNK = 32 * VALUES;  // columns of a warp's read, and of all of its reads
+constexpr int FEW = BLOCKS > 1 ? 512 : 256;     // keys that are compared each with each
+constexpr uint32 MINUS_INFINITY = 0xfc00fc00;   // as two float16
 
 // What is chosen: columns of at least `high`, and the `rest` largest of the `here` other ones of at least `low`. The bounds
 // are float16, twice. rest is 0 if every column is chosen.
@@ -46,6 +47,7 @@ struct Memory {
     alignas(16) Bounds bounds;
     uint64 few[FEW];
     Counted counted;
+    Ties ties;
     int of_chunk[CHUNKS];  // chosen columns
     int few_count, few_before;
     uint32 failures;
@@ -136,34 +138,64 @@ __device__ inline int lane_places(uint32 mask, int (&before)[READS]) {
     return total;
 }
 
-__device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
+// Lists a tied column, in all CTAs.
+__device__ inline void list(Memory& shared, uint32 order, int column) {
+    uint64 key = uint64(order) << 32 | ~uint32(column);
+    int to = shared.few_before + atomicAdd(&shared.few_count, 1);
+#if BLOCKS > 1
+    for (int r = 0; r < BLOCKS; ++r) send(shared.few[to], r, key);
+#else
+    shared.few[to] = key;
+#endif
+}
 
-// Marks the `rest` largest of the CTA's marked columns; of equal ones the lowest. Rarely called, and not inlined, as the next one:
-// it reads this thread's columns again.
-__device__ __noinline__ uint32 largest_of_many(Scratch& scratch, const float* own_columns, uint32 marked, int rest) {
-    auto order = [&](int bit) {
-        int i = bit < 16 ? bit : bit - 16 + VALUES / 2;
-        return order_of(own_columns[i / 4 * STEP + i % 4]);
+// The `rest` largest of the `here` listed columns: adds them to the counts of chunks, and to `chosen`.
+__device__ inline void compare_listed(Memory& shared, int rest, int here, uint32 skipped) {
+    const int tid = int(threadIdx.x), lane = tid % 32;
+    auto choose = [&](uint64 key) {
+        uint32 at = ~uint32(key) + skipped, its_chunk = at / CHUNK;
+        atomicAdd(&shared.of_chunk[its_chunk], 1);
+        uint32 thread = its_chunk / BLOCKS * 32 + at % STEP / 4, i = at % CHUNK / STEP * 4 + at % 4;
+        if (its_chunk % BLOCKS == rank_in_cluster()) atomicOr(&shared.chosen[thread], 1u << bit_of(i));
     };
-    Kth kth = kth_largest(scratch, rest, PASSES, [&](auto visit) {
-        for (uint32 left = marked; left; left &= left - 1) visit(order(__ffs(left) - 1));
-    });
-    uint32 larger = 0, equal = 0;
-    for (uint32 left = marked; left; left &= left - 1) {
-        uint32 own = order(__ffs(left) - 1);
-        if (own > kth.number) larger |= left & -left;
-        if (own == kth.number) equal |= left & -left;
+    constexpr int LANES = 8;  // of a key, where keys are many, and in clusters; else a warp
+    if (BLOCKS == 1 && here <= WARPS) {
+        const int e = tid / 32;
+        if (e < here) {
+            uint64 key = shared.few[e];
+            int above = 0;
+#pragma unroll 1
+            for (int i = lane; i < here; i += 32) above += shared.few[i] > key;
+            above = __reduce_add_sync(~0u, above);
+            if (lane == 0 && above < rest) choose(key);
+        }
+    } else {
+#pragma unroll 1
+        for (int e = tid / LANES; e - lane / LANES < here; e += THREADS / LANES) {
+            uint64 key = shared.few[min(e, here - 1)];
+            int above = 0;
+#pragma unroll 4
+            for (int i = lane % LANES; i < here; i += LANES) above += shared.few[i] > key;
+#pragma unroll
+            for (int step = LANES / 2; step; step /= 2) above += __shfl_xor_sync(~0u, above, step);
+            if (lane % LANES == 0 && e < here && above < rest) choose(key);
+        }
     }
-    if (kth.all) return larger | equal;
-    int before[READS], lane = threadIdx.x % 32, warp = threadIdx.x / 32, of_warp = lane_places(equal, before);
-    __syncthreads();  // all have read the sums of kth_largest
-    if (lane == 0) scratch.sums[warp] = of_warp;
-    __syncthreads();
-    int earlier = __reduce_add_sync(~0u, lane < warp ? scratch.sums[lane] : 0);
+}
+
+// Narrows many tied columns of this thread's, and lists those that are left. Rarely called, and not inlined, as the next one: it
+// reads this thread's columns again.
+__device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int rest, int column) {
+    uint32 orders[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
-        if (equal >> bit_of(i) & 1 && earlier + before[i / 4]++ < kth.rest) larger |= 1u << bit_of(i);
-    return larger;
+        orders[i] = tied >> bit_of(i) & 1 ? order_of(own_columns[i / 4 * STEP + i % 4]) : 0;
+    Narrowed left =
+        narrow(shared.scratch, shared.counted, shared.ties, shared.few_before, orders, bit_of, lane_places, rest, FEW);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        if (left.tied >> bit_of(i) & 1) list(shared, orders[i], column + i / 4 * STEP + i % 4);
+    return left;
 }
 
 template <class Out>
@@ -212,7 +244,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     const bool changed = said.now() != early;
     const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
-    const bool counts = output.of_row(number, next_n).counts();
+    if (tid == 0) scratch.count = output.of_row(number, next_n).counts();  // a register less
 #pragma unroll
     for (int i = 0; i < READS; ++i)
         if (!has_four(i) && left > i * STEP) read_at_end(row, first + i * STEP, x + 4 * i);
@@ -244,7 +276,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
         __syncthreads();
         bounds = shared.bounds;
     }
-    if (failed || (BLOCKS > 1 && bounds.here > FEW)) {
+    if (failed) {
 #if BLOCKS > 1
         cluster_arrive();  // all have read this CTA's bins
         cluster_wait();
@@ -265,11 +297,13 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     }
     tied &= ~mask;
     const int column = int(first - row.skipped);  // of the first read
-    if (BLOCKS == 1 && bounds.here > FEW) mask |= largest_of_many(scratch, row.values + first, tied, bounds.rest), tied = 0;
-    const bool open = __any_sync(~0u, tied);
-    int before[READS], of_warp;
-    if (open) {
-        of_warp = __reduce_add_sync(~0u, __popc(mask));
+    bool open;
+    if (bounds.here > FEW) {
+        Narrowed left = narrow_ties(shared, row.values + first, tied, bounds.rest, column);
+        open = __any_sync(~0u, left.tied);
+        mask |= left.chosen, bounds.rest = left.rest, bounds.here = left.here;
+    } else {
+        open = __any_sync(~0u, tied);
 #pragma unroll 1
         for (uint32 marked = tied; marked; marked &= marked - 1) {
             int bit = __ffs(marked) - 1;
@@ -278,17 +312,11 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
             for (int i = 1; i < VALUES; ++i)
                 if (bit == bit_of(i)) value = x[i];
             int i = bit < 16 ? bit : bit - 16 + VALUES / 2;
-            uint64 key = key_of(value, column + i / 4 * STEP + i % 4);
-            int to = shared.few_before + atomicAdd(&shared.few_count, 1);
-#if BLOCKS > 1
-            for (int r = 0; r < BLOCKS; ++r) send(shared.few[to], r, key);
-#else
-            shared.few[to] = key;
-#endif
+            list(shared, order_of(value), column + i / 4 * STEP + i % 4);
         }
-    } else {
-        of_warp = lane_places(mask, before);
     }
+    int before[READS];
+    const int of_warp = open ? int(__reduce_add_sync(~0u, __popc(mask))) : lane_places(mask, before);
 #if BLOCKS > 1
     if (lane < BLOCKS) send(shared.of_chunk[chunk], lane, of_warp);
     cluster_arrive();
@@ -297,21 +325,8 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     if (lane == 0) shared.of_chunk[chunk] = of_warp;
     __syncthreads();
 #endif
-    if (bounds.here && bounds.here <= FEW) {
-#pragma unroll 1
-        for (int e = warp; e < bounds.here; e += WARPS) {
-            uint64 key = shared.few[e];
-            int above = 0;
-#pragma unroll 1
-            for (int i = lane; i < bounds.here; i += 32) above += shared.few[i] > key;
-            above = __reduce_add_sync(~0u, above);
-            if (lane == 0 && above < bounds.rest) {
-                uint32 at = ~uint32(key) + row.skipped, its_chunk = at / CHUNK;
-                atomicAdd(&shared.of_chunk[its_chunk], 1);
-                uint32 thread = its_chunk / BLOCKS * 32 + at % STEP / 4, i = at % CHUNK / STEP * 4 + at % 4;
-                if (its_chunk % BLOCKS == rank) atomicOr(&shared.chosen[thread], 1u << bit_of(i));
-            }
-        }
+    if (bounds.here) {
+        compare_listed(shared, bounds.rest, bounds.here, row.skipped);
         __syncthreads();
     }
     if (open) {
@@ -343,6 +358,6 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
         total = bounds.rest ? topk : int(__reduce_add_sync(~0u, total));
 #pragma unroll 1
         for (int i = total + tid; i < topk; i += THREADS) out.clear(i);
-        if (tid == 0) out.write_length(total, counts);
+        if (tid == 0) out.write_length(total, scratch.count);
     }
 }
