@@ -352,6 +352,14 @@ def combine_topk_swa_indices(given: Any) -> None:
 
 
 @check
+def gather_prefill_rows(given: Any) -> None:
+    for gather in (given.windows, given.compressed):
+        if gather is not None:
+            dequantize_and_gather_k_cache(gather)
+    combine_topk_swa_indices(given.lists)
+
+
+@check
 def build_flashinfer_mixed_sparse_indices(given: Any) -> None:
     decodes, prefills = len(given.decode_swa_indices), len(given.prefill_topk_indices)
     valid = np.ones(decodes + prefills, np.bool_)

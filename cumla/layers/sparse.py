@@ -18,14 +18,14 @@ from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, CacheLayout
 from ..metadata.builder import COMPRESS_RATIOS
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, check_pair, scale_or_default, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import (
-    dequantize_and_gather_k_cache,
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
 from .prefill_path import PATHS, chunk_paths
+from .prefill_rows import gather_prefill_rows
 from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
 from .step_arguments import CompressedCache, LayerWorkspace
@@ -309,38 +309,18 @@ class _Run:
         gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[chunk]
         workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
-            if compressed is not None and n:
-                table = dlpack.borrow(compressed.block_table, "block_table")[requests]
-                dequantize_and_gather_k_cache(
-                    workspace,
-                    compressed.cache,
-                    seq_lens,
-                    None,
-                    table,
-                    compressed.cache.shape[1],
-                    0,
-                    compress_ratio=ratio,
-                    layout=self.layer.compressed_layout,
-                    backend=self.backend,
-                )
-            table = dlpack.borrow(metadata.block_table, "block_table")[requests]
-            dequantize_and_gather_k_cache(
-                workspace,
-                swa_cache,
-                seq_lens,
-                gather_lens,
-                table,
-                metadata.block_size,
-                n,
-                layout=self.layer.layout,
-                backend=self.backend,
-            )
-        with self.observe("map"):
             topk_indices, topk = self._prefill_topk(compressed, tokens)
-            query_start_loc = dlpack.borrow(metadata.query_start_loc, "query_start_loc")
-            indices, lens = combine_topk_swa_indices(
-                topk_indices, query_start_loc[requests.start : requests.stop + 1], seq_lens, gather_lens,
-                metadata.config.window_size, ratio, topk, m, n, compact=ratio != C128A_RATIO, backend=self.backend,
+            starts = dlpack.borrow(metadata.query_start_loc, "query_start_loc")[requests.start : requests.stop + 1]
+            gathered: dict[str, Any] = {}
+            if compressed is not None:
+                gathered = {
+                    "compressed_cache": compressed.cache, "compressed_layout": self.layer.compressed_layout,
+                    "compressed_block_table": dlpack.borrow(compressed.block_table, "block_table")[requests],
+                }  # fmt: skip
+            indices, lens = gather_prefill_rows(
+                workspace, swa_cache, dlpack.borrow(metadata.block_table, "block_table")[requests],
+                metadata.block_size, seq_lens, gather_lens, starts, topk_indices, topk, metadata.config.window_size,
+                ratio, n, compact=ratio != C128A_RATIO, layout=self.layer.layout, **gathered, backend=self.backend,
             )  # fmt: skip
         with self.observe("prefill"):
             _, heads, _ = q.shape

@@ -12,7 +12,7 @@ TOKENS = 2  # per CTA: a warp each, as in common/indices.cu
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
     run = kernel("common/indices.cu", name, ALIGNED=int(aligned))
-    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), (num_tokens, *arguments), overlap=True)
+    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), arguments, overlap=True)
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def compute_swa_indices_and_lens(given: WindowSlots) -> None:
         "compute_swa_indices_and_lens", len(given.swa_lens),
         given.window_size % 4 == 0 and is_aligned(given.swa_indices),
         (
-            given.query_start_loc, given.seq_lens, len(given.seq_lens), given.token_to_req_indices,
+            len(given.swa_lens), given.query_start_loc, given.seq_lens, len(given.seq_lens), given.token_to_req_indices,
             given.is_valid_token, *table_arguments(given.block_table), *division(given.block_size), given.window_size,
             given.token_offset, given.swa_indices, strides(given.swa_indices)[0], given.swa_lens,
         ),
@@ -46,7 +46,7 @@ def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
     launch(
         name, tokens, not given.compact and topk % 4 == 0 and is_aligned(local, slots),
         (
-            local, strides(local)[0], topk, given.token_to_req_indices, *table_arguments(given.block_table),
+            tokens, local, strides(local)[0], topk, given.token_to_req_indices, *table_arguments(given.block_table),
             *division(given.block_size), given.is_valid_token, pointer(given.positions), given.compress_ratio,
             slots, strides(slots)[0], given.topk_lens,
         ),
@@ -54,15 +54,22 @@ def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
 
 
 def combine_topk_swa_indices(given: CombinedIndices) -> None:
-    local, rows = given.topk_indices, given.combined_indices
     name = "combine_compact_topk_swa_indices" if given.compact else "combine_topk_swa_indices"
-    launch(
-        name, len(rows), not given.compact and given.topk % 4 == 0 and is_aligned(local, rows),
-        (
-            local, strides(local)[0], given.query_start_loc, given.seq_lens, len(given.seq_lens), given.gather_lens,
-            given.window_size, given.compress_ratio, given.topk, given.row_stride, given.swa_start,
-            rows, strides(rows)[0], rows.shape[1], given.combined_lens,
-        ),
+    launch(name, len(given.combined_lens), takes_four(given), combined_arguments(given))
+
+
+def takes_four(given: CombinedIndices) -> bool:
+    """Whether a lane takes four entries at a time."""
+    return given.topk % 4 == 0 and is_aligned(given.topk_indices, given.combined_indices)
+
+
+def combined_arguments(given: CombinedIndices) -> tuple[Any, ...]:
+    """CombinedRows of common/combined_rows.cuh."""
+    local, rows = given.topk_indices, given.combined_indices
+    return (
+        local, strides(local)[0], given.query_start_loc, given.seq_lens, given.gather_lens, rows, strides(rows)[0],
+        given.combined_lens, len(rows), len(given.seq_lens), given.window_size, given.compress_ratio, given.topk,
+        given.row_stride, given.swa_start, rows.shape[1],
     )  # fmt: skip
 
 
@@ -81,8 +88,8 @@ def build_flashinfer_mixed_sparse_indices(given: MixedIndices) -> None:
         "build_flashinfer_mixed_sparse_indices", len(given.sparse_topk_lens),
         (given.window_size | given.topk | decode_topk) % 4 == 0 and is_aligned(*rows),
         (
-            given.decode_swa_indices, strides(given.decode_swa_indices)[0], len(given.decode_swa_indices),
-            *decode_compressed, decode_topk, pointer(given.decode_compressed_topk_lens),
+            len(given.sparse_topk_lens), given.decode_swa_indices, strides(given.decode_swa_indices)[0],
+            len(given.decode_swa_indices), *decode_compressed, decode_topk, pointer(given.decode_compressed_topk_lens),
             given.prefill_topk_indices, strides(given.prefill_topk_indices)[0],
             given.query_start_loc, given.seq_lens, len(given.seq_lens), given.token_to_req_indices,
             *table_arguments(given.swa_block_table), *division(given.swa_block_size),

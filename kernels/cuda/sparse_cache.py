@@ -71,30 +71,35 @@ def insert(
 
 
 def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
-    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
-    requests, num_rows = out.shape[0], out.shape[1] - offset
+    requests, num_rows = given.out.shape[0], given.out.shape[1] - given.offset
     if num_rows == 0:
         return
-    gather = kernel(
+    kernel(
         "common/cache_gather.cu",
         "dequantize_and_gather_k_cache",
-        LAYOUT=pages.layout.name,
-        OUTPUT=C_NAMES[out.dtype.name],
-        TOKENS=TOKENS,
-        ALIGNED=int(is_aligned(out, pages.bytes)),
-        STREAM=int(requests * num_rows >= STREAMED_ROWS),
-    )
-    request_stride, token_stride, _ = strides(out)
-    gather(
+        LAYOUT=given.pages.layout.name,
+        ALIGNED=int(is_aligned(given.out, given.pages.bytes)),
+        **gather_macros(given.out, requests * num_rows),
+    )(
         (-(-num_rows // (WARPS * TOKENS)), min(requests, MAX_GRID_Y)),
         (32 * WARPS,),
-        (
-            out.data.ptr + offset * out.strides[1], request_stride, token_stride, num_rows,
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
-            seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], requests,
-            block_table.shape[1], compress_ratio,
-        ),
+        gather_arguments(given),
         overlap=True,
+    )
+
+
+def gather_macros(out: Any, num_rows: int) -> dict[str, Any]:
+    return {"OUTPUT": C_NAMES[out.dtype.name], "TOKENS": TOKENS, "STREAM": int(num_rows >= STREAMED_ROWS)}
+
+
+def gather_arguments(given: GatheredRows) -> tuple[Any, ...]:
+    """GatheredRows of common/gathered_rows.cuh."""
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
+    request_stride, token_stride, _ = strides(out)
+    return (
+        out.data.ptr + offset * out.strides[1], request_stride, token_stride, pages.bytes, pages.bytes.strides[0],
+        pages.num_slots, seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], out.shape[1] - offset,
+        pages.block_size, out.shape[0], block_table.shape[1], compress_ratio, 0,
     )  # fmt: skip
 
 

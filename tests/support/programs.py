@@ -236,6 +236,17 @@ SOURCES = [
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
     ("common/copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
     ("common/advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
+    *(
+        (
+            "common/prefill_rows.cu",
+            {
+                "LAYOUT": layout, "EXTRA_LAYOUT": extra, "COMPACT": compact, "OUTPUT": "bf16", "TOKENS": 2,
+                "ALIGNED": 1, "STREAM": 1, "WIDE_ENTRIES": compact,
+            },
+        )
+        for layout, extra in (("DSV4_FP8", "DSV4_FP8"), ("DSV41_FP8", "DSV41_FP4"))
+        for compact in (1, 0)
+    ),
     ("common/indices.cu", {"ALIGNED": 1}),
     ("common/indices.cu", {"ALIGNED": 0}),
     ("common/clear.cu", {}),

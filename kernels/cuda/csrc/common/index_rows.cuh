@@ -1,14 +1,13 @@
 // Shared by the index maps: a warp's loop over a row of entries, positions of query tokens, slots of positions.
 //
-// Macros: ALIGNED (as indices.cu says).
+// Macro: WIDE_ENTRIES (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #include "common/pages.cuh"
 #include "common/vectors.cuh"
 
 constexpr int THREADS = 64;             // per CTA
-constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries that a lane handles at a time
+constexpr int WIDTH = WIDE_ENTRIES ? 4 : 1;  // entries that a lane handles at a time
 constexpr int STEP = 32 * WIDTH;        // entries that a warp handles at a time
 constexpr int STEPS = 4;                // loads of a lane in flight
-constexpr int AT_ONCE = 16;             // the same where entries are compacted, each of which takes a lookup
 
 struct LoadedIndices {
     int at[WIDTH];
@@ -16,7 +15,7 @@ struct LoadedIndices {
 
 __device__ inline LoadedIndices load_entries(const int* p) {
     LoadedIndices x;
-#if ALIGNED
+#if WIDE_ENTRIES
     uint4 four = load16(p);
     x.at[0] = four.x, x.at[1] = four.y, x.at[2] = four.z, x.at[3] = four.w;
 #else
@@ -33,7 +32,7 @@ __device__ inline void load_steps(LoadedIndices (&entries)[STEPS], const int* p,
 }
 
 __device__ inline void store_entries(int* p, LoadedIndices x) {
-#if ALIGNED
+#if WIDE_ENTRIES
     store16(p, {uint32(x.at[0]), uint32(x.at[1]), uint32(x.at[2]), uint32(x.at[3])});
 #else
     *p = x.at[0];

@@ -5,8 +5,11 @@
 // with several loads in flight before the first is used.
 //
 // Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
-#include "common/index_rows.cuh"
+#define WIDE_ENTRIES ALIGNED
+#include "common/combined_rows.cuh"
 #include "common/pdl.cuh"
+
+constexpr int AT_ONCE = 16;  // loads of a lane in flight where slots are compacted: each takes a lookup
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
@@ -98,96 +101,14 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
 }
 
-// A token of a gathered prefill workspace: its request, and the rows of its window.
-struct Gathered {
-    int base = 0;      // first row of the request
-    uint32 complete = 0;  // compressed rows that the token sees
-    int num_swa = 0;   // entries of the window; those from `swa_first` to `swa_end` are in the workspace
-    int swa_first = 0, swa_end = 0;
-    int swa_base = 0;  // row of the window's first entry
-
-    __device__ Gathered(QueryPositions batch, const int* gather_lens, int token, int window_size, int compress_ratio,
-                        int row_stride, int swa_start) {
-        int64 query = int64(token) + batch.query_start_loc[0];
-        // Number of entries of query_start_loc[1:] that are at most `query`.
-        int request = 0;
-        for (int r = lane_id(); r - lane_id() < batch.count; r += 32)
-            request += __popc(__ballot_sync(~0u, r < batch.count && batch.query_start_loc[r + 1] <= query));
-        if (request >= batch.count) return;
-        int64 position = batch.position(request, query);
-        if (position < 0) return;
-        base = row_stride * request;
-        complete = complete_rows(position, compress_ratio);
-        num_swa = int(min(position + 1, int64(window_size)));
-        int64 gathered = position - num_swa + 1 - (int64(batch.seq_lens[request]) - gather_lens[request]);
-        swa_first = int(min(max(-gathered, int64(0)), int64(num_swa)));
-        swa_end = int(min(max(row_stride - swa_start - gathered, int64(0)), int64(num_swa)));
-        swa_base = int(base + swa_start + gathered);
-    }
-
-    // The row of the window's entry `rank`, or -1.
-    __device__ int window_row(int rank) const { return rank >= swa_first && rank < swa_end ? swa_base + rank : -1; }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride, const int* query_start_loc,
-                         const int* seq_lens, int requests, const int* gather_lens, int window_size,
-                         int compress_ratio, int topk, int row_stride, int swa_start, int* combined_indices,
-                         int64 combined_stride, int width, int* combined_lens) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_topk_swa_indices(CombinedRows rows) {
     pdl_wait();
-    int token = warp_id();
-    if (token >= num_tokens) return;
-    const int* local = topk_indices + token * topk_stride;
-    int* row = combined_indices + token * combined_stride;
-    int first = lane_id() * WIDTH;
-    LoadedIndices entries[STEPS];
-    load_steps(entries, local, first, topk);  // before the number of valid ones is known
-    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
-                  swa_start);
-    int num_topk = int(min(rows.complete, uint32(topk)));
-    while (first < width) {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            int j = first + step * STEP;
-            if (j >= width) break;
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) {
-                int rank = j + i - num_topk, entry = rows.window_row(rank);
-                if (rank < 0 && uint32(entries[step].at[i]) < uint32(swa_start))
-                    entry = rows.base + entries[step].at[i];
-                entries[step].at[i] = entry;
-            }
-            store_entries(row + j, entries[step]);
-        }
-        first += STEPS * STEP;
-        load_steps(entries, local, first, num_topk);
-    }
-    if (lane_id() == 0) combined_lens[token] = num_topk + rows.num_swa;
+    if (warp_id() < rows.num_tokens) combine(rows, warp_id());
 }
 
-// The same with the present entries of any column, in order. ALIGNED is 0: a lane takes one entry.
-extern "C" __global__ void __launch_bounds__(THREADS)
-combine_compact_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride,
-                                 const int* query_start_loc, const int* seq_lens, int requests, const int* gather_lens,
-                                 int window_size, int compress_ratio, int topk, int row_stride, int swa_start,
-                                 int* combined_indices, int64 combined_stride, int width, int* combined_lens) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_compact_topk_swa_indices(CombinedRows rows) {
     pdl_wait();
-    int token = warp_id();
-    if (token >= num_tokens) return;
-    const int* local = topk_indices + token * topk_stride;
-    int* row = combined_indices + token * combined_stride;
-    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
-                  swa_start);
-    uint32 seen = min(rows.complete, uint32(swa_start));
-    int kept = 0;
-    for (int j = 0; j < topk; j += 32) {
-        int entry = j + lane_id() < topk ? local[j + lane_id()] : -1;
-        uint32 present = __ballot_sync(~0u, uint32(entry) < seen);
-        if (uint32(entry) < seen) row[kept + __popc(present & (1u << lane_id()) - 1)] = rows.base + entry;
-        kept += __popc(present);
-    }
-    for (int j = kept + lane_id(); j < width; j += 32) row[j] = rows.window_row(j - kept);
-    if (lane_id() == 0) combined_lens[token] = kept + rows.num_swa;
+    if (warp_id() < rows.num_tokens) combine_compact(rows, warp_id());
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
