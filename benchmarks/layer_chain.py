@@ -4,7 +4,17 @@ Products are DeepGEMM's of FP8 weights, with vLLM's quantisation of the activati
 index maps and attention are vLLM's, DeepGEMM's and FlashMLA's, with the lengths that they take. What these libraries
 lack here (or have only in PyTorch's eager operations) is cumla's, and `OURS` names it. As in vLLM, a V4 layer's
 compressors run on a second stream.
+
+DeepGEMM compiles a kernel for each product in seconds. `Compilers` does so in processes, beside other work.
 """
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import cupy
 
 from cumla.bench import peers
 from cumla.ops.compressor import compress_and_insert
@@ -24,11 +34,74 @@ OURS = {
 LATENT, GROUP = 512, 128
 
 
+class Compilers:
+    """Processes that compile DeepGEMM's kernels into its cache.
+
+    products  (groups, rows, columns), of which each gets a process
+    heads     of indexers, as many
+    batches   tokens
+    """
+
+    def __init__(self, products, heads, batches):
+        jobs = [{"product": product, "batches": batches} for product in products]
+        jobs += [{"heads": count, "batches": batches} for count in heads]
+        here = [sys.executable, __file__]
+        self.processes = [subprocess.Popen([*here, json.dumps(job)], stdout=subprocess.DEVNULL) for job in jobs]
+
+    def wait(self):
+        """A kernel whose process failed is compiled where it is called."""
+        for process in self.processes:
+            process.wait()
+
+
+def compile_kernels(job):
+    """By calling them, with zeros."""
+    gemm = peers.module(peers.DEEP_GEMM)
+    if gemm is None:
+        return
+    for tokens in job["batches"]:
+        if "heads" in job:
+            call_logits(gemm, tokens, job["heads"])
+        else:
+            call_product(gemm, tokens, *job["product"])
+
+
+def call_logits(gemm, tokens, heads):
+    import torch
+
+    zeros = functools.partial(torch.zeros, device="cuda")
+    lens, page = torch.ones(tokens, 1, dtype=torch.int32, device="cuda"), 64
+    schedule = gemm.get_paged_mqa_logits_metadata(lens, page, torch.cuda.get_device_properties(0).multi_processor_count)
+    q, keys = zeros(tokens, 1, heads, 128).to(torch.float8_e4m3fn), zeros(1, page, 1, 132, dtype=torch.uint8)
+    gemm.fp8_paged_mqa_logits(
+        q, keys, zeros(tokens, heads), lens, torch.zeros_like(lens), schedule, 256, clean_logits=False
+    )
+
+
+def call_product(gemm, tokens, groups, rows, columns):
+    import torch
+
+    fp8, zeros = torch.float8_e4m3fn, functools.partial(torch.zeros, device="cuda")
+    weight = zeros(groups, rows, columns, dtype=torch.uint8).view(fp8), zeros(groups, -(-rows // 128), columns // 128)
+    x = zeros(groups, tokens, columns, dtype=torch.uint8).view(fp8)
+    out = zeros(tokens, groups, rows, dtype=torch.bfloat16)
+    if groups == 1:
+        scales = zeros(columns // GROUP, -(-tokens // 4) * 4).t()[:tokens]
+        gemm.fp8_gemm_nt((x[0], scales), (weight[0][0], weight[1][0]), out[:, 0])
+    else:
+        scales = zeros(groups, tokens, columns // GROUP).transpose(0, 1)
+        gemm.fp8_einsum("bhr,hdr->bhd", (x.transpose(0, 1), scales), weight, out, recipe=(1, GROUP, GROUP))
+
+
 class Chain:
     """What both models have in common. Arrays of the layer and its step are shared with torch.
 
     step  called without arguments; writes out
+
+    is_ue8m0  whether scales of activations are powers of two, as cumla's are, and not as vLLM makes them on Hopper
     """
+
+    is_ue8m0 = False
 
     def __init__(self, layer, caches, metadata, tokens, x, out):
         import torch
@@ -78,7 +151,8 @@ class Chain:
         codes = self.memory("codes", tokens, columns, dtype=torch.float8_e4m3fn)
         padded = self.memory("scales", columns // GROUP, -(-tokens // 4) * 4, dtype=torch.float32)
         scales = padded.t()[:tokens]
-        self.ops._C.per_token_group_fp8_quant(x, codes, scales, GROUP, 1e-10, -448.0, 448.0, False, True, True)
+        limits = 1e-10, -448.0, 448.0
+        self.ops._C.per_token_group_fp8_quant(x, codes, scales, GROUP, *limits, self.is_ue8m0, True, True)
         return codes, scales
 
     def product(self, quantized, name, weight):
@@ -115,6 +189,16 @@ class Chain:
 
 class V4Chain(Chain):
     """A C4A layer of DeepSeek V4."""
+
+    @staticmethod
+    def products(config):
+        """Groups, rows and columns of DeepGEMM's products."""
+        rank, hidden, groups = config.q_lora_rank, config.hidden_size, config.o_groups
+        width = config.num_attention_heads * LATENT
+        return [
+            (1, rank + LATENT, hidden), (1, width, rank), (1, config.index_n_heads * 128, rank),
+            (groups, config.o_lora_rank, width // groups), (1, hidden, groups * config.o_lora_rank),
+        ]  # fmt: skip
 
     def __init__(self, layer, caches, metadata, x, out):
         super().__init__(layer, caches, metadata, metadata.window, x, out)
@@ -153,7 +237,8 @@ class V4Chain(Chain):
         groups, _, columns = weight.shape
         values = self.memory("o values", groups, len(o), columns, dtype=torch.uint8)
         scales = self.memory("o scales", groups, len(o), columns // GROUP, dtype=torch.float32)
-        inverse_rope_and_quantize(o, self.positions, self.cos_sin, groups, out=(values, scales))
+        made = values, scales
+        inverse_rope_and_quantize(o, self.positions, self.cos_sin, groups, is_ue8m0=self.is_ue8m0, out=made)
         self.gemm.fp8_einsum(
             "bhr,hdr->bhd", (values.view(fp8).transpose(0, 1), scales.transpose(0, 1)),
             (self.tensor(weight.codes).view(fp8), self.tensor(weight.scales)), out, recipe=(1, GROUP, GROUP),
@@ -190,8 +275,24 @@ class V4Chain(Chain):
 class V32Chain(Chain):
     """A layer of DeepSeek V3.2. W_UK and W_UV are bfloat16, as vLLM has them."""
 
+    @staticmethod
+    def products(config):
+        """Groups, rows and columns of DeepGEMM's products."""
+        rank, hidden, heads = config.q_lora_rank, config.hidden_size, config.num_attention_heads
+        return [
+            (1, rank + LATENT + 64, hidden), (1, 128, hidden), (1, heads * (config.qk_nope_head_dim + 64), rank),
+            (1, config.index_n_heads * 128, rank), (1, hidden, heads * config.v_head_dim),
+        ]  # fmt: skip
+
     def __init__(self, layer, caches, metadata, x, out):
         super().__init__(layer, caches, metadata, metadata.tokens, x, out)
+        rank, width = layer.config.q_lora_rank, layer.config.num_attention_heads * (layer.config.qk_nope_head_dim + 64)
+        low, queries = layer.low_rank, layer.queries
+        parts = low.between(0, rank), low.between(rank + 128, low.shape[0])
+        codes, scales = (cupy.concatenate([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+        self.low_rank = dataclasses.replace(low, codes=codes, scales=scales)  # as vLLM has them, in a matrix each
+        self.wk, self.q_b = low.between(rank, rank + 128), queries.between(0, width)
+        self.index_q_b = queries.between(width, queries.shape[0])
         dequantized = (weight.dequantized(x.dtype) for weight in (layer.latent, layer.value))
         self.latent, self.value = (
             self.tensor(weight).transpose(1, 2) for weight in dequantized
@@ -202,15 +303,14 @@ class V32Chain(Chain):
         tokens, heads, rank = len(self.x), config.num_attention_heads, config.q_lora_rank
         nope, slots = config.qk_nope_head_dim, self.tensor(self.tokens.slot_mapping)
         hidden = self.quantized(self.x)
-        wk, weights_proj = layer.index_keys
-        low = self.product(hidden, "low", layer.low_rank)
-        keys = self.product(hidden, "index keys", wk)
-        weights = torch.mm(self.x, self.tensor(weights_proj).t(), out_dtype=torch.float32)
+        low = self.product(hidden, "low", self.low_rank)
+        keys = self.product(hidden, "index keys", self.wk)
+        weights = torch.mm(self.x, self.tensor(layer.index_weights).t(), out_dtype=torch.float32)
         qr, kv = self.memory("qr", tokens, rank), low[:, rank:]
         norms = (self.tensor(weight) for weight in (layer.q_a_norm, layer.kv_a_norm))
         fused_q_kv_rmsnorm(low[:, :rank], kv[:, :LATENT], *norms, 1e-6, out=(qr, kv[:, :LATENT]))
         low_rank = self.quantized(qr)
-        projected = self.product(low_rank, "q", layer.q_b).view(tokens, heads, -1)
+        projected = self.product(low_rank, "q", self.q_b).view(tokens, heads, -1)
         q = self.memory("absorbed q", tokens, heads, LATENT + 64)
         self.torch.bmm(projected[..., :nope].transpose(0, 1), self.latent, out=q[..., :LATENT].transpose(0, 1))
         apply_rope(projected[..., nope:], self.positions, self.cos_sin, out=q[..., LATENT:])
@@ -223,7 +323,7 @@ class V32Chain(Chain):
             keys, self.tensor(layer.k_norm), self.tensor(layer.k_bias), self.caches["indexer"], slots, self.positions,
             self.cos_sin, eps=1e-6, layout=layer.layouts.indexer,
         )  # fmt: skip
-        self.select(self.product(low_rank, "index q", layer.index_q_b), weights, True)
+        self.select(self.product(low_rank, "index q", self.index_q_b), weights, True)
         o = self.attend(q)
         values = self.memory("values", tokens, heads, config.v_head_dim)
         torch.bmm(o.transpose(0, 1), self.value, out=values.transpose(0, 1))
@@ -239,3 +339,7 @@ class V32Chain(Chain):
             is_fp8_kvcache=True, indices=indices[:, None], out=out,
         )  # fmt: skip
         return out[:, 0]
+
+
+if __name__ == "__main__":
+    compile_kernels(json.loads(sys.argv[1]))

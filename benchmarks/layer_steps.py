@@ -1,4 +1,4 @@
-"""Steps of decodes at the end of their contexts, for benchmarks/layers.py: lengths, tables, caches."""
+"""Steps for benchmarks/layers.py, decodes at the end of their contexts and a prompt: lengths, tables, caches."""
 
 import cupy
 import numpy as np
@@ -17,11 +17,17 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def serving_of(config, batch, ratio):
+def serving_of(config, batch, ratio, tokens=None):
+    """For so many requests, and so many tokens a step, by default one each."""
     return ServingConfig(
         compress_ratios=(ratio,), index_topk=config.index_topk, num_heads=config.num_attention_heads, block_size=PAGE,
-        compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=batch, max_num_seqs=batch, max_model_len=CONTEXT,
+        compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=tokens or batch, max_num_seqs=batch,
+        max_model_len=CONTEXT,
     )  # fmt: skip
+
+
+def relative_rms(got, want):
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
 
 
 def fill(cache, layout):
@@ -64,6 +70,25 @@ class V4Step:
         for states in (caches.state, caches.indexer_state):
             states[...] = cupy.random.default_rng(5).standard_normal(states.shape, np.float32)
         return caches
+
+
+class V4Prompt:
+    """One request's prompt of so many tokens, in a layer of V4."""
+
+    def __init__(self, config, tokens):
+        self.serving, self.tokens = serving_of(config, 1, RATIO, tokens), tokens
+
+    def table(self, page):
+        return cupy.arange(-(-self.tokens // page), dtype=np.int32)[None]
+
+    def metadata(self):
+        batch = batch_of(cupy.asarray, [self.tokens], [self.tokens], self.table(PAGE).get())
+        states = {RATIO: self.table(STATE_BLOCK_SIZES[RATIO])}
+        return DeepseekV4StepBuilder(self.serving, "cuda").build(batch, self.table(COMPRESSED_PAGE), states)
+
+    def caches(self):
+        pages = (self.table(page).size for page in (PAGE, COMPRESSED_PAGE, STATE_BLOCK_SIZES[RATIO]))
+        return DeepseekV4Caches.allocate(RATIO, self.serving, *pages, xp=cupy)
 
 
 class V32Step:

@@ -10,6 +10,7 @@ import emulation
 from cumla.kernels.cuda import dense_attention, projection
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
+from cumla.kernels.reference.projection import dequantized
 from cumla.self_test import check_case
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
@@ -66,6 +67,19 @@ def test_products_of_clusters(here, rng, monkeypatch, schedule, tiles):
         got = here.get(cumla.fp8_block_linear(*map(here.put, (x, codes, scales)), float32_output=True, backend="cuda"))
     want = cumla.fp8_block_linear(x, codes, scales, float32_output=True, backend="reference")
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * float(np.abs(want).max()))
+
+
+@SCHEDULES
+def test_fp8_products(here, rng, monkeypatch, schedule):
+    """Results leave shared memory while the next tile is multiplied: two CTAs take five tiles."""
+    monkeypatch.setattr(projection, "device_sms", lambda _: 2)
+    codes, scales = rng.integers(0, 120, (1, 640, 1024)).astype(np.uint8), rng.random((1, 5, 8), np.float32)
+    values, factors = rng.integers(0, 120, (1, 9, 1024)).astype(np.uint8), rng.random((1, 9, 8), np.float32)
+    out = here.put(np.zeros((1, 9, 640), BF16))
+    with emulation.scheduled(schedule):
+        assert projection.fp8_product(*map(here.put, (values, factors, codes, scales)), 128, 128, out)
+    want = np.matmul(dequantized(values, factors, 1, 128), dequantized(codes, scales, 128, 128).transpose(0, 2, 1))
+    np.testing.assert_allclose(here.get(out).astype(np.float64), want, rtol=2.0**-8)
 
 
 @pytest.fixture

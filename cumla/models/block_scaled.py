@@ -67,6 +67,11 @@ class BlockScaledWeight:
         codes, scales = (x.reshape(groups, -1, x.shape[-1]) for x in (same.codes, same.scales))
         return replace(same, codes=codes, scales=scales)
 
+    def between(self, first: int, end: int) -> BlockScaledWeight:
+        """Rows of a matrix, without a copy; first is a multiple of block_rows."""
+        blocks = slice(first // self.block_rows, -(-end // self.block_rows))
+        return replace(self, codes=self.codes[first:end], scales=self.scales[blocks])
+
     def some_rows(self, first: int, end: int) -> BlockScaledWeight:
         """A copy of some rows of each group."""
         same = self.with_block_rows(math.gcd(self.block_rows, first))

@@ -26,7 +26,7 @@ from .block_scaled import let_products_round
 from .caches import DeepseekV32Caches
 from .config_validation import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
-from .products import compute_type, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed, width
+from .products import compute_type, first_rows, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
@@ -37,6 +37,8 @@ from .weights import V32_ATTENTION, LayerWeights, WeightFormat, WeightReader, ke
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
+INDEX_DIM = 128
+ROUNDED = ("low_rank", "queries", "o")  # products that may round activations to FP8
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
 LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps is, as in the authors' code and transformers
 
@@ -134,7 +136,7 @@ class DeepseekV32Attention:
         read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
-            let_products_round(self, "low_rank", "q_b", "index_q_b", "o")
+            let_products_round(self, *ROUNDED)
         read.check_all_read()
         self.cos_sin = self.xp.asarray(
             cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)
@@ -157,24 +159,24 @@ class DeepseekV32Attention:
             config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
         )  # fmt: skip
         nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
-        low = [
+        low = [  # whole blocks of 128 rows first
             get.matrix("q_a_proj.weight", rank, hidden),
+            get.matrix("indexer.wk.weight", INDEX_DIM, hidden),
             get.matrix("kv_a_proj_with_mqa.weight", LATENT + ROPE, hidden),
         ]
         self.low_rank = stacked(low, dtype, xp, self.scratch)
         self.q_a_norm, self.kv_a_norm = vector("q_a_layernorm.weight", rank), vector("kv_a_layernorm.weight", LATENT)
-        self.q_b = matrix("q_b_proj.weight", heads * (nope + ROPE), rank)
+        queries = [
+            get.matrix("q_b_proj.weight", heads * (nope + ROPE), rank),
+            get.matrix("indexer.wq_b.weight", index_heads * INDEX_DIM, rank),
+        ]
+        self.queries = stacked(queries, dtype, xp, self.scratch)
         kv_b = in_groups(matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT), heads)
         self.latent = transposed(rows_of(kv_b, 0, nope), dtype)  # W_UK: [h, 512, P]
         self.value = rows_of(kv_b, nope, nope + v_dim)  # W_UV: [h, V, 512]
         self.o = matrix("o_proj.weight", hidden, heads * v_dim)
-        keys = [
-            get.matrix("indexer.wk.weight", 128, hidden),
-            get.matrix("indexer.weights_proj.weight", index_heads, hidden),
-        ]
-        self.index_keys = stacked(keys, dtype, xp, self.scratch)
-        self.k_norm, self.k_bias = vector("indexer.k_norm.weight", 128), vector("indexer.k_norm.bias", 128)
-        self.index_q_b = matrix("indexer.wq_b.weight", index_heads * 128, rank)
+        self.index_weights = matrix("indexer.weights_proj.weight", index_heads, hidden)
+        self.k_norm, self.k_bias = vector("indexer.k_norm.weight", INDEX_DIM), vector("indexer.k_norm.bias", INDEX_DIM)
 
     def step(
         self,
@@ -230,15 +232,20 @@ class V32Step:
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.q_lora_rank
         step = self.metadata.tokens
         with self.observe("project"):
-            low = self.array("low_rank", (tokens, rank + LATENT + ROPE))
+            low = self.array("low_rank", (tokens, rank + INDEX_DIM + LATENT + ROPE))
             multiply(x, layer.low_rank, low, backend)
-            qr, kv = low[:, :rank], low[:, rank:]
+            qr, keys, kv = low[:, :rank], low[:, rank : rank + INDEX_DIM], low[:, rank + INDEX_DIM :]
             kv_c = kv[:, :LATENT]
             fused_q_kv_rmsnorm(
                 qr, kv_c, layer.q_a_norm, layer.kv_a_norm, LATENT_NORM_EPS, out=(qr, kv_c), backend=backend
             )
-            projected = self.array("projected_q", (tokens, heads, nope + ROPE))
-            multiply(qr, layer.q_b, flat(projected), backend)
+            width, index_width = heads * (nope + ROPE), config.index_n_heads * INDEX_DIM
+            both = self.array("projected_q", (tokens, width + index_width))
+            if topk_indices is None:
+                multiply(qr, layer.queries, both, backend)
+            else:
+                multiply(qr, first_rows(layer.queries, width), both[:, :width], backend)
+            projected = both[:, :width].reshape(tokens, heads, nope + ROPE)
             q = self.array("q", (tokens, heads, LATENT + ROPE))
             multiply_groups(
                 projected[..., :nope].transpose(1, 0, 2), layer.latent, q[..., :LATENT].transpose(1, 0, 2), backend
@@ -248,14 +255,14 @@ class V32Step:
         with self.observe("insert"):
             rows = kv[:, None]
             apply_rope(rows, step.positions, layer.cos_sin, out=rows, backend=backend)
-            slots = dlpack.borrow(step.slot_mapping, "slot_mapping")
             self.insert_rows(kv_c, kv[:, LATENT:])
-            keys = self.insert_keys(x, slots)
+            self.insert_keys(keys)
         slots = None
         if topk_indices is None:
             slots = self.decode_slots()
             with self.observe("select"):
-                topk_indices = self.select(qr, keys[:, 128:], slots)
+                index_q = both[:, width:].reshape(tokens, config.index_n_heads, INDEX_DIM)
+                topk_indices = self.select(x, index_q, slots)
         o = self.array("o", (tokens, heads, LATENT))
         self.attend(q, topk_indices, slots, o)
         with self.observe("output"):
@@ -293,22 +300,18 @@ class V32Step:
         slots, lens = self.slots(len(self.metadata.positions), self.layer.indexer.topk)
         return slots[:decodes], lens[:decodes]
 
-    def insert_keys(self, x: Any, slots: Any) -> Any:
-        """Write the indexer's keys. Returns the projections, float32 [T, 128 + index heads]: keys, then weights."""
-        layer = self.layer
-        projected = self.array("index_projected", (len(x), width(layer.index_keys)), FLOAT32)
-        multiply(x, layer.index_keys, projected, layer.backend)
+    def insert_keys(self, keys: Any) -> None:
+        layer, slots = self.layer, dlpack.borrow(self.metadata.tokens.slot_mapping, "slot_mapping")
         indexer_knorm_rope_and_insert(
-            projected[:, :128], layer.k_norm, layer.k_bias, self.caches.indexer, slots, self.metadata.positions,
-            layer.cos_sin, eps=LAYER_NORM_EPS, layout=layer.layouts.indexer, backend=layer.backend,
+            keys, layer.k_norm, layer.k_bias, self.caches.indexer, slots, self.metadata.positions, layer.cos_sin,
+            eps=LAYER_NORM_EPS, layout=layer.layouts.indexer, backend=layer.backend,
         )  # fmt: skip
-        return projected
 
-    def select(self, qr: Any, weights: Any, slots: tuple[Any, Any] | None) -> Any:
-        """[tokens, index_topk] int32, the positions that each token selects."""
-        layer, metadata, config = self.layer, self.metadata, self.layer.config
-        q = self.array("index_q", (len(qr), config.index_n_heads, 128))
-        multiply(qr, layer.index_q_b, flat(q), layer.backend)
+    def select(self, x: Any, q: Any, slots: tuple[Any, Any] | None) -> Any:
+        """[tokens, index_topk] int32, the positions that each token selects by its projected queries q."""
+        layer, metadata = self.layer, self.metadata
+        weights = self.array("index_weights", (len(x), layer.config.index_n_heads), FLOAT32)
+        multiply(x, layer.index_weights, weights, layer.backend)
         made = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
         return layer.indexer.select(
             *made, self.caches.indexer, metadata.indexer, metadata.positions, metadata.tokens.token_to_req_indices,

@@ -39,6 +39,7 @@ from .weights import V4_ATTENTION, LayerWeights, WeightFormat, WeightReader, kee
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
 FLOAT32 = np.dtype(np.float32)
+ROUNDED = ("low_rank", "q_b", "index_q_b", "o_a", "o_b")  # products that may round activations to FP8
 
 
 class DeepseekV4Attention:
@@ -98,7 +99,7 @@ class DeepseekV4Attention:
         read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
-            let_products_round(self, "low_rank", "q_b", "index_q_b", "o_a", "o_b")
+            let_products_round(self, *ROUNDED)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
         self.cos_sin = self.xp.asarray(table)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..ops.norm_rope import apply_rope
-from .products import flat, multiply, multiply_groups
+from ..ops.linear import by_group
+from ..ops.norm_rope import apply_rope, inverse_rope_and_quantize
+from .products import flat, fp8_product, memory_of_rounded, multiply, multiply_groups, multiply_rounded, rounds
 from .scratch import Scratch
 
 
@@ -27,8 +28,27 @@ class OutputLayer(Protocol):
 def project_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
     """Write out [T, hidden_size]; o [T, heads, 512], attention's output, loses its RoPE."""
     groups, rank, width = layer.o_a.shape
+    if rounds(layer.o_a, len(o)):
+        project_rounded_output(layer, o, positions, out)
+        return
     apply_rope(o, positions, layer.cos_sin, inverse=True, out=o, backend=layer.backend)
     grouped = layer.scratch.shaped("o_low_rank", (len(o), groups, rank), layer.activations, layer.cos_sin)
     by_group = flat(o).reshape(len(o), groups, width).transpose(1, 0, 2)
     multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), layer.backend)
     multiply(flat(grouped), layer.o_b, out, layer.backend)
+
+
+def project_rounded_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
+    """The same where both products round their activations to FP8; the first, if it can, also its result."""
+    groups, rank, width = layer.o_a.shape
+    tokens, scratch, backend = len(o), layer.scratch, layer.backend
+    x = memory_of_rounded((groups, tokens, width), scratch, o)
+    inverse_rope_and_quantize(o, positions, layer.cos_sin, groups, is_ue8m0=True, out=x, backend=backend)
+    if rounds(layer.o_b, tokens):
+        low = memory_of_rounded((groups, tokens, rank), scratch, o, "o_low_rank")
+        if fp8_product(x, layer.o_a, low.values, backend, low.scales):
+            multiply_rounded(low.as_one_group(), layer.o_b, by_group(out), o.dtype, backend)
+            return
+    grouped = scratch.shaped("o_low_rank", (tokens, groups, rank), layer.activations, layer.cos_sin)
+    multiply_rounded(x, layer.o_a, grouped.transpose(1, 0, 2), o.dtype, backend)
+    multiply(flat(grouped), layer.o_b, out, backend)

@@ -8,7 +8,8 @@ of so many tokens to FP8, too, and multiplies FP8 values if the backend can.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,36 +53,86 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
 
 def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
     """out [T, N] or [T, G, N] of x [T, K] or [T, G, K]."""
-    if len(x) > MOST_TOKENS and weight.rounds_activations and x.shape[-1] % FP8_GROUP == 0:
-        rounded = multiply_fp8(by_group(x), weight, by_group(out), backend)
-        if rounded is None:
-            return
-        x = rounded[0] if x.ndim == 2 else rounded.transpose(1, 0, 2)
-    if len(x) > MOST_TOKENS and not isinstance(x, np.ndarray):
+    if rounds(weight, len(x)):
+        multiply_rounded(rounded(by_group(x), weight.scratch, backend), weight, by_group(out), x.dtype, backend)
+    elif len(x) > MOST_TOKENS and not isinstance(x, np.ndarray):
         multiply_dequantized(by_group(x), weight, by_group(out), backend)
-        return
-    fp8_block_linear(
-        x, weight.codes, weight.scales, block_rows=weight.block_rows, block_columns=weight.block_columns,
-        float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite,
-        is_ue8m0=weight.is_ue8m0, out=out, backend=backend,
-    )  # fmt: skip
+    else:
+        fp8_block_linear(
+            x, weight.codes, weight.scales, block_rows=weight.block_rows, block_columns=weight.block_columns,
+            float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite,
+            is_ue8m0=weight.is_ue8m0, out=out, backend=backend,
+        )  # fmt: skip
 
 
-def multiply_fp8(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> Any:
-    """Write out [G, T, N] of x [G, T, K], rounded to FP8, and return None; or return the rounded x, in x's dtype."""
-    groups, tokens, columns = x.shape
-    values = weight.scratch.shaped("fp8_values", x.shape, np.uint8, x)
-    scales = weight.scratch.shaped("fp8_scales", (groups, tokens, columns // FP8_GROUP), np.float32, x)
+class Rounded(NamedTuple):
+    """Activations in FP8.
+
+    values  [G, T, K] uint8, e4m3
+    scales  [G, T, K / FP8_GROUP] float32, powers of two
+    """
+
+    values: Any
+    scales: Any
+
+    def as_one_group(self) -> Rounded:
+        """[1, T, G * K] of what `memory_of_rounded` gave."""
+        return Rounded(*(x.transpose(1, 0, 2).reshape(1, x.shape[1], -1) for x in self))
+
+
+def rounds(weight: Any, tokens: int) -> bool:
+    """Whether a product of so many tokens rounds them to FP8."""
+    return (
+        isinstance(weight, BlockScaledWeight)
+        and weight.rounds_activations
+        and tokens > MOST_TOKENS
+        and weight.shape[-1] % FP8_GROUP == 0
+    )
+
+
+def memory_of_rounded(shape: tuple[int, int, int], scratch: Scratch, like: Any, name: str = "fp8") -> Rounded:
+    """For activations [G, T, K]; in memory a token's groups are consecutive."""
+    groups, tokens, columns = shape
+    values = scratch.shaped(f"{name}_values", (tokens, groups, columns), np.uint8, like)
+    scales = scratch.shaped(f"{name}_scales", (tokens, groups, columns // FP8_GROUP), np.float32, like)
+    return Rounded(values.transpose(1, 0, 2), scales.transpose(1, 0, 2))
+
+
+def rounded(x: Any, scratch: Scratch, backend: str | None) -> Rounded:
+    """x [G, T, K] in FP8."""
+    made = memory_of_rounded(x.shape, scratch, x)
     call = Call(backend)
     call.begin(x, dlpack.framework_of(x))
     with call.kernels("projection") as kernels:
-        kernels.quantize_groups(x, values, scales)
-        codes, factors = by_group(weight.codes, 0), by_group(weight.scales, 0)
-        if kernels.fp8_product(values, scales, codes, factors, weight.block_rows, weight.block_columns, out):
-            return None
-        rounded = weight.scratch.shaped("fp8_rounded", x.shape, x.dtype, x)
-        kernels.dequantize_blocks(values, scales, 1, FP8_GROUP, rounded)
-    return rounded
+        kernels.quantize_groups(x, *made)
+    return made
+
+
+def fp8_product(
+    x: Rounded, weight: BlockScaledWeight, out: Any, backend: str | None, out_scales: Any = None
+) -> bool:  # fmt: skip
+    """Write out [G, T, N] of x, with out_scales [G, T, N / FP8_GROUP] in FP8; False if the backend cannot."""
+    codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
+    call = Call(backend)
+    call.begin(x.values, dlpack.framework_of(x.values))
+    with call.kernels("projection") as kernels:
+        return kernels.fp8_product(*x, codes, scales, weight.block_rows, weight.block_columns, out, out_scales)
+
+
+def multiply_rounded(x: Rounded, weight: BlockScaledWeight, out: Any, dtype: Any, backend: str | None) -> None:
+    """Write out [G, T, N] of x, without products of FP8 values by their values in `dtype`, which are exact."""
+    if fp8_product(x, weight, out, backend):
+        return
+    values = weight.scratch.shaped("fp8_rounded", x.values.shape, dtype, x.values)
+    call = Call(backend)
+    call.begin(values, dlpack.framework_of(values))
+    with call.kernels("projection") as kernels:
+        kernels.dequantize_blocks(*x, 1, FP8_GROUP, values)
+    exact = replace(weight, rounds_activations=False)
+    if values.shape[0] == 1 and weight.codes.ndim == 2:
+        multiply_block_scaled(values[0], exact, out[0], backend)
+    else:
+        multiply_block_scaled(values.transpose(1, 0, 2), exact, out.transpose(1, 0, 2), backend)
 
 
 def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
@@ -145,6 +196,13 @@ def in_groups(weight: Any, groups: int) -> Any:
     if isinstance(weight, BlockScaledWeight):
         return weight.in_groups(groups)
     return weight.reshape(groups, -1, weight.shape[1])
+
+
+def first_rows(weight: Any, rows: int) -> Any:
+    """The first rows of a matrix, without a copy; those of Parts are the first part's."""
+    if isinstance(weight, Parts):
+        return weight[0]
+    return weight.between(0, rows) if isinstance(weight, BlockScaledWeight) else weight[:rows]
 
 
 def rows_of(weight: Any, first: int, end: int) -> Any:

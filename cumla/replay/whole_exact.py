@@ -15,7 +15,7 @@ from ..kernels.reference.rows import read_tokens
 from ..kernels.reference.sparse_attention import attend
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
-from ..models.deepseek_v32 import LATENT, LATENT_NORM_EPS
+from ..models.deepseek_v32 import INDEX_DIM, LATENT, LATENT_NORM_EPS
 from .activations import token_rows
 from .blocks import BLOCK_TOKENS
 from .options import WHOLE_RATIOS
@@ -152,7 +152,8 @@ class V32Exact(Exact):
     def queries(self, hidden: Any) -> np.ndarray:
         weights, config = self.weights, self.config
         qr = rms_norm(self.low_rank(hidden[None])[0], LATENT_NORM_EPS, weights.q_a_norm)
-        q = self.rotated(self.product(weights.q_b, qr).reshape(config.num_attention_heads, -1), self.position)
+        q_b = weights.queries[: config.num_attention_heads * (config.qk_nope_head_dim + 64)]
+        q = self.rotated(self.product(q_b, qr).reshape(config.num_attention_heads, -1), self.position)
         latent = self.product(weights.latent, q[:, None, : config.qk_nope_head_dim])[:, 0]
         return np.concatenate([latent, q[:, config.qk_nope_head_dim :]], axis=1)
 
@@ -161,7 +162,7 @@ class V32Exact(Exact):
 
     def computed_rows(self) -> np.ndarray:
         positions = self._selected()
-        kv = self.low_rank(self.hidden(positions))[1]
+        kv = self.low_rank(self.hidden(positions))[1][:, INDEX_DIM:]
         latent = rms_norm(kv[:, :LATENT], LATENT_NORM_EPS, self.weights.kv_a_norm)
         return self.rotated(np.concatenate([latent, kv[:, LATENT:]], axis=1), positions)
 

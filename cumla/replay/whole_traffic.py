@@ -110,9 +110,9 @@ def _v32(layer: WholeLayer, batch: StepBatch, metadata: Any, options: ReplayOpti
     latent, up = weights.latent.nbytes, weights.value.nbytes
     attended = int(np.minimum(batch.positions + 1, options.topk).sum())
     return {
-        "projections": weights.low_rank.nbytes + weights.q_b.nbytes + latent + x + q,
-        "insert": weights.index_keys.nbytes + x + tokens * (576 * value + row + INDEXER_FP8.token_bytes + 2 * SLOT),
-        "select": weights.index_q_b.nbytes + _indexer_keys(batch, 1) + tokens * options.topk * INDEX,
+        "projections": weights.low_rank.nbytes + weights.queries.nbytes + latent + x + q,
+        "insert": tokens * (704 * value + row + INDEXER_FP8.token_bytes + 2 * SLOT),
+        "select": weights.index_weights.nbytes + x + _indexer_keys(batch, 1) + tokens * options.topk * INDEX,
         "map": int(np.minimum(batch.positions + 1, options.topk)[batch.num_decodes :].sum()) * 2 * INDEX,
         "decode": attended * (row + INDEX) + q + o,
         "output": up + weights.o.nbytes + o + x,

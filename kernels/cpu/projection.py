@@ -60,6 +60,7 @@ def fp8_product(
     block_rows: int,
     block_columns: int,
     out: np.ndarray,
+    out_scales: np.ndarray | None = None,
 ) -> bool:
     """There is none: dequantised values are multiplied."""
     return False

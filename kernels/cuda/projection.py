@@ -271,30 +271,38 @@ def quantize_groups(x: Any, values: Any, scales: Any) -> None:
 
 
 def fp8_product(
-    values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any
-) -> bool:
+    values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any,
+    out_scales: Any = None,
+) -> bool:  # fmt: skip
     """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
 
-    Returns False, and writes nothing, where sm90/fp8_product.cu does not take them.
+    out_scales  [n, M, N / 128], if out is to be rounded to e4m3 as in quantize_groups
+
+    The last axis of each is contiguous. Returns False, and writes nothing, for what sm90/fp8_product.cu does not take.
     """
     (groups, tokens, columns), rows = values.shape, weight.shape[1]
     device = out.device.id
     whole = columns % CHUNK == 0 and rows % 8 == 0 and block_rows % CHUNK == 0 and block_columns % CHUNK == 0
     if not (whole and is_hopper(device) and is_aligned(values, weight, out)):
         return False
+    rounds = out_scales is not None
+    if rounds and rows % FP8_ROWS:
+        return False
     maps = [map_of_matrices(array, tile) for array, tile in ((values, FP8_TOKENS), (weight, FP8_ROWS))]
     if NO_MAP in maps:
         return False
-    made = kernel("sm90/fp8_product.cu", "fp8_product", "sm_90a", OUTPUT=C_NAMES[out.dtype.name])
+    made = kernel("sm90/fp8_product.cu", "fp8_product", "sm_90a", OUTPUT="uint8" if rounds else C_NAMES[out.dtype.name])
     made.max_dynamic_shared_size_bytes = FP8_SHARED
+    groups_apart, tokens_apart = strides(out_scales)[:2] if rounds else (0, 0)
     token_tiles, row_tiles = -(-tokens // FP8_TOKENS), -(-rows // FP8_ROWS)
     tiles = token_tiles * row_tiles * groups
     made(
         (min(tiles, device_sms(device)),),
         (FP8_THREADS,),
         (
-            x_scales, scales, out, *strides(x_scales), *strides(scales)[:2], *strides(out)[:2], tokens, rows, columns,
-            block_rows, block_columns, token_tiles, row_tiles, tiles, *maps[0], *maps[1],
+            x_scales, scales, out, pointer(out_scales), strides(x_scales)[0], strides(scales)[0], *strides(out)[:2],
+            groups_apart, strides(x_scales)[1], strides(scales)[1], tokens_apart, tokens, rows, columns, block_rows,
+            block_columns, token_tiles, tiles, *maps[0], *maps[1],
         ),
         shared_mem=FP8_SHARED,
         overlap=True,

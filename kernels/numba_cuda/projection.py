@@ -147,7 +147,14 @@ def quantize_kernel(x, kind, values, scales):
 
 
 def fp8_product(
-    values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any
+    values: Any,
+    x_scales: Any,
+    weight: Any,
+    scales: Any,
+    block_rows: int,
+    block_columns: int,
+    out: Any,
+    out_scales: Any = None,
 ) -> bool:
     """There is none: dequantised values are multiplied."""
     return False

@@ -46,8 +46,11 @@ def fp8_product(
     block_rows: int,
     block_columns: int,
     out: np.ndarray,
+    out_scales: np.ndarray | None = None,
 ) -> bool:
     """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
+
+    out_scales  [n, M, N / 128], if out is to be rounded to e4m3 as in quantize_groups
 
     Returns whether the backend has such a product of this size; otherwise nothing is written.
     """

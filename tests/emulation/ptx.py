@@ -135,6 +135,7 @@ TABLE = {
     "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; "
     "@!done bra again; }": "emulator::barrier_wait(%0, %1)",
     "barrier.cluster.arrive.release.aligned;": "emulator::cluster_arrive()",
+    "barrier.cluster.arrive.relaxed.aligned;": "emulator::cluster_arrive()",
     "barrier.cluster.wait.acquire.aligned;": "emulator::cluster_wait()",
     # matrices
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (

@@ -1,6 +1,7 @@
 """Layers whose products of many tokens round activations to FP8: the rounding, the products, whole layers."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from models.test_fp8_weights import golden_of, one, quantized, values
 from cumla.dispatch.call import Call
 from cumla.kernels.reference import projection as reference
 from cumla.models import products
+from cumla.models.output_projection import project_output
 from cumla.models.products import in_groups, multiply, multiply_groups, stacked
 from cumla.models.scratch import Scratch
 from support.lab import BF16
@@ -116,6 +118,42 @@ def test_groups(lab, rng):
     multiply_groups(lab.put(x).transpose(1, 0, 2), weight, out.transpose(1, 0, 2), lab.backend)
     want = np.einsum("tgk,gnk->tgn", rounded(x), values(given).astype(np.float64).reshape(3, 128, 256))
     np.testing.assert_allclose(lab.get(out), want, rtol=2.0**-7, atol=0.1)
+
+
+@dataclass
+class Output:
+    """What `project_output` reads of a layer."""
+
+    backend: str
+    scratch: Scratch
+    cos_sin: Any
+    o_a: Any
+    o_b: Any
+    activations: Any = BF16
+
+
+def test_the_output_projection_rounds_once_a_product(lab, rng):
+    """Inverse RoPE, then FP8; the first product's result is FP8 without bfloat16 between, where the backend can."""
+    tokens, groups, rank, hidden = (3, 1, 128, 64) if lab.tiny else (5, 2, 128, 192)
+    weights = [
+        one(rng.standard_normal(shape, np.float32) / 32) for shape in ((groups * rank, 512), (hidden, groups * rank))
+    ]
+    o_a, o_b = (with_rounding(stacked([weight], BF16, lab.xp, Scratch())) for weight in weights)
+    o = (rng.standard_normal((tokens, groups, 512)) * 3).astype(BF16)
+    angles = rng.uniform(0, 6, (7, 32))
+    cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+    positions, out = rng.integers(0, 7, tokens), lab.put(np.zeros((tokens, hidden), BF16))
+    layer = Output(lab.backend, o_a.scratch, lab.put(cos_sin), in_groups(o_a, groups), o_b)
+    project_output(layer, lab.put(o), lab.put(positions), out)
+    pairs = o.astype(np.float64)[..., 448:].reshape(tokens, groups, 32, 2)
+    cos, sin = np.cos(angles)[positions][:, None], np.sin(angles)[positions][:, None]
+    back = np.stack([pairs[..., 0] * cos + pairs[..., 1] * sin, pairs[..., 1] * cos - pairs[..., 0] * sin], -1)
+    rotated = np.concatenate([o.astype(np.float64)[..., :448], back.reshape(tokens, groups, 64)], -1).astype(BF16)
+    first, second = (values(weight).astype(np.float64) for weight in weights)
+    low = np.einsum("tgk,gnk->tgn", rounded(rotated), first.reshape(groups, rank, 512)).reshape(tokens, 1, -1)
+    want = rounded(low.astype(np.float32))[:, 0] @ second.T
+    # Through bfloat16 some codes of the first result become neighbours.
+    assert relative_rms(lab.get(out).astype(np.float64), want) < (0.004 if lab.backend == "cuda" else 0.02)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -57,7 +57,8 @@ def test_a_layer_equals_one_of_the_dequantised_weights(case, backend):
         layer = kind(golden, backend=backend)
         outputs.append(layer.run(golden.splits))
     assert relative_rms(*outputs) < 1e-6
-    assert isinstance(kind(golden_of(case, quantized)[0]).layer.q_b, BlockScaledWeight)
+    layer = kind(golden_of(case, quantized)[0]).layer
+    assert isinstance(layer.queries if kind is V32Layer else layer.q_b, BlockScaledWeight)
 
 
 def all_weights(layer):
@@ -76,8 +77,8 @@ def test_memory_is_that_of_the_file(case, scale_type):
         parts = weight if isinstance(weight, Parts) else (weight,)
         ours += sum(part.nbytes for part in parts if isinstance(part, BlockScaledWeight))
     assert 0.99 * file_bytes <= ours <= 1.05 * file_bytes
-    name = "q_b_proj.weight"
-    assert np.shares_memory(layer.q_b.codes, golden.weights[name].weight.view(np.uint8))
+    ours, name = (layer.o, "o_proj.weight") if kind is V32Layer else (layer.o_b, "o_b_proj.weight")
+    assert np.shares_memory(ours.codes, golden.weights[name].weight.view(np.uint8))
 
 
 def test_a_layer_of_bfloat16_weights_has_arrays():

@@ -295,6 +295,7 @@ SOURCES = [
     ("common/quantize_groups.cu", {"ALIGNED": 0}),
     ("sm90/fp8_product.cu", {"OUTPUT": "bf16"}),
     ("sm90/fp8_product.cu", {"OUTPUT": "float"}),
+    ("sm90/fp8_product.cu", {"OUTPUT": "uint8"}),
     *(
         ("sm80/projection.cu", projection_macros(*numbers, output))
         for *numbers, output in (

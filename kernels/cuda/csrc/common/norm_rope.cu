@@ -138,11 +138,11 @@ inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens
     row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, -1.0f);
     row.round(bf16{});
     float amax = fmaxf(row.largest_of_tile<8>(), 1e-10f);
-    float scale = powers_of_two ? power_of_two(scale_exponent(amax, -126)) : div(amax, 448.0f);
+    int exponent = scale_exponent(amax, -126);
+    float scale = powers_of_two ? power_of_two(exponent) : div(amax, 448.0f);
     int group = head / heads_of_group, place = head % heads_of_group;
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) row.x[i] = div(row.x[i], scale);
-    row.store_e4m3(values + group * values_group + token * values_token + 512 * place + row.first(), 1.0f, 1.0f);
+    uint8* to = values + group * values_group + token * values_token + 512 * place + row.first();
+    row.store_e4m3(to, power_of_two(-exponent), powers_of_two ? 1.0f : scale);
     if (row.lane % 8 == 0) scales[group * scales_group + token * scales_token + 4 * place + row.lane / 8] = scale;
 }
 

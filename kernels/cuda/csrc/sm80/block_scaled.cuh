@@ -92,6 +92,13 @@ __device__ inline void sync_splits() {
     __syncthreads();
 #endif
 }
+// A CTA of a cluster ends when the others have read its sums. Nothing that it wrote is waited for, unlike in `sync_splits`.
+__device__ inline void leave_splits() {
+#if SPLITS > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 
 __device__ inline void store(float* p, float x) { *p = x; }
 __device__ inline void store(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x, 0.0f)); }

@@ -3,43 +3,51 @@
 // Grid: up to a CTA an SM; each takes every gridDim.x-th tile of 128 tokens and 128 rows. A warp copies chunks of 128 columns by TMA,
 // for the next tile too while the last one's result is stored. Two warpgroups multiply 64 tokens each. Tensor cores keep fewer bits of
 // the sums of e4m3 products than float32 has, so the products of a chunk are added by them, then times both scales, then to
-// the sum in float32, while the products of the next chunk run.
+// the sum in float32, while the products of the next chunk run. A warp writes results of 16 bits to shared memory, from where bulk
+// copies of a token's row take them while the next tile is multiplied: all CTAs store at once, faster than memory writes.
 //
 //     barrier      arrivals of a phase                       waits              guards
 //     full[slot]   1: the producer, and the bytes of TMA     both warpgroups    a chunk of x and weights
 //     empty[slot]  8: warps of both warpgroups               the producer       the chunk until its products have ended
 //
-// Macros: OUTPUT (bf16 or float).
+// Macros: OUTPUT (bf16, float, or uint8: results are rounded to e4m3, with a scale for the 128 rows of a tile, a power of two, as
+// common/quantize_groups.cu rounds).
 #include "common/pdl.cuh"
+#include "common/row_format.cuh"
+#include "sm90/bulk_copy.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
 constexpr int TOKENS = 128, ROWS = 128, DEPTH = 128, STAGES = 6, THREADS = 384;
 constexpr int X_BYTES = TOKENS * DEPTH, STAGE_BYTES = X_BYTES + ROWS * DEPTH, RING_BYTES = STAGES * STAGE_BYTES;
-[[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES + 16 * STAGES;  // and barriers
+constexpr int RESULT_STRIDE = 2 * ROWS + 16;  // bytes of a token's results
+[[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES + TOKENS * RESULT_STRIDE + 16 * STAGES;
 
+// Its size puts the tensor maps after it at multiples of 64 bytes.
 struct Fp8Product {
     const float* x_scales;
     const float* scales;
     OUTPUT* out;
-    int64 x_scale_group_stride, x_scale_token_stride, x_scale_column_stride, scale_group_stride, scale_row_stride;
-    int64 out_group_stride, out_stride;
-    int tokens, rows, columns, block_rows, block_columns, token_tiles, row_tiles, tiles;
+    float* out_scales;  // [group][token][row / 128], of e4m3
+    int64 x_scale_group_stride, scale_group_stride, out_group_stride, out_stride, out_scale_group_stride;
+    int x_scale_token_stride, scale_row_stride, out_scale_token_stride, tokens, rows, columns, block_rows, block_columns, token_tiles, tiles;
 };
 
 // Tiles of neighbouring CTAs have the same rows of weights.
 struct Fp8Tile {
     int token, row, group;
     __device__ Fp8Tile(const Fp8Product& p, int tile) {
+        int row_tiles = (p.rows + ROWS - 1) / ROWS;
         token = tile % p.token_tiles * TOKENS;
-        row = tile / p.token_tiles % p.row_tiles * ROWS;
-        group = tile / p.token_tiles / p.row_tiles;
+        row = tile / p.token_tiles % row_tiles * ROWS;
+        group = tile / p.token_tiles / row_tiles;
     }
 };
 
-// Addresses of a stage and of its barriers, after the last stage.
+// Addresses of a stage; after the last one of a token's results, and of the stages' barriers.
 __device__ inline uint32 stage_at(int slot) { return SHARED_START + slot * STAGE_BYTES; }
-__device__ inline uint32 full(int slot) { return SHARED_START + RING_BYTES + 8 * slot; }
+__device__ inline uint32 result_at(int token) { return SHARED_START + RING_BYTES + token * RESULT_STRIDE; }
+__device__ inline uint32 full(int slot) { return result_at(TOKENS) + 8 * slot; }
 __device__ inline uint32 empty(int slot) { return full(slot) + 8 * STAGES; }
 
 struct Slot {
@@ -67,19 +75,19 @@ struct Consumer {
     const Fp8Product& p;
     int chunks, lane, first;  // the warp's first token in a tile
     Slot slot;                // of the next chunk
-    float sum[64], products[2][64], factors[2][2];
+    float sum[64], products[2][64], scales[2][3];
 
     __device__ Consumer(const Fp8Product& p, int chunks) : p(p), chunks(chunks), lane(threadIdx.x % 32), first(threadIdx.x / 32 * 16) {}
 
-    // The scales of chunk i, of tokens g and g + 8, times that of the rows.
-    __device__ void load_factors(const Fp8Tile& at, int i, float (&to)[2]) const {
+    __device__ int token_of(const Fp8Tile& at, int j) const { return at.token + first + lane / 4 + 8 * j; }
+
+    // The scales of chunk i: of tokens g and g + 8, and of the rows. Not multiplied here, where they would be waited for.
+    __device__ void load_scales(const Fp8Tile& at, int i, float (&to)[3]) const {
         i = min(i, chunks - 1);
-        float scale = p.scales[at.group * p.scale_group_stride + at.row / p.block_rows * p.scale_row_stride + i * DEPTH / p.block_columns];
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            int token = min(at.token + first + lane / 4 + 8 * j, p.tokens - 1);
-            to[j] = scale * p.x_scales[at.group * p.x_scale_group_stride + token * p.x_scale_token_stride + i * p.x_scale_column_stride];
-        }
+        for (int j = 0; j < 2; ++j)
+            to[j] = p.x_scales[at.group * p.x_scale_group_stride + min(token_of(at, j), p.tokens - 1) * int64(p.x_scale_token_stride) + i];
+        to[2] = p.scales[at.group * p.scale_group_stride + at.row / p.block_rows * p.scale_row_stride + i * DEPTH / p.block_columns];
     }
 
     // Start the products of the next chunk.
@@ -95,7 +103,8 @@ struct Consumer {
     }
 
     // Add the products of the chunk before the last PENDING ones, and free its stage.
-    template <int PENDING> __device__ void add(float (&from)[64], const float (&factor)[2]) {
+    template <int PENDING> __device__ void add(float (&from)[64], const float (&scale)[3]) {
+        float factor[] = {scale[2] * scale[0], scale[2] * scale[1]};
         wgmma_wait<PENDING>();
         pin(from);
         warp_arrive(empty((slot.index + STAGES - 1 - PENDING) % STAGES));
@@ -106,63 +115,99 @@ struct Consumer {
     __device__ void multiply(const Fp8Tile& at) {
 #pragma unroll
         for (int j = 0; j < 64; ++j) sum[j] = 0.0f;
-        load_factors(at, 0, factors[0]);
+        load_scales(at, 0, scales[0]);
         start(products[0]);
         int i = 1;
         for (; i + 1 < chunks; i += 2) {
-            load_factors(at, i, factors[1]);
+            load_scales(at, i, scales[1]);
             start(products[1]);
-            add<1>(products[0], factors[0]);
-            load_factors(at, i + 1, factors[0]);
+            add<1>(products[0], scales[0]);
+            load_scales(at, i + 1, scales[0]);
             start(products[0]);
-            add<1>(products[1], factors[1]);
+            add<1>(products[1], scales[1]);
         }
         if (i < chunks) {
-            load_factors(at, i, factors[1]);
+            load_scales(at, i, scales[1]);
             start(products[1]);
-            add<1>(products[0], factors[0]);
-            add<0>(products[1], factors[1]);
+            add<1>(products[0], scales[0]);
+            add<0>(products[1], scales[1]);
         } else {
-            add<0>(products[0], factors[0]);
+            add<0>(products[0], scales[0]);
         }
     }
 
-    // A lane stores eight neighbouring values.
-    __device__ void store(const Fp8Tile& at) const {
-        int c = lane % 4;
+    template <class T> __device__ void store(const Fp8Tile& at, T* all) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            int token = at.token + first + lane / 4 + 8 * j;
-            OUTPUT* out = p.out + at.group * p.out_group_stride + token * p.out_stride + at.row;
-#pragma unroll
-            for (int n = 0; n < 16; n += 4) {
-                const float* from = sum + 4 * n + 2 * j;
-                if (sizeof(OUTPUT) == 2) {
-                    uint32 words[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) words[i] = pack(bf16{}, from[4 * i], from[4 * i + 1]);
-                    transpose_words(words, lane);
-                    int row = 8 * (n + c);
-                    if (token < p.tokens && at.row + row < p.rows)
-                        *reinterpret_cast<uint4*>(out + row) = {words[0], words[1], words[2], words[3]};
-                } else {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        int row = 8 * (n + i) + 2 * c;
-                        if (token < p.tokens && at.row + row < p.rows)
-                            *reinterpret_cast<float2*>(out + row) = {from[4 * i], from[4 * i + 1]};
-                    }
-                }
-            }
+            int token = token_of(at, j);
+            store_token(at, sum + 2 * j, token, all + at.group * p.out_group_stride + token * p.out_stride + at.row);
         }
+    }
+
+    __device__ void store_token(const Fp8Tile& at, const float* from, int token, float* out) const {
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+            int row = 8 * n + 2 * (lane % 4);
+            if (token < p.tokens && at.row + row < p.rows) *reinterpret_cast<float2*>(out + row) = {from[4 * n], from[4 * n + 1]};
+        }
+    }
+
+    // By way of shared memory: lanes 0 to 15 copy a token each.
+    __device__ void store(const Fp8Tile& at, bf16* all) const {
+        bulk_stores_read<0>();  // the last tile's
+        __syncwarp();
+        uint32 to = result_at(first + lane % 16) + lane / 16 * 16;
+#pragma unroll
+        for (int n = 0; n < 16; n += 2) {
+            const float* from = sum + 4 * n;
+            stmatrix4(to + 16 * n, pack(bf16{}, from[0], from[1]), pack(bf16{}, from[2], from[3]), pack(bf16{}, from[4], from[5]), pack(bf16{}, from[6], from[7]));
+        }
+        fence_proxy_async();
+        __syncwarp();
+        int token = at.token + first + lane;
+        bf16* out = all + at.group * p.out_group_stride + token * p.out_stride + at.row;
+        if (lane < 16 && token < p.tokens) bulk_store(out, result_at(first + lane), 2 * min(ROWS, p.rows - at.row));
+        bulk_stores_commit();
+    }
+
+    // A token's values, all rows of the tile. Those of a lane are pairs 8 rows apart.
+    __device__ void store_token(const Fp8Tile& at, const float* from, int token, uint8* out) const {
+        float largest = 1e-10f;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            float magnitude = fabsf(from[i / 2 * 4 + i % 2]);
+            largest = fmaxf(largest, magnitude < infinity() ? magnitude : 0.0f);
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        int exponent = scale_exponent(largest, -126), c = lane % 4;
+        float factor = power_of_two(-exponent);
+        bool present = token < p.tokens && at.row < p.rows;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* x = from + 4 * (8 * half + 2 * i);
+                words[i] = float_to_e4m3x2(x[0] * factor, x[1] * factor) | float_to_e4m3x2(x[4] * factor, x[5] * factor) << 16;
+            }
+            transpose_words(words, lane);  // rows 16 c + 2 i, + 1, + 8 and + 9 in word i
+            if (present)
+                *reinterpret_cast<uint4*>(out + 64 * half + 16 * c) = {
+                    __byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410),
+                    __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)};
+        }
+        if (present && c == 0)
+            p.out_scales[at.group * p.out_scale_group_stride + int64(token) * p.out_scale_token_stride + at.row / ROWS] = power_of_two(exponent);
     }
 
     __device__ void run() {
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             Fp8Tile at(p, tile);
             multiply(at);
-            store(at);
+            store(at, p.out);
         }
+        bulk_stores_read<0>();
     }
 };
 
