@@ -16,7 +16,7 @@ from ...layout import LAYOUTS, CacheLayout
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
 INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
-_DEFAULT = re.compile(r"^#ifndef (\w+)\n#define \1 (\w+)$", re.MULTILINE)
+_DEFINED = re.compile(r"^#define (\w+) (\w+)$", re.MULTILINE)
 _DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr (?:u?int(?:32)?|bool) (\w+ = [^;]+);", re.MULTILINE)
 _FUNCTION = re.compile(r"^(?:__device__ )?constexpr int (\w+)\(int (\w+)\) \{ return ([^;]+); \}", re.MULTILINE)
 _NEXT = re.compile(r", (?=\w+ = )")  # of several constants in a declaration
@@ -90,7 +90,7 @@ class _Source:
                 for one in _NEXT.split(declared):
                     self.expressions.__setitem__(*one.split(" = ", 1))
             self.functions.update((name, (given, body)) for name, given, body in _FUNCTION.findall(text))
-            self.defaults.update(_DEFAULT.findall(text))
+            self.defaults.update(_DEFINED.findall(text))  # a file's own come before those that it includes
 
         add(file)
 

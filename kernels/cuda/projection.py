@@ -20,7 +20,7 @@ ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
 WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
 
 # sm80/projection.cu and sm90/projection.cu
-WARPS = 8
+SOURCE = "sm80/block_scaled.cuh"  # of both
 TILES = (8, 16, 32, 64, 128)  # tokens
 MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
@@ -137,13 +137,13 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
         maps = [map_of_matrices(weight, tiles.rows), map_of_matrices(x, tiles.tokens)]
         if NO_MAP in maps:
             tiles, maps = division(rows, columns, groups, tokens, uniform, False, out.device.id), []
-    made, shared_bytes = product_kernel(
+    made, threads, shared_bytes = product_kernel(
         tiles, C_NAMES[out.dtype.name], block_columns, aligned, prefetch, finite, power_of_two, out.device.id
     )
     of_tokens = -(-tokens // tiles.tokens)
     made(
         (tiles.splits, -(-rows // tiles.rows), groups * of_tokens),
-        (32 * (WARPS + (producers(tiles) if tiles.hopper else 0)),),
+        (threads,),
         (
             weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns,
             x, out, *strides(x)[:2], *strides(out)[:2], tokens, of_tokens, *(word for each in maps for word in each),
@@ -192,7 +192,7 @@ def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, h
     tile_rows, splits = MOST_ROWS, 1
     least = 32 if most_splits > 1 else LEAST_ROWS
     while (
-        tile_rows > least and ring_stages(tile, tile_rows // 2, depth_of(tile_rows // 2), device) > 1
+        tile_rows > least and ring_stages(tile, tile_rows // 2, False, device) > 1
         and of_tokens * -(-rows // tile_rows) < sms
     ):  # fmt: skip
         tile_rows //= 2
@@ -214,22 +214,18 @@ def cluster_size(tiles: int, chunks: int, few: bool, sms: int) -> int:
     return max([1, *fitting, *([2] if pairs else [])])
 
 
-def producers(tiles: Tiles) -> int:
-    """Warps that copy, on Hopper."""
-    return 1 if tiles.tokens <= TWO_CTAS and tiles.rows <= MOST_ROWS else 4
-
-
 def depth_of(tile_rows: int) -> int:
-    """Columns of a stage: the warps that are not needed along the rows take further ones."""
-    return CHUNK * max(WARPS * LEAST_ROWS // tile_rows, 1)
+    """Columns of a stage before Hopper: the warps that are not needed along the rows take further ones."""
+    return constant(SOURCE, "DEPTH", ROWS=tile_rows)
 
 
-def ring_stages(tile: int, tile_rows: int, depth: int, device: int) -> int:
-    """Stages of a ring that fit: a stage has `depth` columns of the weights and of the tokens."""
+def ring_stages(tile: int, tile_rows: int, in_turn: bool, device: int) -> int:
+    """Stages of a ring that fit; on Hopper warps take chunks in turn."""
     most = shared_bytes_per_block(device)
     if tile <= TWO_CTAS and tile_rows <= MOST_ROWS:
         most = min(most, (most + 1024) // 2 - 1024)  # of each CTA's memory the driver takes 1 KB
-    return min((most - BARRIER_BYTES) // (tile_rows * depth + 2 * tile * depth), MOST_STAGES)
+    stage_bytes = constant(SOURCE, "STAGE_BYTES", TOKENS=tile, ROWS=tile_rows, CHUNKS_IN_TURN=int(in_turn))
+    return min((most - BARRIER_BYTES) // stage_bytes, MOST_STAGES)
 
 
 @functools.cache
@@ -242,21 +238,18 @@ def product_kernel(
     finite: bool,
     power_of_two: bool,
     device: int,
-) -> tuple[Kernel, int]:
-    """The kernel for such tiles, and the shared memory that it needs."""
-    depth = CHUNK if tiles.hopper else depth_of(tiles.rows)
-    stages = max(ring_stages(tiles.tokens, tiles.rows, depth, device), 2)
+) -> tuple[Kernel, int, int]:
+    """The kernel for such tiles, its threads, and the shared memory that it needs."""
     file, arch = ("sm90/projection.cu", "sm_90a") if tiles.hopper else ("sm80/projection.cu", None)
-    made = kernel(
-        file, "block_scaled_product", arch, TOKENS=tiles.tokens, ROWS=tiles.rows, SPLITS=tiles.splits, STAGES=stages,
-        OUTPUT=output, BLOCK_COLUMNS=block_columns, ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
-        POWER_OF_TWO=int(power_of_two),
-    )  # fmt: skip
-    sums = depth_of(tiles.rows) // CHUNK * tiles.tokens * (tiles.rows + 4) * 4
-    barriers = 16 * stages if tiles.hopper else 0
-    shared_bytes = max(stages * depth * (tiles.rows + 2 * tiles.tokens) + barriers, sums)
+    macros: dict[str, int | str] = {
+        "TOKENS": tiles.tokens, "ROWS": tiles.rows, "SPLITS": tiles.splits,
+        "STAGES": max(ring_stages(tiles.tokens, tiles.rows, tiles.hopper, device), 2),
+        "OUTPUT": output, "BLOCK_COLUMNS": block_columns, "ALIGNED": int(aligned), "EARLY": int(prefetch),
+        "FINITE": int(finite), "POWER_OF_TWO": int(power_of_two),
+    }  # fmt: skip
+    made, shared_bytes = kernel(file, "block_scaled_product", arch, **macros), constant(file, "SHARED_BYTES", **macros)
     made.max_dynamic_shared_size_bytes = shared_bytes
-    return made, shared_bytes
+    return made, constant(file, "ALL_THREADS" if tiles.hopper else "THREADS", **macros), shared_bytes
 
 
 def quantize_groups(x: Any, values: Any, scales: Any) -> None:

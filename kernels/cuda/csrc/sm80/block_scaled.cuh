@@ -19,13 +19,14 @@
 constexpr bool FINE = BLOCK_COLUMNS % 128 != 0;  // several scales in a chunk of 128 columns
 constexpr int WARPS = 8, THREADS = 32 * WARPS, HEIGHT = ROWS > 128 ? 2 : 1;  // HEIGHT: tiles of 16 rows of a warp
 constexpr int STRIPS = ROWS / 16 / HEIGHT, PARTS = WARPS / STRIPS;
-#ifdef CHUNKS_IN_TURN
-constexpr int DEPTH = 128;
-#else
-constexpr int DEPTH = 128 * PARTS;
+#ifndef CHUNKS_IN_TURN
+#define CHUNKS_IN_TURN 0
 #endif
+constexpr int DEPTH = CHUNKS_IN_TURN ? 128 : 128 * PARTS;  // columns of a stage
 constexpr int WEIGHT_BYTES = ROWS * DEPTH, STAGE_BYTES = WEIGHT_BYTES + 2 * TOKENS * DEPTH;
 constexpr int SUM_STRIDE = ROWS + 4;  // floats from token to token: the four tokens of a store are in different banks
+constexpr int RING_BYTES = STAGES * (STAGE_BYTES + (CHUNKS_IN_TURN ? 16 : 0)), SUM_BYTES = 4 * PARTS * TOKENS * SUM_STRIDE;  // and barriers
+[[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES;
 
 struct Weights {
     const uint8* codes;

@@ -8,7 +8,7 @@
 //     barrier      arrivals of a phase                         waits                        guards
 //     full[slot]   1: the producer, and the bytes of TMA       warps that take the chunk    a chunk of weights and x
 //     empty[slot]  WARPS / PARTS: warps that take the chunk    the producer                 the chunk until its products have ended
-#define CHUNKS_IN_TURN
+#define CHUNKS_IN_TURN 1
 #include "sm80/block_scaled.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
