@@ -1,6 +1,8 @@
 """Shared libraries from C++, built once for each text and kept in a folder between runs."""
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -82,20 +84,34 @@ def headers():
     """A folder with device.h as the compiler reads it, which is a fifth of a kernel's compile time."""
     target = folder() / digest("", *KERNEL_FLAGS)
     target.mkdir(exist_ok=True)
-    if not (target / "device.h.gch").exists():
-        build(target / "device.h.gch", *KERNEL_FLAGS, "-x", "c++-header", str(RUNTIME / "device.h"))
+    header = target / "device.h.gch"
+    with alone(header):
+        if not header.exists():
+            build(header, *KERNEL_FLAGS, "-x", "c++-header", str(RUNTIME / "device.h"))
     return target
 
 
 def built(text, *options):
     """The library for a C++ text. Options may be files to add."""
     target = folder() / f"{digest(text, *options)}.so"
-    if not target.exists():
-        with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".cpp") as source:
-            source.write(text)
-            source.flush()
-            build(target, *options, source.name)
+    with alone(target):
+        if not target.exists():
+            with tempfile.NamedTemporaryFile("w", dir=folder(), suffix=".cpp") as source:
+                source.write(text)
+                source.flush()
+                build(target, *options, source.name)
     return target
+
+
+@contextlib.contextmanager
+def alone(target):
+    """Other processes that build the same wait, unless it exists."""
+    if target.exists():
+        yield
+        return
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def build(target, *arguments):
