@@ -123,7 +123,7 @@ def test_arrays_without_elements(device, made_again, rng):
 
 def check(device, right, rng):
     alone = right.function is cumla.compress_and_insert and not device.emulated  # there, one thread block after another
-    for i in range(6 if device.emulated else 60):
+    for i in range(3 if device.emulated else 60):
         placed = Placed(right.arguments, i % 3, rng, alone)
         for _ in range(8 if device.emulated else 40):
             offsets = placed.offsets(rng)

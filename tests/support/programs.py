@@ -1,6 +1,8 @@
 """Every program of csrc/ that tests compile: file, macros and target.
 
-All variants of a file are for the oldest target and for Hopper, one is for each of the other targets.
+All variants of a file are for the oldest target and for Hopper, one is for each of the other targets. Where choices are
+independent, or targets alike, they take turns: what a top-k writes; sm_86 and sm_89; the numbers of heads of portable
+attention for targets with the shared memory of another.
 """
 
 import cumla
@@ -392,21 +394,38 @@ def portable_prefill(layout, target):
 
 
 FIRST = dict(reversed(SOURCES))  # variant of each file
+FILES = list(FIRST)
+OUTPUTS = ("ToColumns", "ToSlots")
+
+
+def is_its_turn(number, file, macros, target):
+    """Whether variant `number` of SOURCES is compiled for a target."""
+    if macros is FIRST[file]:
+        return target != ("sm_86", "sm_89")[FILES.index(file) % 2]
+    if target not in ("sm_80", "sm_90a"):
+        return False
+    output = macros.get("OUTPUT")
+    variant = sum(other.get("OUTPUT") == output for _, other in SOURCES[:number])
+    return output not in OUTPUTS or OUTPUTS[(variant + (target == "sm_80")) % 2] == output
+
+
 COMPILATIONS = [
     (file, macros, target)
-    for file, macros in SOURCES
+    for number, (file, macros) in enumerate(SOURCES)
     for target in targets_of(file)
-    if macros is FIRST[file] or target in ("sm_80", "sm_90a")
+    if is_its_turn(number, file, macros, target)
 ]
 COMPILATIONS += [
     portable_attention(formats, heads, target)
-    for formats in (
-        *((x, x) for x in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16, cumla.DSV41_FP8)),
-        (cumla.DSV41_FP8, cumla.DSV41_FP4),
-        (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+    for number, formats in enumerate(
+        (
+            *((x, x) for x in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16, cumla.DSV41_FP8)),
+            (cumla.DSV41_FP8, cumla.DSV41_FP4),
+            (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+        )
     )
-    for heads in (16, 64)
     for target in TARGETS
+    for heads in ((16, 64) if target in ("sm_80", "sm_86", "sm_90a") else (16, 64)[number % 2 :][:1])
 ]
 COMPILATIONS += [
     ("sm80/projection.cu", projection_macros(tokens, 128, splits, 4, 0, 1, 1, 1, 1, "bf16"), target)
@@ -429,23 +448,24 @@ COMPILATIONS += [  # clusters
 COMPILATIONS += [
     (
         "common/indexer_topk_held.cu",
-        {"THREADS": threads, "BLOCKS": blocks, "READS": reads, "ALIGNED": 1, "OUTPUT": output},
+        {"THREADS": threads, "BLOCKS": blocks, "READS": reads, "ALIGNED": 1, "OUTPUT": OUTPUTS[turn % 2]},
         target,
     )
-    for target in ("sm_90a", "sm_100")
-    for threads, reads, blocks in ((512, 2, 8), (512, 4, 4), (1024, 4, 2), (1024, 2, 8), (1024, 4, 8))
-    for output in ("ToColumns", "ToSlots")
+    for first, target in enumerate(("sm_90a", "sm_100"))
+    for turn, (threads, reads, blocks) in enumerate(
+        ((512, 2, 8), (512, 4, 4), (1024, 4, 2), (1024, 2, 8), (1024, 4, 8)), first
+    )
 ]
 COMPILATIONS += [
     (
         "common/indexer_topk_few.cu",
         {
             "THREADS": threads, "BLOCKS": blocks, "READS": 8, "ROUNDS": rounds, "ALIGNED": int(rounds < 8),
-            "OUTPUT": output,
+            "OUTPUT": OUTPUTS[turn % 2],
         },
         target,
     )
-    for threads, blocks, rounds, target in (
+    for turn, (threads, blocks, rounds, target) in enumerate((
         (512, 8, 1, "sm_90a"),
         (1024, 2, 1, "sm_90a"),
         (1024, 8, 1, "sm_100"),
@@ -453,6 +473,5 @@ COMPILATIONS += [
         (1024, 4, 8, "sm_90a"),
         (1024, 2, 2, "sm_100"),
         (1024, 8, 8, "sm_120"),
-    )
-    for output in ("ToColumns", "ToSlots")
+    ))
 ]  # fmt: skip
