@@ -15,9 +15,10 @@ import numpy as np
 
 from ..dispatch import backends
 from ..layers.selection import DECODE_SCORE_BYTES
-from ..layout import INDEXER_MXFP4, CacheLayout
+from ..layout import CacheLayout
 from ..ops.candidates import candidate_topk
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
+from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 from .served_model import Model
 
 Call = Callable[[], Any]
@@ -104,10 +105,11 @@ class Selection:
 
     def prompts(self) -> Iterator[Call]:
         columns, xp = self.columns, self.xp
-        if self.layout is INDEXER_MXFP4:
-            keys = xp.zeros((columns, 64), np.uint8), xp.zeros((columns, 4), np.uint8)
-        else:
-            keys = xp.zeros((columns, 128), np.uint8), xp.zeros(columns, np.float32)
+        keys = xp.zeros((columns, 128), np.uint8), xp.zeros(columns, np.float32)  # layers gather MXFP4 as FP8
+        yield functools.partial(
+            cp_gather_indexer_k_quant_cache, self.layout.allocate(1, PAGE, xp), *keys, xp.zeros((1, 1), np.int32),
+            xp.zeros(2, np.int32), backend=self.backend,
+        )  # fmt: skip
         # The last pass over a chunk has any number of rows.
         most = min(MOST_PROMPT_ROWS, WORKSPACE_BYTES // logits_row_bytes(columns))
         for rows in sorted({most, *(n for power in range(14) for n in (2**power, 3 * 2**power // 2) if n <= most)}):

@@ -226,7 +226,7 @@ class _Run:
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
         """Keys of the chunk's requests and their scales; later chunks of the same requests read them as well."""
         layout, rows = self.inputs.layout, chunk.total_seq_lens
-        if layout is INDEXER_MXFP4:
+        if layout is INDEXER_MXFP4 and self.q.dtype != np.uint8:  # FP8 keys take quantised queries alone
             keys = self.memory("index_keys", (rows, layout.row_bytes), np.uint8)
             scales = self.memory("index_scales", (rows, layout.scale_bytes), np.uint8)
         else:

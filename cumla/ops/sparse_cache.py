@@ -227,6 +227,10 @@ def cp_gather_indexer_k_quant_cache(
                  rows of no request, as at the end of a longer array, are not written
     dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4], which MXFP4's four scales are; written likewise.
                  None without scales
+
+    With dst_k [N, 128], keys of an MXFP4 cache become FP8: e4m3 and one float32 scale, 2^-6 of the key's largest, which
+    fp8_mqa_logits scores fastest. The values are the same, except in tiles whose scale is less than 2^-14 of the
+    largest: those are rounded.
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending
 
@@ -239,9 +243,13 @@ def cp_gather_indexer_k_quant_cache(
     if not pages.layout.num_scales:
         gather_plain_keys(call, pages, dst_k, dst_scale, block_table, cu_seq_lens)
         return
-    dst_k = call.array("dst_k", dst_k, BYTES, ("N", pages.layout.quantized_bytes), writable=True)
+    is_mxfp4 = pages.layout == INDEXER_MXFP4
+    width = pages.layout.quantized_bytes
+    if is_mxfp4 and call.borrow("dst_k", dst_k, writable=True).shape[-1:] == (pages.layout.head_dim,):
+        width, is_mxfp4 = pages.layout.head_dim, False
+    dst_k = call.array("dst_k", dst_k, BYTES, ("N", width), writable=True)
     scales = call.borrow("dst_scale", dst_scale, writable=True)
-    as_bytes = scales.dtype in BYTES or pages.layout == INDEXER_MXFP4
+    as_bytes = scales.dtype in BYTES or is_mxfp4
     shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(scales.ndim, 1)]
     scales = call.array("dst_scale", scales, BYTES if as_bytes else FLOAT32, shape, writable=True)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))

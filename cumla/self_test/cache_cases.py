@@ -79,13 +79,16 @@ def _indexer_insert(bench: Bench) -> Sequence[Any]:
     return (cache,)
 
 
-def _indexer_gather(bench: Bench) -> Sequence[Any]:
-    cache, batch = bench.cache(INDEXER_FP8), bench.batch()
-    keys, scales = bench.xp.zeros((40, 128), np.uint8), bench.xp.zeros(40, np.float32)
-    cp_gather_indexer_k_quant_cache(
-        cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
-    )
-    return keys, scales
+def _indexer_gather(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache, batch = bench.cache(layout), bench.batch()
+        keys, scales = bench.xp.zeros((40, 128), np.uint8), bench.xp.zeros(40, np.float32)
+        cp_gather_indexer_k_quant_cache(
+            cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
+        )
+        return keys, scales
+
+    return run
 
 
 def _concat(kv_cache_dtype: str, width: int, dtype: Any) -> Run:
@@ -273,7 +276,14 @@ CASES = (
     Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
     Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
     Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
-    Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
+    Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather(INDEXER_FP8)),
+    Case(
+        "cp_gather_indexer_k_quant_cache",
+        "INDEXER_MXFP4",
+        "sparse_cache",
+        (EQUAL, EQUAL),
+        _indexer_gather(INDEXER_MXFP4),
+    ),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
     Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), latent_rows(DSV4_BF16)),

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ..numba_common.compiled import compiled
+from ..numba_common.numbers import e2m1_in_units, one_scale
 from ..types.segments import GatheredRows, Pages
 from .rows import GROUPS, Geometry, copy_row, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
 from .threads import parallel_for
@@ -106,9 +107,17 @@ def _gather_indexer(first_row, end_row, pages, dst_k, dst_scale, block_table, cu
         slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], g.block_size)
         if 0 <= slot < pages.shape[0] * g.block_size:
             page, token = pages[slot // g.block_size], slot % g.block_size
-            scales = g.scale_start + token * g.scale_stride
-            copy_row(dst_k[row], page[token * g.row_bytes : (token + 1) * g.row_bytes])
-            copy_row(dst_scale[row], page[scales : scales + g.scale_bytes])
+            start = g.scale_start + token * g.scale_stride
+            values, scales = page[token * g.row_bytes : (token + 1) * g.row_bytes], page[start : start + g.scale_bytes]
+            if dst_k.shape[1] == g.row_bytes:
+                copy_row(dst_k[row], values)
+                copy_row(dst_scale[row], scales)
+                continue
+            unit = one_scale(scales[0], scales[1], scales[2], scales[3])
+            for i in range(g.head_dim):
+                dst_k[row, i] = e2m1_in_units(values[i // 2] >> 4 * (i % 2) & 15, scales[i // g.scale_tile], unit)
+            for i in range(4):
+                dst_scale[row, i] = unit << 23 >> 8 * i & 255
         else:
             dst_k[row] = 0
             dst_scale[row] = 0

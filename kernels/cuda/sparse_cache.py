@@ -108,13 +108,16 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     num_rows = len(dst_k)
     scales_aligned = (dst_scale.data.ptr | dst_scale.strides[0]) % 4 == 0
+    to_e4m3 = int(dst_k.shape[1] != pages.layout.row_bytes)
+    rows = constant(GATHER_KEYS, "ROWS", LAYOUT=pages.layout, TO_E4M3=to_e4m3)
     kernel(
         GATHER_KEYS,
         "cp_gather_indexer_k_quant_cache",
         LAYOUT=pages.layout.name,
+        TO_E4M3=to_e4m3,
         ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
     )(
-        (min(-(-num_rows // constant(GATHER_KEYS, "ROWS", LAYOUT=pages.layout)), MAX_BLOCKS),),
+        (min(-(-num_rows // rows), MAX_BLOCKS),),
         (constant(GATHER_KEYS, "THREADS"),),
         (
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,

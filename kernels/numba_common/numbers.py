@@ -141,6 +141,24 @@ def ue8m0_value(byte: Any) -> Any:
     return float32_value(np.int64(byte) << 23 if byte else 1 << 22)
 
 
+@compiled
+def one_scale(a: Any, b: Any, c: Any, d: Any) -> Any:
+    """One UE8M0 scale for four: 2^-6 of the largest that is a number, so that 6 becomes 384."""
+    largest = np.int64(0)
+    for scale in (np.int64(a), np.int64(b), np.int64(c), np.int64(d)):
+        if scale != 255:
+            largest = max(largest, scale)
+    return max(largest - 6, 1)
+
+
+@compiled
+def e2m1_in_units(code: Any, scale: Any, unit: Any) -> Any:
+    """Four bits of e2m1 with a UE8M0 scale as an e4m3 byte with the scale `unit`; 2^-30 of it is 0."""
+    if scale == 255:
+        return np.int64(0x7F)
+    return e4m3_byte(e2m1_value(code) * power_of_two(max(np.int64(scale) - unit, -30)))
+
+
 @compiled(error_model="numpy")
 def e2m1_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any) -> Any:
     """The scale of a tile of e2m1 values whose largest finite magnitude is `amax`, NaN if the tile has a NaN.

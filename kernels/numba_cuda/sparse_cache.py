@@ -13,9 +13,11 @@ from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .numbers import (
     BFLOAT16,
     bfloat16_bits,
+    e2m1_in_units,
     e2m1_quantized,
     float32_bits,
     from_float32,
+    one_scale,
     quantized,
     to_float32,
 )
@@ -126,7 +128,17 @@ def gather_indexer_kernel(pages, g, dst_k, dst_scale, block_table, cu_seq_lens):
         slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], g.block_size)
         present = slot >= 0 and slot < pages.shape[0] * g.block_size
         page, token = slot // g.block_size, slot % g.block_size
-        for i in range(cuda.threadIdx.x, g.row_bytes, cuda.blockDim.x):
+        if present and dst_k.shape[1] != g.row_bytes:
+            start = g.scale_start + token * g.scale_stride
+            scales = pages[page, start : start + g.scale_bytes]
+            unit = one_scale(scales[0], scales[1], scales[2], scales[3])
+            for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
+                code = pages[page, token * g.row_bytes + i // 2] >> 4 * (i % 2) & 15
+                dst_k[row, i] = e2m1_in_units(code, scales[i // g.scale_tile], unit)
+            if cuda.threadIdx.x == 0:
+                store(dst_scale[row], 0, 4, unit << 23)
+            continue
+        for i in range(cuda.threadIdx.x, dst_k.shape[1], cuda.blockDim.x):
             dst_k[row, i] = pages[page, token * g.row_bytes + i] if present else 0
         for i in range(cuda.threadIdx.x, g.scale_bytes, cuda.blockDim.x):
             dst_scale[row, i] = pages[page, g.scale_start + token * g.scale_stride + i] if present else 0

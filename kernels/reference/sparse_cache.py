@@ -6,7 +6,8 @@ import numpy as np
 from ..types.segments import GatheredRows, Pages
 from .rows import gathered_rows, lookup_slot, read_tokens, rope_bits, write_tokens
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+UE8M0_NAN, E4M3_NAN = 0xFF, 0x7F
 
 
 def quantize_and_insert_k_cache(
@@ -47,6 +48,13 @@ def cp_gather_indexer_k_quant_cache(
             dst_k[row], dst_scale[row] = 0, 0
             continue
         page, token = pages.bytes[slot // pages.block_size], slot % pages.block_size
-        scale = layout.scale_start(pages.block_size) + token * layout.scale_stride
+        start = layout.scale_start(pages.block_size) + token * layout.scale_stride
+        scales = page[start : start + layout.scale_bytes]
+        if dst_k.shape[1] != layout.row_bytes:  # MXFP4 as e4m3, in units of 2^-6 of the largest scale
+            unit = np.exp2(max(int(scales[scales != UE8M0_NAN].max(initial=0)) - 6, 1) - 127.0)
+            values = read_tokens(pages, np.array([slot])) / unit
+            dst_k[row] = np.where(np.isnan(values), E4M3_NAN, values.astype(E4M3).view(np.uint8))
+            dst_scale[row] = np.full(1, unit, np.float32).view(np.uint8)
+            continue
         dst_k[row] = page[token * layout.row_bytes : (token + 1) * layout.row_bytes]
-        dst_scale[row] = page[scale : scale + layout.scale_bytes]
+        dst_scale[row] = scales

@@ -298,6 +298,35 @@ def test_index_keys(lab, rng):
     assert (lab.get(values)[8] == 1).all()
 
 
+def test_index_keys_as_fp8(lab, rng):
+    """Any bytes: the values that MXFP4 stores, as e4m3 with one scale; tiles 2^14 below the largest are rounded."""
+    layout = cumla.INDEXER_MXFP4
+    cache = layout.allocate(1, 40)
+    page = cache.reshape(-1)
+    page[: 40 * layout.row_bytes] = rng.integers(0, 256, 40 * layout.row_bytes)
+    at = layout.scale_start(40)
+    scales = page[at : at + 160].reshape(40, 4)
+    scales[:] = rng.integers(100, 115, (40, 4))
+    scales[30:36] = rng.integers(0, 256, (6, 4))
+    scales[36:] = [[255, 3, 9, 0], [0, 0, 1, 0], [255, 255, 255, 255], [254, 240, 239, 0]]
+    keys, factors = lab.put(np.ones((41, 128), np.uint8)), lab.put(np.ones(41, np.float32))
+    table, starts = lab.put(np.zeros((1, 1), np.int32)), lab.put(np.array([0, 40], np.int32))
+    cumla.cp_gather_indexer_k_quant_cache(lab.put(cache), keys, factors, table, starts, backend=lab.backend)
+    codes, sizes = page[: 40 * layout.row_bytes].reshape(40, 64), scales.astype(np.float64)
+    values = np.stack([codes & 15, codes >> 4], -1).reshape(40, 4, 32).astype(np.uint8)
+    values = values.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    values = np.where(scales[..., None] == 255, np.nan, values * 2.0 ** (sizes[..., None] - 127)).reshape(40, 128)
+    largest = np.where(scales == 255, 0, scales).max(axis=1).astype(int)
+    unit = 2.0 ** (np.maximum(largest - 6, 1) - 127)
+    np.testing.assert_array_equal(lab.get(factors)[:40], unit.astype(np.float32))
+    got = lab.get(keys)[:40]
+    want = (values / unit[:, None]).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(got, np.where(np.isnan(values), 0x7F, want))
+    exact = got[:30].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * unit[:30, None]
+    np.testing.assert_array_equal(exact, values[:30])
+    assert (lab.get(keys)[40] == 1).all()
+
+
 def test_index_keys_have_tiles_of_32():
     k, slots = np.zeros((1, 128), BF16), np.zeros(1, np.int64)
     cache = cumla.INDEXER_MXFP4.allocate(1, 2)
