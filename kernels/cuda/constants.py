@@ -16,7 +16,7 @@ from ...layout import LAYOUTS, CacheLayout
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
 INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
-_DEFINED = re.compile(r"^#define (\w+) (\w+)$", re.MULTILINE)
+_DEFINED = re.compile(r"^#define (\w+) ([^\n\\]+)$", re.MULTILINE)
 _DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr (?:u?int(?:32)?|bool) (\w+ = [^;]+);", re.MULTILINE)
 _FUNCTION = re.compile(r"^(?:__device__ )?constexpr int (\w+)\(int (\w+)\) \{ return ([^;]+); \}", re.MULTILINE)
 _NEXT = re.compile(r", (?=\w+ = )")  # of several constants in a declaration
@@ -101,9 +101,9 @@ class _Source:
             given = known.get(given, self.defaults.get(given))
         if field:
             return numbers_of(given if isinstance(given, CacheLayout) else LAYOUTS[str(given)])[field]
-        if isinstance(given, int) or (isinstance(given, str) and given.isdigit()):
-            return int(given)
-        return _Expression(self, self.expressions[name], known).value()
+        if isinstance(given, int):
+            return given
+        return _Expression(self, self.expressions[name] if given == name else str(given), known).value()
 
 
 class _Expression:

@@ -24,6 +24,7 @@ NO_TABLE = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0, 1)
 LANES_PER_HEAD = 16  # of common/indexer_queries.cu: each has eight values
 QUERY_THREADS = constant("common/indexer_queries.cu", "THREADS")
+TOPK, TOPK_FEW, TOPK_HELD = (f"common/indexer_topk{which}.cu" for which in ("", "_few", "_held"))
 KEY_THREADS = constant("common/indexer_keys.cu", "THREADS")
 
 
@@ -344,7 +345,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     held = held_rows_size(num_rows, width, device_sms(device), most_blocks, aligned)
     if held is not None:
         run = large_kernel(
-            device, held.shared_bytes, "common/indexer_topk_held.cu", "top_k_of_held_rows", THREADS=held.threads,
+            device, held.shared_bytes, TOPK_HELD, "top_k_of_held_rows", THREADS=held.threads,
             BLOCKS=held.blocks, READS=held.reads, ALIGNED=int(aligned), OUTPUT=kind,
         )  # fmt: skip
         run((num_rows * held.blocks,), (held.threads,), arguments, shared_mem=held.shared_bytes, overlap=True)
@@ -353,7 +354,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     if few is not None:
         guessed = {"GUESSED": few.guessed} if few.guessed else {}
         run = large_kernel(
-            device, few.shared_bytes, "common/indexer_topk_few.cu", "top_k_of_few_rows", THREADS=few.threads,
+            device, few.shared_bytes, TOPK_FEW, "top_k_of_few_rows", THREADS=few.threads,
             BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned), OUTPUT=kind, **guessed,
         )  # fmt: skip
         run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
@@ -364,9 +365,9 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
             (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
         )
         return
-    shared_bytes = choice_bytes(threads)
+    shared_bytes = constant(TOPK, "SHARED_BYTES", THREADS=threads)
     run = large_kernel(
-        device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads, ALIGNED=int(aligned),
+        device, shared_bytes, TOPK, "top_k_per_row", THREADS=threads, ALIGNED=int(aligned),
         OUTPUT=kind,
     )  # fmt: skip
     run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
@@ -386,9 +387,7 @@ class HeldRowsSize(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        bins, few, groups = (8192, 512, 4 * 64 + 512 * self.blocks) if self.blocks > 1 else (4096, 256, 16)
-        scratch, of_chunks = 4 * bins + 12 * (self.threads // 32) + 16, 16 * (self.threads // 32) * self.blocks
-        return -(-(scratch + 16 + 8 * few + groups + of_chunks + 12 + 4 * self.threads + 48) // 16) * 16
+        return constant(TOPK_HELD, "SHARED_BYTES", THREADS=self.threads, BLOCKS=self.blocks)
 
 
 @functools.lru_cache(256)
@@ -417,11 +416,6 @@ def choice_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
     return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
 
 
-def choice_bytes(threads: int) -> int:
-    """Shared memory of common/indexer_topk.cu: a buffer of 20 entries per thread, bins, and a few words."""
-    return 8 * 20 * threads + 4 * 1024 + 12 * (threads // 32) + 16
-
-
 class FewRowsSize(NamedTuple):
     """Sizes of common/indexer_topk_few.cu: threads of a CTA, CTAs of a row, reads of four columns that a thread has in
     flight, and rounds of such reads. A single round is held in registers. guessed: whether the bound is
@@ -441,9 +435,8 @@ class FewRowsSize(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        received = 8 * 1280 * self.blocks if self.blocks > 1 else 8
-        bits, scratch = self.threads * self.reads * self.rounds // 2, 4 * 4096 + 12 * (self.threads // 32) + 16
-        return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
+        sizes = {"THREADS": self.threads, "BLOCKS": self.blocks, "READS": self.reads, "ROUNDS": self.rounds}
+        return constant(TOPK_FEW, "SHARED_BYTES", **sizes)
 
     def finds(self, topk: int) -> bool:
         """Whether a CTA can bound its fraction of k: eight lanes publish at most eight values, unless they guess."""

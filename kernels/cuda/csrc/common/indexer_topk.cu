@@ -35,6 +35,8 @@ struct Memory {
     int columns[CAPACITY];  // relative to the row's first valid column
     Scratch scratch;
 };
+constexpr int SHARED_BYTES = 8 * CAPACITY + SCRATCH_BYTES;
+static_assert(sizeof(Memory) == SHARED_BYTES);
 
 // A thread's part of a row: four columns of each of `lines` consecutive lines.
 struct Part {

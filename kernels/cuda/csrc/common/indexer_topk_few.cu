@@ -60,6 +60,9 @@ struct Memory {
     Scratch scratch;
     int few_count, before, sending;
 };
+constexpr int SENT_BYTES = 24, RECEIVED = BLOCKS > 1 ? BLOCKS * REGION : 1;
+constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + FEW) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
+static_assert(sizeof(Sent) == SENT_BYTES && sizeof(Memory) <= SHARED_BYTES);
 
 // The chosen keys: those above `high`, and the `rest` largest of the `here` keys between low and high.
 struct Cut {

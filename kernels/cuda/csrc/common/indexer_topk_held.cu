@@ -18,11 +18,7 @@
 // the one read before the previous kernel had ended.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns: 2, 4 or 8), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
-#if BLOCKS > 1
-#define DIGIT_BITS 13
-#else
-#define DIGIT_BITS 12
-#endif
+#define DIGIT_BITS (BLOCKS > 1 ? 13 : 12)
 #include "common/choice_by_reading.cuh"
 #include "common/cluster_counts.cuh"
 #include "common/many_ties.cuh"
@@ -53,6 +49,9 @@ struct Memory {
     uint32 failures;
     uint32 chosen[THREADS];  // of each thread's tied columns
 };
+constexpr int COUNTED_BYTES = BLOCKS > 1 ? 4 * (BINS / 128) + 512 * BLOCKS : 16;
+constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + 16 * CHUNKS + 12 + 4 * THREADS + 48 + 15) / 16 * 16;
+static_assert(sizeof(Memory) <= SHARED_BYTES);
 
 // Column i of a thread's reads is bit_of(i) of its masks: in the order of columns, the first half of its reads in the lower
 // half of the word. Columns i < VALUES / 2 and i + VALUES / 2 are a pair.

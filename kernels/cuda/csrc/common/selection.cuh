@@ -86,6 +86,8 @@ struct Scratch {
     int sums[WARPS];
     int digit, needed, here, count;
 };
+constexpr int SCRATCH_BYTES = 4 * BINS + 12 * WARPS + 16;
+static_assert(sizeof(Scratch) == SCRATCH_BYTES);
 
 __device__ inline int sum_to(int x) {  // inclusive prefix sum over the lanes
     int lane = threadIdx.x % 32;
