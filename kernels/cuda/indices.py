@@ -5,14 +5,15 @@ from typing import Any
 
 from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 from .compile import kernel
+from .constants import constant
 from .launch import is_aligned, pointer, strides
 
-TOKENS = 2  # per CTA: a warp each, as in common/indices.cu
+THREADS = constant("common/indices.cu", "THREADS")  # per CTA: a warp for a token
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
     run = kernel("common/indices.cu", name, ALIGNED=int(aligned))
-    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), arguments, overlap=True)
+    run((-(-num_tokens // (THREADS // 32)),), (THREADS,), arguments, overlap=True)
 
 
 @functools.cache
