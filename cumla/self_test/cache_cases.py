@@ -9,6 +9,7 @@ import numpy as np
 
 from ..bounds import EQUAL, ROUNDED, SUMS
 from ..dispatch.call import BFLOAT16
+from ..layers.prefill_rows import gather_prefill_rows
 from ..layout import (
     DSV4_BF16,
     DSV4_FP8,
@@ -68,6 +69,20 @@ def _gather(layout: CacheLayout) -> Run:
             BLOCK, 2, layout=layout, backend=bench.backend,
         )  # fmt: skip
         return (out.astype(np.float32),)
+
+    return run
+
+
+def _prefill_rows(layout: CacheLayout, extra: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        batch, out = bench.batch(), bench.xp.zeros((3, 24, 512), BFLOAT16)
+        lists = gather_prefill_rows(
+            out, bench.cache(layout), batch["block_table"], BLOCK, batch["seq_lens"], bench.put([5, 2, 11], np.int32),
+            batch["query_start_loc"], bench.indices(5, 6, 8), 8, 4, 4, 5, compact=True, layout=layout,
+            compressed_cache=bench.cache(extra), compressed_block_table=batch["block_table"], compressed_layout=extra,
+            backend=bench.backend,
+        )  # fmt: skip
+        return out.astype(np.float32), *lists
 
     return run
 
@@ -275,6 +290,8 @@ CASES = (
     ),
     Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
     Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
+    Case("gather_prefill_rows", "DSV4_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV4_FP8, DSV4_FP8)),
+    Case("gather_prefill_rows", "DSV41_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV41_FP8, DSV41_FP4)),
     Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
     Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather(INDEXER_FP8)),
     Case(

@@ -27,5 +27,5 @@ def test_compilers_of_frameworks_know_every_operation():
 
 
 def test_every_operation_has_a_self_test():
-    assert {case.op for case in self_test.CASES} == PUBLIC
+    assert {case.op for case in self_test.CASES} == PUBLIC | {"gather_prefill_rows"}  # which layers call
     assert all((ROOT / "kernels" / "reference" / f"{case.kernels}.py").exists() for case in self_test.CASES)
