@@ -69,7 +69,7 @@ for name in ${*:-correct fences decode formats poisoned prefill prefill_chunks i
         replay replay_mla --layers mla
         replay replay_v4 --layers v4
         replay replay_v32 --layers v32
-        replay replay_v41 --layers v41 --requests 10 --max-output 40 --cache-tokens 131072
+        replay replay_v41 --layers v41 --requests 12 --max-output 6 --cache-tokens 200704
         ;;
     trace) part trace 590 60 python3 -m cumla bench trace $TRACE --json "$logs/trace.json" ;; # split into options
     layers | interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
