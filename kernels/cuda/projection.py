@@ -181,6 +181,8 @@ def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, h
         wide, enough = (MOST_ROWS, sms) if few or not uniform else (2 * MOST_ROWS, ENOUGH * sms)
         tile_rows = wide if of_tokens * -(-rows // wide) >= enough else MOST_ROWS // 2
         splits = cluster_size(of_tokens * -(-rows // tile_rows), columns // CHUNK, few, sms)
+        if few and uniform and tile_rows == MOST_ROWS and splits == 1:
+            tile = TWO_CTAS  # 8 tokens' sums would be added in float32 in shared memory
         return Tiles(tile, tile_rows, splits, True)
     tiles = of_tokens * -(-rows // MOST_ROWS)
     while splits < most_splits and 2 * splits * CHUNK < columns and splits * tiles < ENOUGH * sms:
