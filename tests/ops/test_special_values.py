@@ -48,6 +48,11 @@ def has_kernel(x):
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
 
 
+def other_heads(layout):
+    """A number of heads for the CPU's kernel, which reads rows before it knows of heads, in addition to one and 65."""
+    return [n for n in HEADS if n not in (1, 65)][DECODE_LAYOUTS.index(layout) % (len(HEADS) - 2)]
+
+
 def is_emulated_prefill(x):
     return (x.get("name"), x.get("heads"), x.get("width")) in EMULATED_PREFILL
 
@@ -87,6 +92,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.thorough(when=lambda x: x.emulated and (not is_emulated_decode(x) or " cut " in x.get("name")))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") != "chosen")
 @pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV4_BF16, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
+@pytest.mark.nowhere(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65, other_heads(x.get("layout"))))
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
