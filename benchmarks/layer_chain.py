@@ -48,10 +48,13 @@ class Compilers:
         here = [sys.executable, __file__]
         self.processes = [subprocess.Popen([*here, json.dumps(job)], stdout=subprocess.DEVNULL) for job in jobs]
 
-    def wait(self):
-        """A kernel whose process failed is compiled where it is called."""
+    def wait(self, seconds=60):
+        """A kernel whose process failed, or is late, is compiled where it is called."""
         for process in self.processes:
-            process.wait()
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def compile_kernels(job):

@@ -59,9 +59,9 @@ V32 = DeepseekV32Config(
     hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, max_position_embeddings=CONTEXT
 )  # fmt: skip
 BAR, MOST_ERROR = 1.15, 0.02
-# Rounding of products in sequence, 0.027 each, and what the softmax makes of it (measured: 0.052); and neighbouring
-# codes, 2^-4 apart (0.023).
-MOST_ROUNDING, MOST_REST = 0.12, 0.03
+# Rounding of products in sequence, 0.027 each, and what the softmax makes of it (measured: 0.044 to 0.052); and codes,
+# 2^-4 apart, that sums in another order made neighbours (0.011 to 0.023).
+MOST_ROUNDING, MOST_REST = 0.12, 0.04
 BATCHES = (32, 128)
 CHAIN_ERRORS: dict[str, dict[str, float]] = {}  # by configuration
 FEW = 4  # requests that are checked
