@@ -72,7 +72,8 @@ for name in ${*:-correct fences decode formats poisoned prefill prefill_chunks i
         replay replay_v41 --layers v41 --requests 12 --max-output 6 --cache-tokens 200704
         ;;
     trace) part trace 590 60 python3 -m cumla bench trace $TRACE --json "$logs/trace.json" ;; # split into options
-    layers | interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    layers) part layers 240 0 python3 benchmarks/layers.py --json "$logs/layers.json" ;;
+    interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     decode | formats | prefill | indexer | cache | portable)
         part "$name" 240 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
