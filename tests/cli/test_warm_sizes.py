@@ -19,7 +19,7 @@ def test_no_selection_compiles_anything_after_the_warm_up(emulated, monkeypatch,
     monkeypatch.setattr(cupy, "empty", cupy.zeros)  # which does not touch the memory: nothing is launched
     for module in (index_scores, indexer):
         monkeypatch.setattr(module, "device_sms", lambda device: 132)
-    model, needed = Model(kind, 64, 2048 if kind == "v32" else 512, context=context), []
+    model, needed = Model(kind, 64, 2048 if kind == "v32" else 512, context=context, candidate_blocks=128), []
     find_needed(selection_calls(model, DECODES, "cuda"), needed)
     with programs_asked_for() as asked:
         for call in needed:
@@ -32,7 +32,7 @@ def check_random_selections(asked, model):
     import cupy
 
     warm = set(asked)
-    assert len({program for program in warm if "topk" in program[0]}) > 4
+    assert len({program for program in warm if "topk" in program[0]}) >= 4
     rng, pages = np.random.default_rng(0), cumla.INDEXER_FP8.allocate(1, 64, cupy)
     workspace = cupy.zeros(256 << 20, np.uint8)
     for _ in range(40):
