@@ -10,13 +10,12 @@ import random
 import re
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
 
 from cumla.arrays import dlpack
-from support.capsules import Described
+from support.capsules import Described, InDeviceMemory
 
 MOST = 2**48  # bytes of an array, of a stride and of an offset
 TESTS = pathlib.Path(__file__).parents[1]
@@ -210,7 +209,7 @@ def test_devices_that_the_machine_lacks(emulated, device):
 def test_the_cuda_array_interface_is_bounded_too(emulated, changes, message):
     interface = {"shape": (24,), "typestr": "<f4", "data": (BUFFER.ctypes.data, False), "version": 3, **changes}
     with pytest.raises(ValueError, match="^kv: .*" + re.escape(message)):
-        dlpack.borrow(types.SimpleNamespace(__cuda_array_interface__=interface), "kv")
+        dlpack.borrow(InDeviceMemory(**interface), "kv")
 
 
 def test_an_array_that_does_not_say_where_it_is():

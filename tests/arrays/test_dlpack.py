@@ -4,7 +4,6 @@ import ctypes
 import gc
 import pathlib
 import sys
-import types
 import weakref
 
 import ml_dtypes
@@ -14,7 +13,7 @@ import pytest
 import cumla
 from cumla.arrays import capsule, dlpack
 from support import pairs
-from support.capsules import Foreign, ForeignVersioned, new_capsule
+from support.capsules import Foreign, ForeignVersioned, InDeviceMemory, new_capsule
 from support.lab import BF16
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
@@ -362,9 +361,7 @@ def test_float8_caches_of_any_framework_are_taken_as_their_bytes():
 
 def test_cuda_memory_without_cupy_names_the_argument(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # which cannot be imported then
-    array = types.SimpleNamespace(
-        __cuda_array_interface__={"shape": (2, 4), "typestr": "<i4", "data": (4096, False), "version": 3}
-    )
+    array = InDeviceMemory(shape=(2, 4), typestr="<i4", data=(4096, False), version=3)
     with pytest.raises(ValueError, match=r"^indices: got an array in CUDA memory, which needs CuPy: pip install"):
         cumla.sparse_mla_prefill(np.ones((2, 1, 512), BF16), np.ones((3, 512), BF16), array)
 

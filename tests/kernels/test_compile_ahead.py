@@ -50,6 +50,7 @@ def made(monkeypatch):
     monkeypatch.setattr(compiler, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(compiler, "Kernel", lambda raw, packing, parameters: raw)
     monkeypatch.setattr(compiler, "_note", lambda *rest: None)
+    monkeypatch.setattr(compiler, "_cores", threading.BoundedSemaphore(TOGETHER))  # however many there are
     monkeypatch.setattr(compiler, "_builds", {})
     monkeypatch.setattr(compiler, "_loaded", set())
     compiler.kernel.cache_clear()

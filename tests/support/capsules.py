@@ -103,6 +103,13 @@ class Foreign:
         return new_capsule(ctypes.addressof(managed), kind, ctypes.cast(_destroy_function, ctypes.c_void_p).value)
 
 
+class InDeviceMemory:
+    """One of a library with only the CUDA array interface. A type of its own, as cumla remembers types of arrays."""
+
+    def __init__(self, **fields):
+        self.__cuda_array_interface__ = fields
+
+
 class ForeignVersioned(Foreign):
     """One of a later version of the library, with DLPack 1.x."""
 
