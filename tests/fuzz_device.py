@@ -83,7 +83,7 @@ class Fuzz:
             if example.kernels in files:
                 arguments = operations.arguments_of(example, int(self.rng.integers(2**32)))
                 given = {name: self.like(x) for name, x in arguments.items()}
-                operations.public(example)(**given, backend=self.backend)
+                operations.called(example)(**given, backend=self.backend)
 
     def rows(self, count, width, dtype=None):
         values = self.rng.standard_normal((count, width)) * 2.0 ** self.rng.integers(-30, 30, (count, 1))

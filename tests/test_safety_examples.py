@@ -44,7 +44,7 @@ def test_any_integers(lab, rng, name):
             return guarded[-1].array
 
         arguments = {key: put(value) for key, value in operations.arguments_of(example, seed).items()}
-        operations.public(example)(**arguments, backend=lab.backend)
+        operations.called(example)(**arguments, backend=lab.backend)
         for array in guarded:
             array.assert_margins()
 
@@ -53,7 +53,7 @@ OPERATIONS = {name for name in cumla.__all__ if inspect.isfunction(getattr(cumla
 
 
 def test_every_operation_has_an_example():
-    assert {example.op for example in operations.EXAMPLES.values()} == OPERATIONS
+    assert {example.op for example in operations.EXAMPLES.values()} >= OPERATIONS
 
 
 @pytest.mark.usefixtures("emulated")

@@ -8,7 +8,7 @@ import numpy as np
 import cumla
 from cumla.self_test.arrays import BLOCK, NUM_BLOCKS
 from support.lab import BF16
-from support.operations import EXAMPLES, arguments_of, public
+from support.operations import EXAMPLES, arguments_of, called
 from support.wrong import ReadOnly, int32, ones
 
 
@@ -80,7 +80,7 @@ def is_attention(name):
 
 def function_of(name):
     """The operation of the example of this name, or of one of OTHERS."""
-    return public(EXAMPLES[OTHERS.get(name, (name, dict))[0]])
+    return called(EXAMPLES[OTHERS.get(name, (name, dict))[0]])
 
 
 def call(name):

@@ -1,6 +1,6 @@
 """Small calls of operations, as NumPy arrays by name.
 
-EXAMPLES  those of `python -m cumla check`, of every public operation
+EXAMPLES  those of `python -m cumla check`, of every public operation, and of one that only layers call
 CASES     those of operations for compilers of frameworks: functions of a generator that return their arguments
 """
 
@@ -47,7 +47,7 @@ class _Recorded(BaseException):
 
 def arguments_of(example, seed):
     """The arguments of a case of cumla.self_test by name: NumPy arrays and other values."""
-    signature = inspect.signature(getattr(cumla, example.op))
+    signature = inspect.signature(called(example))
 
     def record(*arguments, **keywords):
         raise _Recorded(signature.bind(*arguments, **keywords).arguments)
@@ -60,9 +60,9 @@ def arguments_of(example, seed):
     raise AssertionError(f"{example.op} is not called")
 
 
-def public(example):
+def called(example):
     """The operation of a case."""
-    return getattr(cumla, example.op)
+    return getattr(sys.modules[example.run.__module__], example.op)
 
 
 def identifier(example):
