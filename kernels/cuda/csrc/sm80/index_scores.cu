@@ -50,7 +50,7 @@ __device__ inline float positive(float x) { return IS_E4M3 ? twice_relu(x) : rel
 
 // Four e4m3 values as two pairs.
 __device__ inline void pairs_of_e4m3(f16 type, uint32 bytes, uint32& low, uint32& high) {
-#if __CUDA_ARCH__ >= 890
+#if E4M3_ARCH >= 890
     codes_to_f16(bytes, low, high);
 #else
     float x[4];
@@ -230,7 +230,7 @@ struct Cursor {
     }
 };
 
-#if __CUDA_ARCH__ >= 890
+#if E4M3_ARCH >= 890
 constexpr int CTAS = 3;  // on an SM
 #else
 constexpr int CTAS = 2;  // conversion of e4m3 takes registers
