@@ -100,8 +100,10 @@ def write_tokens(pages: Pages, slots: np.ndarray, values: np.ndarray, rope: np.n
     layout = pages.layout
     at = np.divmod(slots, pages.block_size)
     if layout.num_scales:
-        tiles, tile_scales = quantize_tiles(values.reshape(len(values), layout.num_scales, -1), layout, power_of_two)
-        bytes_of_tokens(pages, 0, layout.row_bytes, layout.quantized_bytes)[at] = tiles.reshape(len(values), -1)
+        of_tiles = values.reshape(len(values), layout.num_scales, layout.scale_tile)
+        tiles, tile_scales = quantize_tiles(of_tiles, layout, power_of_two)
+        rows = tiles.reshape(len(values), layout.quantized_bytes)
+        bytes_of_tokens(pages, 0, layout.row_bytes, layout.quantized_bytes)[at] = rows
         scales = np.zeros((len(values), layout.scale_bytes // SCALE_BYTES[layout.scale_type]), np.float32)
         scales[:, : layout.num_scales] = tile_scales
         start = layout.scale_start(pages.block_size)
