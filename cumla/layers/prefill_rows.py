@@ -7,7 +7,7 @@ from typing import Any
 from ..dispatch.call import FLOATS, INT32, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_row_width
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.indices import CombinedIndices
 from ..kernels.types.prefill_rows import PrefillRows
 from ..kernels.types.segments import GatheredRows
@@ -51,8 +51,9 @@ def gather_prefill_rows(
     [T, pad128(topk + window_size)] int32 and their lengths [T] int32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
-    check_integers(1, window_size=window_size)
+    check_integers(1, window_size=window_size, swa_block_size=swa_block_size)
     check_integers(0, topk=topk, N=N, compress_ratio=compress_ratio)
+    check_flags(compact=compact)
     call = Call(backend)
     out = call.array("out", out, FLOATS, ("R", "M", -1), writable=True)
     check_row_width("out", out.shape[2], layout)

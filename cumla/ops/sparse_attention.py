@@ -221,14 +221,13 @@ def fp8_memory(call: Call, workspace: Any, precision: str | None, q: Any, kv: An
     rows = kv.num_slots if quantized else len(kv)
     _, heads, width = q.shape
     size = 0 if isinstance(q, np.ndarray) else workspace_bytes(precision, rows, heads, width, quantized)
+    if workspace is not None:
+        workspace = call.array("workspace", workspace, BYTES[:1], (-1,), writable=True)
+        if len(workspace) < size:
+            raise ValueError(f"workspace: got {len(workspace)} bytes, expected at least {size}")
     if size == 0:
         return None
-    if workspace is None:
-        return call.scratch("workspace", size)
-    workspace = call.array("workspace", workspace, BYTES[:1], (-1,), writable=True)
-    if len(workspace) < size:
-        raise ValueError(f"workspace: got {len(workspace)} bytes, expected at least {size}")
-    return workspace
+    return call.scratch("workspace", size) if workspace is None else workspace
 
 
 @launch_cached

@@ -16,7 +16,7 @@ from .sparse import work as sparse_work
 from .sparse.division import Division
 from .sparse.work import AttentionCall
 
-ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # of sm90/prefill_fp8/rows.cu and common/sparse/expand_rows.cu; CTAs an SM
+ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # of sm90/prefill_fp8_rows.cu and common/sparse/expand_rows.cu; CTAs an SM
 
 
 def sparse_mla_decode(given: SparseDecode) -> None:
@@ -81,7 +81,7 @@ def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
     (segment,) = work.segments
     pages, count = segment.pages, segment.pages.num_slots
     e4m3, scales = type(pages.bytes)((count, V_DIM), "uint8", workspace.data), workspace.data.ptr + count * V_DIM
-    function = kernel("sm90/prefill_fp8/rows.cu", "rows_to_e4m3", arch="sm_90a", LAYOUT=pages.layout.name)
+    function = kernel("sm90/prefill_fp8_rows.cu", "rows_to_e4m3", arch="sm_90a", LAYOUT=pages.layout.name)
     _convert(function, pages, e4m3, scales)
     fast = sparse_kernels.prefill_fp8(work.q.device.id, pages.layout, scales)
     division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)

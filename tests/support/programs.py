@@ -281,7 +281,7 @@ SOURCES = [
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
     ("sm90/prefill_fp8/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     *(("common/sparse/expand_rows.cu", {"LAYOUT": x}) for x in ("DSV4_FP8", "V32_FP8")),
-    *(("sm90/prefill_fp8/rows.cu", {"LAYOUT": x}) for x in ("DSV4_BF16", "DSV4_FP8", "V32_NOPE_FP8")),
+    *(("sm90/prefill_fp8_rows.cu", {"LAYOUT": x}) for x in ("DSV4_BF16", "DSV4_FP8", "V32_NOPE_FP8")),
     *(("sm90/few_heads/prefill.cu", {"LAYOUT": "DSV4_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
     *(("sm90/few_heads/prefill.cu", {"LAYOUT": "MLA_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),

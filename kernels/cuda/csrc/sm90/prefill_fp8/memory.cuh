@@ -33,6 +33,7 @@ constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK
 //     Q_FREE[t % 2]         8: warps of both consumers, when     converters, before they convert    the same; results of
 //                           their results have been stored       those of tile t + 2                tile t, which replace Q
 //     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
+//     named 2, 3            128: consumer 0; consumer 1          the same consumer                  nothing: the end of a tile
 //
 // WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores those of block n + 2 when it has those of block n + 1,
 // which the other consumer stores when its products with block n have ended. SCALES of block n + 8 are copied after K_FREE of

@@ -1,7 +1,7 @@
 // Sparse MLA prefill over gathered e4m3 rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, the LSE and
 // max_logits. Q is bfloat16, and converted here; products are of e4m3 values.
 //
-// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale 2^e_k (rows.cu),
+// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale 2^e_k (prefill_fp8_rows.cu),
 // row h of Q a scale of its own. Scores are S = scale_h 2^e_k Q8 K8^T. As FP8 products reduce over keys, e_k is moved from V to the
 // weights: P = exp2(S + e_k - reference), rounded to e4m3; the sum of weights is that of P 2^-e_k before rounding.
 //
