@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import FLOATS, INT32, Call
-from ..dispatch.formats import cache_layout, cache_pages, check_row_width
+from ..dispatch.formats import cache_layout, cache_pages, check_row_width, named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.indices import CombinedIndices
@@ -56,7 +56,11 @@ def gather_prefill_rows(
     check_flags(compact=compact)
     call = Call(backend)
     out = call.array("out", out, FLOATS, ("R", "M", -1), writable=True)
-    check_row_width("out", out.shape[2], layout)
+    of_window = named_layout(layout)
+    if of_window is None:
+        raise TypeError("layout: got None, expected a CacheLayout")
+    compressed_layout = named_layout(compressed_layout, "compressed_layout")
+    check_row_width("out", out.shape[2], of_window)
     query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
     gather_lens = call.array("gather_lens", gather_lens, INT32, ("R",))
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", -1))
@@ -65,7 +69,7 @@ def gather_prefill_rows(
     if out.shape[1] < N:
         raise ValueError(f"N: got {N}, expected at most {out.shape[1]}, the rows of a request")
     windows = _gathered(
-        call, "swa", out, swa_cache, layout, swa_block_size, seq_lens, gather_lens, swa_block_table, N, 1
+        call, "swa", out, swa_cache, of_window, swa_block_size, seq_lens, gather_lens, swa_block_table, N, 1
     )
     compressed = None
     if compressed_cache is not None and compressed_layout is not None and N:
