@@ -32,10 +32,11 @@ def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Call]:
     """
     if not backends.takes_device_arrays(backend):
         return
+    shared: dict[str, Any] = {}
     for layout in model.index_formats:
         columns = LEAST_COLUMNS
         while columns < 2 * model.context:
-            selection = Selection(model, layout, columns, backend)
+            selection = Selection(model, layout, columns, backend, shared)
             yield from selection.decodes(decodes)
             yield from selection.prompts()
             columns *= 2
@@ -62,20 +63,31 @@ def call_all(calls: Iterable[Call]) -> None:
 
 
 class Selection:
-    """Selections among so many rows."""
+    """Selections among so many rows.
 
-    def __init__(self, model: Model, layout: CacheLayout, columns: int, backend: str) -> None:
-        self.model, self.layout, self.columns, self.backend = model, layout, columns, backend
+    shared  arrays by name that every selection's calls begin with: together they would take gigabytes
+    """
+
+    def __init__(self, model: Model, layout: CacheLayout, columns: int, backend: str, shared: dict[str, Any]) -> None:
+        self.model, self.layout, self.columns, self.backend, self.shared = model, layout, columns, backend, shared
         self.xp: Any = backends.array_module(backend)
         # V4.1's layers that own rows choose candidate blocks, or not; the others choose among them.
         self.blocks = (0, model.candidate_blocks) if model.kind == "v41" else (0,)
 
     def queries(self, rows: int) -> tuple[Any, Any]:
         heads = self.model.index_heads
-        return self.xp.zeros((rows, heads, 128), np.uint8), self.xp.zeros((rows, heads), np.float32)
+        return self.rows_of("q", rows, (heads, 128), np.uint8, 0), self.rows_of(
+            "weights", rows, (heads,), np.float32, 0
+        )
 
     def chosen(self, rows: int, blocks: int) -> dict[str, Any]:
-        return {"candidate_blocks": self.xp.full((rows, blocks), -1, np.int32)} if blocks else {}
+        return {"candidate_blocks": self.rows_of("blocks", rows, (blocks,), np.int32, -1)} if blocks else {}
+
+    def rows_of(self, name: str, rows: int, shape: tuple[int, ...], dtype: Any, value: int) -> Any:
+        """The first rows of a shared array."""
+        if len(self.shared.get(name, ())) < rows:
+            self.shared[name] = self.xp.full((max(rows, 2 * len(self.shared.get(name, ()))), *shape), value, dtype)
+        return self.shared[name][:rows]
 
     def decodes(self, most: int) -> Iterator[Call]:
         cache, topk = self.layout.allocate(1, PAGE, self.xp), self.model.topk
