@@ -7,6 +7,7 @@ the index of the call's first row in the arrays of the public call."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -355,8 +356,8 @@ def combine_topk_swa_indices(given: Any) -> None:
 def gather_prefill_rows(given: Any) -> None:
     for gather in (given.windows, given.compressed):
         if gather is not None:
-            dequantize_and_gather_k_cache(gather)
-    combine_topk_swa_indices(given.lists)
+            dequantize_and_gather_k_cache(SimpleNamespace(**gather._asdict(), first=0))
+    combine_topk_swa_indices(SimpleNamespace(**given.lists._asdict(), first=0))
 
 
 @check
