@@ -78,8 +78,8 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
         results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
         like = arguments[op.arrays[0]]
         scratch = None
-        size = op.scratch_bytes(arguments)
-        if size and like.is_cuda:
+        size = op.scratch_bytes(arguments) if like.is_cuda else 0
+        if size:
             scratch = like.new_empty(size, dtype=torch.uint8)
         op.run(arguments, results, scratch)
         return None if given_results else _returned(results)
