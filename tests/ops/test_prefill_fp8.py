@@ -93,6 +93,16 @@ def test_values_out_of_range(lab, rng, where, value):
     check(lab, q[1:], clean, indices[1:])
 
 
+def test_special_sinks_and_lists_without_a_key(lab, rng):
+    """Every special sink with absent rows alone, a length of 0, one key, and many."""
+    heads = 8 if lab.tiny else 64
+    q, kv = rng.standard_normal((4, heads, 512)).astype(BF16), rng.standard_normal((120, 512)).astype(BF16)
+    indices = make_indices(rng, 4, 1, 100, 120)[:, 0]
+    indices[0] = -1
+    sink = np.resize(np.array([-np.inf, np.inf, 0, 1e30, -1e30, 3, -3, -np.inf], np.float32), heads)
+    check(lab, q, kv, indices, topk_length=np.array([100, 0, 1, 100], np.int32), attn_sink=sink)
+
+
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
 def test_no_tile_of_normal_data_is_computed_again(lab, rng):
     q, kv = rng.standard_normal((1, 64, 512)).astype(BF16), rng.standard_normal((100, 512)).astype(BF16)
