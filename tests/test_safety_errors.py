@@ -179,6 +179,15 @@ def test_a_cache_without_tokens_is_a_cache(shape):
 
 
 @pytest.mark.parametrize(
+    "name", ["fp8_paged_mqa_logits-scheduled", "candidate_topk", "cp_gather_indexer_k_quant_cache"]
+)
+def test_index_keys_of_pages_without_tokens(lab, name):
+    right = call(name)
+    given = {**right.arguments, "kv_cache": np.zeros((3, 0, 132), np.uint8)}
+    right.function(**{key: put(lab, value) for key, value in given.items()}, backend=lab.backend)
+
+
+@pytest.mark.parametrize(
     ("name", "argument"),
     [("quantize_and_insert_k_cache-DSV4_FP8", "k_cache"), ("compress_and_insert-DSV4_FP8", "state_cache")],
 )

@@ -245,7 +245,8 @@ class Call:
         """A paged cache as `Pages`.
 
         value  bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw
-               pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`
+               pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`. A cache
+               whose pages have no tokens has no pages
         """
         native = self.borrow(name, value, writable)
         if native.ndim == 4 and native.shape[2] == 1:
@@ -271,6 +272,8 @@ class Call:
                 f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
                 f"and pages at least {rows * layout.token_bytes} bytes apart"
             )
+        if not rows:  # kernels divide by a page's tokens
+            return Pages(bytes_of(native[:0], 0, layout.token_bytes), 1, layout)
         return Pages(bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
 
     def _raw_pages(self, name: str, native: Any, layout: CacheLayout, block_size: int) -> Pages:

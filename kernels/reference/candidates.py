@@ -69,4 +69,5 @@ def positions_of(candidates: np.ndarray, block: int) -> np.ndarray:
 def top_k_of_candidates(logits: np.ndarray, candidates: np.ndarray, block: int, positions: np.ndarray) -> None:
     top_k_per_row(logits, Rows(), positions)
     for m, columns in enumerate(positions):
-        positions[m] = np.where(columns >= 0, positions_of(candidates[m], block)[columns], -1)
+        chosen = columns >= 0
+        columns[chosen] = positions_of(candidates[m], block)[columns[chosen]]

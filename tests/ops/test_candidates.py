@@ -82,6 +82,16 @@ def test_nothing_to_select(lab):
     rest = lab.put(none), lab.put(table)
     assert cumla.candidate_logits(*arguments, *rest, backend=lab.backend).shape == (0, 24)
     assert cumla.candidate_topk(*arguments, 5, *rest, backend=lab.backend).shape == (0, 5)
+    q, weights, blocks = (
+        np.zeros((1, 2, 2, HEAD_DIM), np.uint8),
+        np.zeros((2, 2), np.float32),
+        np.zeros((2, 0), np.int32),
+    )
+    lens, table = np.full(1, 9, np.int32), np.zeros((1, 3), np.int32)
+    found = cumla.candidate_topk(
+        *map(lab.put, (q, cache, weights, blocks)), 5, *map(lab.put, (lens, table)), backend=lab.backend
+    )
+    np.testing.assert_array_equal(lab.get(found), np.full((2, 5), -1))
 
 
 @pytest.mark.parametrize(("width", "block"), [(75, 8), (41, 5), (70_000, 8)])
