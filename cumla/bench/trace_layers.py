@@ -6,7 +6,7 @@ Arrays are torch's where torch has the device that is measured, otherwise NumPy'
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,9 +221,9 @@ class StepInputs:
         if shape.selects:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))
-            if self.decodes:
-                self.decode_slots = place.give(place.xp.full((self.decodes, shape.topk), -1, np.int32))
-                self.decode_lens = place.give(place.xp.zeros(self.decodes, np.int32))
+            if self.decodes:  # and memory for prefills that attend with the decodes
+                self.decode_slots = place.give(place.xp.full((count, shape.topk), -1, np.int32))
+                self.decode_lens = place.give(place.xp.zeros(count, np.int32))
 
     def build(self) -> None:
         """The metadata that all layers share."""
@@ -244,6 +244,10 @@ class StepInputs:
                 backend=self.place.backend,
             )  # fmt: skip
 
+    def inserted(self) -> Iterator[tuple[Any, Callable[[Any], Any] | None]]:
+        """The caches of a layer that `insert` writes; with the values of pages, where peers write other bytes."""
+        yield dlpack.borrow(self.caches.window[0], "cache"), None
+
     def select(self) -> None:
         """What the last layer selects is what all of them attend to, on both sides. Ours has decodes' slots, too."""
         metadata, slots = self.metadata, None
@@ -252,7 +256,11 @@ class StepInputs:
         )  # fmt: skip
         positions, requests, table, selected, is_valid = (dlpack.borrow(x, "step") for x in given)
         if self.decodes:
-            slots = dlpack.borrow(self.decode_slots, "decode_slots"), dlpack.borrow(self.decode_lens, "decode_lens")
+            slots, lens = (
+                dlpack.borrow(self.decode_slots, "decode_slots"),
+                dlpack.borrow(self.decode_lens, "decode_lens"),
+            )
+            slots = slots[: self.decodes], lens[: self.decodes]
         with streams.callers(selected, self.place.framework):
             for cache in self.caches.index:
                 inputs = IndexerInputs(self.index_q, self.index_weights, cache, self.index_metadata)

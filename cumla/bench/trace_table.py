@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .trace import PARTS, Row
+from .trace import PARTS, PLANNED_LAYERS, Row
 
+PLAN = "plan"
 WIDTH = 10  # of a column of times
 
 
@@ -21,7 +22,10 @@ class Group(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A group's mean us by part and side, and what both sides take where both were measured."""
+    """A group's mean us by part and side, and what both sides take where both were measured.
+
+    unplanned  the ratio without the decodes' plan, which more layers share in a model; None if it is not known
+    """
 
     group: Group
     us: dict[tuple[str, str], float]
@@ -30,6 +34,7 @@ class Line(NamedTuple):
     number: int
     ratios: list[float]
     lacking: bool
+    unplanned: float | None
 
     @property
     def ratio(self) -> float | None:
@@ -41,10 +46,10 @@ def lines(rows: Iterable[Row]) -> list[Line]:
     steps: dict[Group, dict[str, dict[tuple[str, str], float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         part = row["op"].removeprefix("trace ")
-        time = row.get("us_graph") or row.get("us")
+        time = row["us"] if row.get("us_graph") is None else row["us_graph"]
         kind, heads, name, *_ = row["config"].removesuffix(", lengths").split()
         step = steps[Group(kind, heads, name)][row["config"]]
-        if part in PARTS and time is not None:
+        if part in (*PARTS, PLAN) and time is not None:
             step[part, row["impl"]] = time
     return [_line(group, list(found.values())) for group, found in steps.items()]
 
@@ -60,7 +65,12 @@ def _line(group: Group, steps: Sequence[dict[tuple[str, str], float]]) -> Line:
         if both:
             totals.append(tuple(sum(step[part, side] for part in both) for side in ("cumla", "peers")))
     cumla, peers = (sum(total[i] for total in totals) for i in range(2))
-    return Line(group, us, cumla, peers, len(steps), [peers / ours for ours, peers in totals], lacking)
+    plans = [us[PLAN, side] for side in ("cumla", "peers") if (PLAN, side) in us]
+    unplanned = None
+    if len(totals) == 1 and len(plans) == 2 and not lacking:
+        ours, theirs = (x - plan / PLANNED_LAYERS for x, plan in zip(totals[0], plans, strict=True))
+        unplanned = theirs / ours
+    return Line(group, us, cumla, peers, len(steps), [peers / ours for ours, peers in totals], lacking, unplanned)
 
 
 def table(rows: Iterable[Row]) -> list[str]:
@@ -71,6 +81,8 @@ def table(rows: Iterable[Row]) -> list[str]:
     for line in found:
         cells = "".join(_cell(line.us.get((part, side))) for part in PARTS for side in ("cumla", "peers"))
         spread = f"{min(line.ratios):.2f}-{max(line.ratios):.2f}" if len(line.ratios) > 1 else ""
+        if line.unplanned is not None:
+            spread = f"without plans {line.unplanned:.3f}"
         name = f"{line.group.kind} {line.group.heads} {line.group.steps} ({line.number})"
         ratio = "-" if line.ratio is None else f"{line.ratio:.3f}" + ("*" if line.lacking else "")
         text.append(f"{name:34}{cells}{ratio:>8}  {spread}".rstrip())
@@ -94,6 +106,7 @@ def record(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The table as a file has it."""
     return [
         {**line.group._asdict(), "steps_measured": line.number, "ratio": line.ratio, "ratios": line.ratios,
+         "ratio_without_plans": line.unplanned,
          "us": {f"{part}, {side}": us for (part, side), us in sorted(line.us.items())}}
         for line in lines(rows)
     ]  # fmt: skip

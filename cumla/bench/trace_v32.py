@@ -5,6 +5,7 @@ There are no lengths in FlashMLA's decode of these rows: absent entries are -1.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from ..arrays import dlpack, streams
 from ..layers.selected_attention import SelectedAttention
 from ..layout import V32_FP8
 from ..ops.dense_cache import concat_and_cache_mla
-from ..ops.sparse_cache import indexer_k_quant_and_cache
+from ..ops.sparse_cache import dequantize_and_gather_k_cache, indexer_k_quant_and_cache
 from . import peers
-from .trace_layers import StepInputs
+from .trace_layers import BF16, StepInputs
 from .trace_peers import PREFILL_REQUESTS, PeerStep
 
 LATENT = 512
@@ -45,6 +46,23 @@ class V32Inputs(StepInputs):
         for cache, index in zip(self.caches.window, self.caches.index, strict=True):
             concat_and_cache_mla(rows[:, :LATENT], rows[:, LATENT:], cache, slots, "fp8_ds_mla", backend=backend)
             indexer_k_quant_and_cache(self.keys, index, slots, backend=backend)
+
+    def inserted(self) -> Iterator[tuple[Any, Callable[[Any], Any] | None]]:
+        """Scales are powers of two, as the newest vLLM writes them, but those of 0.26 are not."""
+        cache = dlpack.borrow(self.caches.window[0], "cache")
+
+        def values(pages: Any) -> Any:
+            rows = cache.shape[1]
+            found = self.place.xp.empty((len(pages), rows, V32_FP8.head_dim), BF16)
+            lens = self.place.xp.full(len(pages), rows, np.int32)
+            dequantize_and_gather_k_cache(
+                found, cache, lens, None, pages.astype(np.int32)[:, None], rows, layout=V32_FP8,
+                backend=self.place.backend,
+            )  # fmt: skip
+            return found
+
+        yield cache, values
+        yield dlpack.borrow(self.caches.index[0], "index"), None
 
     def attend(self, new_plan: bool = True, path: str | None = None) -> None:
         if new_plan or self.metadata.tile_sched_swaonly is None:
