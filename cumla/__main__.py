@@ -388,6 +388,8 @@ def _warmup(args: argparse.Namespace) -> int:
     else:
         given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = warmup.Model.from_config(args.config, args.ranks)
+    if model.kind == "mla":
+        given.refuse(args, ["--topk"], "to mla, which attends to all rows")
     if not model.has_window:
         given.refuse(args, ["--layout"], f"to {model.kind}, but to v4 and v41")
     if model.kind == "v41":

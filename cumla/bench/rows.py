@@ -160,7 +160,7 @@ def read(path: str) -> dict[str, Any]:
 def _is_time(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
         return False
-    return value is None or 0 <= value < math.inf
+    return value is None or 0 <= value <= sys.float_info.max
 
 
 class Change(NamedTuple):

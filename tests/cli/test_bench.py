@@ -200,6 +200,7 @@ def test_what_cannot_be_done(options, line, capsys):
     [
         ({"rows": [], "environment": 5}, "is no file of results"),
         ({"rows": [{"op": "a", "config": "b", "us": float("nan")}]}, "row 0: us: got nan, expected microseconds"),
+        ({"rows": [{"op": "a", "config": "b", "us": 10**400}]}, "row 0: us: got"),
         ({"rows": [{"op": "a", "config": "b", "us_graph": "3"}]}, "row 0: us_graph: got '3', expected microseconds"),
         ({"rows": [{"op": "a", "config": "b", "us": 1, "us_low": -1}]}, "row 0: us_low: got -1, expected"),
         ({"rows": [{"op": "a", "config": "b", "us": None}]}, "--plot: the results have no times to draw"),

@@ -144,6 +144,7 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["warmup", "--ranks", "2"], "--ranks: does not apply without --config", id="warmup-ranks"),
         pytest.param(["warmup", "--config", "x", "--head", "8"], "--heads: does not apply", id="heads"),
         pytest.param(["warmup", "--config", "x", "--kind", "v4"], "--kind: does not apply", id="kind"),
+        pytest.param(["warmup", "--kind", "mla", "--topk", "8"], "--topk: does not apply to mla", id="topk-of-mla"),
         pytest.param(["warmup", "--config", "x", "--topk", "512"], "--topk: does not apply with", id="topk-of-config"),
         pytest.param(["replay", "--layers", "swa", "--mla-cache", "bf16"], "--mla-cache: does not", id="no-mla"),
         pytest.param(["replay", "--layers", "swa,mla", "--topk", "8"], "--topk: does not apply to", id="no-topk"),
