@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.values import check_choice, check_flags, in_float32
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..layout import DSV41_FP8
 from ..ops.dense_attention import dense_mla_decode
@@ -139,16 +140,16 @@ def flash_mla_with_kvcache(
         raise TypeError(f"tile_scheduler_metadata: got {type(schedule).__name__}, expected a FlashMLASchedMeta")
     if num_splits is not None:
         raise ValueError("num_splits: got a value, expected None")
-    if head_dim_v != V_DIM:
-        raise ValueError(f"head_dim_v: got {head_dim_v}, expected {V_DIM}")
-    _check_ranks(q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
-    if bool(is_fp8_kvcache) != (dlpack.borrow(k_cache, "k_cache").itemsize == 1):
+    check_choice((V_DIM,), head_dim_v=head_dim_v)
+    check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    b, s_q, h_q, _ = _shape("q", q, 4)
+    _, page_block_size, h_k, _ = _cache_shape("k_cache", k_cache)
+    if is_fp8_kvcache != (dlpack.borrow(k_cache, "k_cache").itemsize == 1):
         raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} with a k_cache of {k_cache.dtype}")
-    b, s_q, h_q, _ = q.shape
-    _, page_block_size, h_k, _ = k_cache.shape
     config = Config(
-        b, s_q, h_q, page_block_size, h_k, bool(causal), bool(is_fp8_kvcache), _width(indices),
-        None if extra_k_cache is None else extra_k_cache.shape[1], _width(extra_indices_in_kvcache),
+        b, s_q, h_q, page_block_size, h_k, bool(causal), bool(is_fp8_kvcache),
+        _width("indices", indices), None if extra_k_cache is None else _cache_shape("extra_k_cache", extra_k_cache)[1],
+        _width("extra_indices_in_kvcache", extra_indices_in_kvcache),
     )  # fmt: skip
     _check_config(schedule, config)
     token = _tensor.set(q if dlpack.framework_of(q) == "torch" else None)
@@ -230,7 +231,7 @@ def flash_mla_sparse_fwd(
     q: Any,
     kv: Any,
     indices: Any,
-    sm_scale: float,
+    sm_scale: float | None,
     d_v: int = V_DIM,
     attn_sink: Any | None = None,
     topk_length: Any | None = None,
@@ -241,15 +242,18 @@ def flash_mla_sparse_fwd(
     q            [s_q, h_q, d] bfloat16
     kv           [s_kv, 1, d] bfloat16
     indices      [s_q, 1, topk] int32; an index outside kv is absent
-    sm_scale     scale of the logits
+    sm_scale     scale of the logits; 1 / sqrt(d) if None
     d_v          512
     attn_sink    [h_q] float32
     topk_length  [s_q] int32
     out          [s_q, h_q, 512] bfloat16 to write instead of allocating
 
     Returns out [s_q, h_q, 512], max_logits [s_q, h_q] and lse [s_q, h_q] float32.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_sparse_fwd.
     """
+    if sm_scale is not None:
+        in_float32("sm_scale", sm_scale)
     results = [out, None, None]
     if len(getattr(q, "shape", ())) == 3:  # else the call says what is wrong
         s_q, h_q, _ = q.shape
@@ -261,14 +265,20 @@ def flash_mla_sparse_fwd(
     )
 
 
-def _check_ranks(**arrays: Any) -> None:
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        if len(getattr(array, "shape", ())) != 4:
-            raise ValueError(f"{name}: got shape {tuple(getattr(array, 'shape', ()))}, expected four axes")
-        if name != "q" and array.shape[2] != 1:
-            raise ValueError(f"{name}: got {array.shape[2]} heads, expected 1")
+def _shape(name: str, array: Any, axes: int) -> tuple[int, ...]:
+    shape = getattr(array, "shape", None)
+    if not isinstance(shape, tuple):
+        raise TypeError(f"{name}: got {type(array).__name__}, expected an array")
+    if len(shape) != axes:
+        raise ValueError(f"{name}: got shape {tuple(shape)}, expected {axes} axes")
+    return shape
+
+
+def _cache_shape(name: str, cache: Any) -> tuple[int, ...]:
+    shape = _shape(name, cache, 4)
+    if shape[2] != 1:
+        raise ValueError(f"{name}: got {shape[2]} heads, expected 1")
+    return shape
 
 
 def _check_config(schedule: FlashMLASchedMeta, config: Config) -> None:
@@ -283,5 +293,5 @@ def _check_config(schedule: FlashMLASchedMeta, config: Config) -> None:
             )
 
 
-def _width(indices: Any | None) -> int | None:
-    return None if indices is None else int(indices.shape[-1])
+def _width(name: str, indices: Any | None) -> int | None:
+    return None if indices is None else int(_shape(name, indices, 3)[2])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dispatch.values import check_flags
 from ..layout import DSV4_FP8
 from ..ops import indices, sparse_cache
 
@@ -57,5 +58,6 @@ def dequantize_and_gather_k_cache(
 
 
 def _refuse_fnuz(use_fnuz: bool) -> None:
+    check_flags(use_fnuz=use_fnuz)
     if use_fnuz:
         raise ValueError("use_fnuz: got True, expected False: values are e4m3fn")

@@ -1,9 +1,11 @@
 """The peers' own modules, under our names: their recorded inputs, given as their callers give them."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
+from test_safety_errors import HOST, NONSENSE, raises_and_writes_nothing
 
 import cumla
 from cumla.arrays import dlpack
@@ -200,6 +202,13 @@ def sparse_arguments(**changes):
     return {**arguments, **changes}
 
 
+def insert_arguments():
+    return {
+        "k": np.ones((3, 512), BF16), "k_cache": np.zeros((2, 4, 584), np.uint8), "slot_mapping": np.arange(3),
+        "block_size": 4, "is_ue8m0": True, "use_fnuz": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
@@ -208,7 +217,7 @@ def sparse_arguments(**changes):
         ({"head_dim_v": 256}, ValueError, "head_dim_v: got 256, expected 512"),
         ({"causal": True}, ValueError, "causal: got True, expected False with indices"),
         ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache: got False with a k_cache of uint8"),
-        ({"k_cache": np.zeros((2, 4, 584), np.uint8)}, ValueError, r"k_cache: got shape \(2, 4, 584\), expected four"),
+        ({"k_cache": np.zeros((2, 4, 584), np.uint8)}, ValueError, r"k_cache: got shape \(2, 4, 584\), expected 4 "),
         ({"k_cache": np.zeros((2, 4, 2, 584), np.uint8)}, ValueError, "k_cache: got 2 heads, expected 1"),
         (
             {"indices": None, "attn_sink": np.zeros(3, np.float32)}, ValueError,
@@ -220,6 +229,37 @@ def sparse_arguments(**changes):
 def test_wrong_arguments(changes, error, text):
     with pytest.raises(error, match=text):
         flash_mla.flash_mla_with_kvcache(**sparse_arguments(**changes))
+
+
+def sparse_prefill_arguments():
+    return {
+        "q": np.ones((2, 3, 512), BF16), "kv": np.ones((5, 1, 512), BF16), "indices": np.zeros((2, 1, 4), np.int32),
+        "sm_scale": 0.1, "d_v": 512, "attn_sink": np.zeros(3, np.float32), "topk_length": np.ones(2, np.int32),
+        "out": np.ones((2, 3, 512), BF16),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+@pytest.mark.parametrize(
+    ("function", "arguments", "unused"),
+    [
+        (flash_mla.flash_mla_with_kvcache, sparse_arguments, ("block_table", "cache_seqlens")),
+        (flash_mla.flash_mla_sparse_fwd, sparse_prefill_arguments, ()),
+        (vllm.quantize_and_insert_k_cache, insert_arguments, ()),
+    ],
+    ids=["decode", "prefill", "insert"],
+)
+def test_nonsense(function, arguments, unused, what):
+    """As for cumla's own functions: an error that names the argument, in a short message."""
+    for name in inspect.signature(function).parameters:
+        looks_right = what == "a fraction" and name in ("softmax_scale", "sm_scale")
+        looks_right |= what == "True" and name in ("is_fp8_kvcache", "is_ue8m0")
+        if name in unused or looks_right:
+            continue
+        with raises_and_writes_nothing(HOST, {**arguments(), name: NONSENSE[what]}, (TypeError, ValueError)) as caught:
+            function(**{**arguments(), name: NONSENSE[what]})
+        assert re.search(rf"\b{name}\b", str(caught.value)), (name, str(caught.value)[:200])
+        assert len(str(caught.value)) < 500, name
 
 
 def test_plans_of_metadata_are_schedules(rng):
