@@ -3,7 +3,9 @@
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-__device__ uint4 absent_row[ROW_BYTES / 16];  // zeros, loaded for absent keys
+// Rows of zeros, copied for absent keys. A CTA has its own, because copies of one row by all CTAs would take turns in L2.
+constexpr int ABSENT_ROWS = 256;
+__device__ uint4 absent_rows[ABSENT_ROWS][ROW_BYTES / 16];
 
 // A warp copies four rows of every slot, and a quarter of Q. The compiler has to know that addresses are equal in all lanes:
 // otherwise a copy becomes a loop over lanes, at 67 clocks an iteration.
@@ -47,6 +49,7 @@ struct Producer {
         BlockWalk walk(problem);
         if (!walk.more()) return;
         int next = listed_row(walk);
+        const uint8* zeros = reinterpret_cast<const uint8*>(absent_rows[blockIdx.x % ABSENT_ROWS]);
         Place<SLOTS> place;
         for (uint32 tiles = 0; walk.more();) {
             bool first = walk.block == 0;
@@ -61,7 +64,7 @@ struct Producer {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     uint32 at = uniform(lane == slot * ROWS + i ? row : 0);
-                    from[i] = at ? list.pages + (at - 1) * list.page_stride : reinterpret_cast<const uint8*>(absent_row);
+                    from[i] = at ? list.pages + (at - 1) * list.page_stride : zeros;
                 }
                 uint32 barrier = READY + 8 * place.slot, to = slot_at(place.slot) + warp * ROWS * PITCH;
                 barrier_wait(FREE + 8 * place.slot, place.phase ^ 1);
