@@ -66,7 +66,7 @@ class Chunk:
         x = StepInputs(place, shape, caches, tokens, steps, steps.steps[0])
         x.select()
         paths = chunk_paths(x.metadata, shape.ratio, self.heads, shape.topk, place.backend)
-        chosen = ", ".join(path for *_, path in paths)
+        chosen = ", ".join(chunk.path for chunk in paths)
         calls: dict[str, Callable[[], Any]] = {f"cumla ({chosen})": functools.partial(attend, x, None)}
         calls |= {f"cumla {path}": functools.partial(attend, x, path) for path in ("pages", "rows")}
         functions = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,24 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 
 PATHS = ("pages", "rows")
 HEADS, BLOCK = 64, 64  # heads and keys that kernels take at a time
+MAP_LAUNCH = 3.0  # us of a launch that maps a few tokens' rows to slots
+
+
+class Chunk(NamedTuple):
+    """A chunk of prefills.
+
+    prefills  which of the step's
+    n, m      as in get_prefill_chunk_plan
+    path      "pages" or "rows"
+    ahead     its first tokens that may attend over pages in the call of the step's decodes: all of "pages", and of
+              "rows" those whose tiles would be a wave of their own
+    """
+
+    prefills: slice
+    n: int
+    m: int
+    path: str
+    ahead: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,22 @@ def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed:
     return "pages" if pages < rows else "rows"
 
 
+def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, compressed: int) -> int:
+    """How many tokens of a chunk over gathered rows leave it whole waves, if they cost less over pages; else 0.
+
+    They cost less in the call of the step's decodes, which is launched anyway.
+    """
+    each = -(-heads // HEADS)
+    over = tokens * each % costs.tiles
+    taken = -(-over // each)
+    if taken >= tokens or not over:
+        return 0
+    listed = -(-window // BLOCK) + -(-compressed // BLOCK)
+    pages = taken * each * (costs.pages_tile + listed * costs.pages_block) + (MAP_LAUNCH if compressed else 0)
+    wave = costs.wave_tile + -(-(window + compressed) // BLOCK) * costs.wave_block
+    return taken if pages < wave else 0
+
+
 def chunk_paths(
     metadata: DeepseekSparseSWAMetadata,
     compress_ratio: int,
@@ -109,26 +144,25 @@ def chunk_paths(
     backend: str,
     layout: CacheLayout = DSV4_FP8,
     forced: str | None = None,
-) -> Iterator[tuple[slice, int, int, str]]:
+) -> Iterator[Chunk]:
     """The chunks of a step's prefills and their paths, from host values only.
 
     topk    rows that a token selects at most; None for one that takes all compressed rows
-    forced  the path of all chunks, if not None
-
-    Yields (prefills, N, M, path), N and M as in get_prefill_chunk_plan.
+    forced  the path of all chunks, if not None: none of their tokens attend with the decodes then
     """
     costs = costs_of(backend, layout, heads)
     has_compressed = metadata.config.has_compressed_rows(compress_ratio)
     for start, end, n, m in metadata.get_prefill_chunk_plan(compress_ratio, has_compressed=has_compressed):
-        prefills, path = slice(start, end), forced
+        prefills, path, ahead = slice(start, end), forced, 0
         if path is None and costs is not None and topk is None and has_compressed and heads < HEADS:
             path = "pages"  # 16 heads, 400 rows of C128A: 247 us, over gathered rows 372; 32 heads 291 and 570
-        if path is None and costs is not None:
+        if forced is None and costs is not None:
             tokens = int(np.sum(metadata.prefill_query_lens_cpu[prefills]))
             longest = int(np.max(metadata.prefill_seq_lens_cpu[prefills]))
             compressed = longest // compress_ratio if has_compressed else 0
             if topk is not None:
                 compressed = min(compressed, topk)
             window = min(longest, metadata.config.window_size)
-            path = cheaper_path(costs, tokens, heads, window, compressed, (end - start) * m)
-        yield prefills, n, m, path or "rows"
+            path = path or cheaper_path(costs, tokens, heads, window, compressed, (end - start) * m)
+            ahead = tokens if path == "pages" else tokens_of_a_last_wave(costs, tokens, heads, window, compressed)
+        yield Chunk(prefills, n, m, path or "rows", ahead)

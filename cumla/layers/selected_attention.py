@@ -20,7 +20,7 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache
-from .prefill_path import COSTS, HEADS, cheaper_path
+from .prefill_path import COSTS, HEADS, cheaper_path, tokens_of_a_last_wave
 
 WORKSPACE_ROWS = 1 << 18  # dequantised rows at a time: 302 MB in bfloat16; a longer request has a workspace of its own
 Chunk = tuple[int, int, int]  # of prefills: the first, one past the last, and the rows of the longest
@@ -66,8 +66,9 @@ class SelectedAttention:
         lse       [T, h, 1] float32, overwritten
         """
         tokens, (_, heads, _) = len(q), q.shape
-        chunks = self._chunks(metadata, heads, selected.shape[1])
-        over_pages = metadata.num_decode_tokens if chunks else tokens
+        chunks, ahead = self._chunks(metadata, heads, selected.shape[1])
+        decodes = metadata.num_decode_tokens
+        over_pages = decodes + (ahead if decodes else 0) if chunks else tokens
         if mapped < over_pages:
             some = slice(mapped, over_pages)
             with self.observe("map"):
@@ -81,12 +82,15 @@ class SelectedAttention:
                     plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:
-            self._over_rows(q, metadata, selected, slots, lens, out, chunk)
+            self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages)
 
-    def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> list[Chunk]:
-        """The prefills whose rows are dequantised together; none where they read pages. From host integers only."""
+    def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[Chunk], int]:
+        """The prefills whose rows are dequantised together; none where they read pages. From host integers only.
+
+        And how many of their first tokens read pages in the call of the decodes.
+        """
         if not metadata.num_prefills or self.path == "pages":
-            return []
+            return [], 0
         seq_lens = dlpack.borrow(metadata.prefill_seq_lens_cpu, "prefill_seq_lens_cpu")
         chunks, start, longest = [], 0, 0
         for i, length in enumerate(seq_lens.tolist()):
@@ -97,29 +101,35 @@ class SelectedAttention:
         chunks.append((start, len(seq_lens), longest))
         if self.path is None:
             if heads < HEADS:  # 16 heads: 767 us over pages, 767 to 830 over rows (2,000 tokens of 5K to 47K, H200)
-                return []
+                return [], 0
             costs = COSTS.get(
                 (choose(self.backend, on_device=not isinstance(self.cache, np.ndarray)), self.layout.name)
             )
             if costs is None or streams.is_capturing():  # later replays' rows may not fit in a workspace
-                return []
+                return [], 0
             query_lens = dlpack.borrow(metadata.prefill_query_lens_cpu, "prefill_query_lens_cpu")
             count = int(query_lens.sum())
             listed = listed_rows(seq_lens, query_lens, topk) // max(count, 1)
             if cheaper_path(costs, count, heads, 0, listed, int(seq_lens.sum())) == "pages":
-                return []
-        return chunks
+                return [], 0
+            of_first = int(query_lens[: chunks[0][1]].sum())
+            return chunks, tokens_of_a_last_wave(costs, of_first, heads, 0, listed)
+        return chunks, 0
 
     def _over_rows(
-        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any, chunk: Chunk
-    ) -> None:
-        """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them."""
+        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any, chunk: Chunk,
+        done: int,
+    ) -> None:  # fmt: skip
+        """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them.
+
+        done  the step's first tokens, which have attended already
+        """
         start, stop, longest = chunk
         first = metadata.num_decodes
         requests = slice(first + start, first + stop)
         starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
         end = len(q) if stop == metadata.num_prefills else int(starts[requests.stop])  # padding: tokens without rows
-        tokens, count = slice(int(starts[requests.start]), end), end - int(starts[requests.start])
+        tokens = slice(max(int(starts[requests.start]), done), end)
         rows = dlpack.empty((stop - start, longest, self.layout.head_dim), q.dtype, q)
         with self.observe("gather"):
             seq_lens, table = (dlpack.borrow(getattr(metadata, x), x)[requests] for x in ("seq_lens", "block_table"))
@@ -131,7 +141,7 @@ class SelectedAttention:
             table = dlpack.namespace_of(q).arange(-requests.start, stop - start, dtype=np.int32)[:, None]
             self._map(metadata, selected, tokens, table, longest, slots, lens)
         with self.observe("prefill"):
-            logits = dlpack.empty((2, count, q.shape[1]), np.dtype(np.float32), q)
+            logits = dlpack.empty((2, tokens.stop - tokens.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
                 q[tokens], rows.reshape(-1, self.layout.head_dim), slots[tokens], softmax_scale=self.softmax_scale,
                 topk_length=lens[tokens], out=(out[tokens], logits[0], logits[1]), backend=self.backend,

@@ -24,7 +24,7 @@ from ..ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
-from .prefill_path import PATHS, chunk_paths
+from .prefill_path import PATHS, Chunk, chunk_paths
 from .prefill_rows import gather_prefill_rows
 from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
@@ -137,24 +137,24 @@ class SparseMLALayer:
                 with observe("insert"):
                     cache, layout = compressed.cache, self.compressed_layout
                     run.insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
+            chunks = run.chunks(q, compressed, prefill_path)
+            with_decodes = run.tokens_with_decodes(compressed, chunks)
             if compressed is not None and compressed.indexer is not None:
-                compressed = run.select(compressed, q)
-            mapped = run.map_decodes(compressed) if metadata.num_decode_tokens else {}
+                compressed = run.select(compressed, q, with_decodes)
+            mapped = run.map_slots(compressed, with_decodes) if with_decodes else {}
             if join is not None:
                 join()
-            if metadata.num_decode_tokens:
-                run.decode(q, swa_cache, mapped, result)
-            topk = None if compressed is None or compressed.topk_indices is None else compressed.topk_indices.shape[1]
-            name = choose(backend, on_device=not isinstance(q, np.ndarray))
-            paths = chunk_paths(metadata, self.compress_ratio, q.shape[1], topk, name, self.layout, prefill_path)
-            for prefills, n, m, path in paths:
-                tokens = run.tokens_of(prefills)
-                if tokens.start == tokens.stop:
+            if with_decodes:
+                run.decode(q, swa_cache, mapped, result, with_decodes)
+            for chunk in chunks:
+                tokens = run.tokens_of(chunk.prefills)
+                left = slice(max(tokens.start, with_decodes), tokens.stop)
+                if left.start >= left.stop:
                     continue
-                if path == "pages":
-                    run.prefill_over_pages(q, swa_cache, compressed, result, tokens)
+                if chunk.path == "pages":
+                    run.prefill_over_pages(q, swa_cache, compressed, result, left)
                 else:
-                    run.prefill_over_rows(q, swa_cache, compressed, result, prefills, tokens, n, m)
+                    run.prefill_over_rows(q, swa_cache, compressed, result, chunk, left)
         return dlpack.give(result, framework) if out is None else out
 
 
@@ -173,7 +173,33 @@ class _Run:
         slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
         quantize_and_insert_k_cache(k, cache, slots, block_size, layout=layout, backend=self.backend)
 
-    def select(self, compressed: CompressedCache, q: Any) -> CompressedCache:
+    def chunks(self, q: Any, compressed: CompressedCache | None, path: str | None) -> list[Chunk]:
+        """The chunks of the step's prefills, on their paths."""
+        layer, topk = self.layer, None
+        if compressed is not None and compressed.indexer is not None:
+            topk = layer.index_topk
+        elif compressed is not None and compressed.topk_indices is not None:
+            topk = compressed.topk_indices.shape[1]
+        name = choose(self.backend, on_device=not isinstance(q, np.ndarray))
+        return list(chunk_paths(self.metadata, layer.compress_ratio, q.shape[1], topk, name, layer.layout, path))
+
+    def tokens_with_decodes(self, compressed: CompressedCache | None, chunks: list[Chunk]) -> int:
+        """The step's first tokens that attend in one call over pages: its decodes, and prefills that follow them.
+
+        Prefills of C128A layers do not, as their rows are not listed by slots, nor those without memory for slots.
+        """
+        decodes = self.metadata.num_decode_tokens
+        if not decodes or self.metadata.swa_indices is None or self.layer.compress_ratio == C128A_RATIO:
+            return decodes
+        end = decodes
+        for chunk in chunks:
+            end += chunk.ahead
+            if chunk.path != "pages":
+                break
+        given = () if compressed is None else (compressed.decode_slots, compressed.decode_lens)
+        return end if all(array is None or len(array) >= end for array in given) else decodes
+
+    def select(self, compressed: CompressedCache, q: Any, with_decodes: int) -> CompressedCache:
         """Insert the indexer's keys, then return the compressed cache with the rows that tokens select."""
         inputs, metadata, tokens = compressed.indexer, self.metadata, tokens_used(self.metadata)
         assert inputs is not None
@@ -191,31 +217,56 @@ class _Run:
         selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
         slots, decodes, topk = None, metadata.num_decode_tokens, self.layer.index_topk
         if 0 < decodes == inputs.metadata.num_decode_tokens:  # the same tokens are decodes in the indexer's metadata
-            given |= {name: self._cut(name, decodes) for name in ("topk_indices", "topk_lens")}
+            given |= {name: self._cut(name, with_decodes) for name in ("topk_indices", "topk_lens")}
             slots = (
-                memory("topk_indices", (decodes, topk), np.int32)[:, :topk],
-                memory("topk_lens", (decodes,), np.int32),
+                memory("topk_indices", (with_decodes, topk), np.int32)[:, :topk],
+                memory("topk_lens", (with_decodes,), np.int32),
             )
         with self.observe("select"):
             names = ("positions", "token_to_req_indices", "is_valid_token")
             positions, token_to_req, is_valid = (dlpack.borrow(getattr(metadata, name), name) for name in names)
             table = dlpack.borrow(compressed.block_table, "block_table")
-            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, slots, is_valid)
+            of_decodes = None if slots is None else (slots[0][:decodes], slots[1][:decodes])
+            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid)
         compressed = replace(compressed, topk_indices=selected, indexer=None)
         return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
 
-    def map_decodes(self, compressed: CompressedCache | None) -> dict[str, Any]:
-        """The decodes' attention arguments for the compressed rows."""
+    def map_slots(self, compressed: CompressedCache | None, tokens: int) -> dict[str, Any]:
+        """Attention's arguments for the compressed rows of the first `tokens` tokens over pages."""
         if compressed is None:
             return {}
-        if compressed.decode_slots is not None:
+        if compressed.topk_indices is None:
+            metadata = self.metadata
+            return self._extra(compressed, metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens)
+        if compressed.decode_slots is None:
+            slots, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
+            if slots is not None:
+                slots = slots[:, : compressed.topk_indices.shape[1]]
+            out = None if slots is None or lens is None else (slots, lens)
+            with self.observe("map"):
+                slots, lens = self._slots_of(compressed, slice(tokens), out)
+        else:
             slots, lens = (
-                dlpack.borrow(getattr(compressed, name), name)[: self.metadata.num_decode_tokens]
-                for name in ("decode_slots", "decode_lens")
+                dlpack.borrow(getattr(compressed, name), name)[:tokens] for name in ("decode_slots", "decode_lens")
             )
-            return self._extra(compressed, slots[:, None], lens)
-        with self.observe("map"):
-            return self._extra(compressed, *self._decode_compressed(compressed, self.metadata.num_decode_tokens))
+            first = self.metadata.num_decode_tokens
+            if first < tokens:
+                with self.observe("map"):
+                    self._slots_of(compressed, slice(first, tokens), (slots[first:], lens[first:]))
+        return self._extra(compressed, slots[:, None], lens)
+
+    def _slots_of(self, compressed: CompressedCache, tokens: slice, out: tuple[Any, Any] | None) -> tuple[Any, Any]:
+        """Slots of the compressed rows that tokens select, and their counts, written to `out` if it is given."""
+        topk_indices, _ = self._selected(compressed, tokens)
+        requests, is_valid, positions = (
+            dlpack.borrow(getattr(self.metadata, name), name)[tokens]
+            for name in ("token_to_req_indices", "is_valid_token", "positions")
+        )
+        found: tuple[Any, Any] = compute_global_topk_indices_and_lens(
+            topk_indices, requests, compressed.block_table, compressed.cache.shape[1], is_valid, compact=True,
+            positions=positions, compress_ratio=self.layer.compress_ratio, out=out, backend=self.backend,
+        )  # fmt: skip
+        return found
 
     def _extra(self, compressed: CompressedCache, indices: Any, lens: Any) -> dict[str, Any]:
         """The arguments of attention for the compressed rows at slots [tokens, 1, topk]."""
@@ -224,38 +275,26 @@ class _Run:
             "extra_layout": self.layer.compressed_layout,
         }  # fmt: skip
 
-    def decode(self, q: Any, swa_cache: Any, extra: dict[str, Any], out: Any) -> None:
-        metadata, tokens = self.metadata, self.metadata.num_decode_tokens
+    def decode(self, q: Any, swa_cache: Any, extra: dict[str, Any], out: Any, tokens: int) -> None:
+        """Attend with the first `tokens` tokens over pages."""
+        metadata, ratio = self.metadata, self.layer.compress_ratio
+        window, lens = metadata.decode_swa_indices, metadata.decode_swa_lens
+        if tokens > metadata.num_decode_tokens:
+            window, lens = (dlpack.borrow(getattr(metadata, x), x)[:tokens] for x in ("swa_indices", "swa_lens"))
         with self.observe("decode"):
             sparse_mla_decode(
-                q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=self.layer.layout,
-                block_size=metadata.block_size, topk_length=metadata.decode_swa_lens, **extra,
-                attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale, out=out[:tokens, None],
-                lse=self._cut("lse", tokens), plan=metadata.decode_plan(self.layer.compress_ratio),
+                q[:tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
+                topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
+                out=out[:tokens, None], lse=self._cut("lse", tokens), plan=metadata.decode_plan(ratio),
                 backend=self.backend,
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int | None) -> Any:
-        """The part of a workspace's array that a step of `tokens` tokens uses; None without a workspace."""
+        """The part of a workspace's array that a step of `tokens` tokens uses, None if there is none of this size."""
         array = None if self.workspace is None else getattr(self.workspace, name)
-        return None if array is None else dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]
-
-    def _decode_compressed(self, compressed: CompressedCache, tokens: int) -> tuple[Any, Any]:
-        """Slots [tokens, 1, topk] and lengths of the compressed rows that decode tokens attend to."""
-        metadata = self.metadata
-        if compressed.topk_indices is None:
-            return metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
-        topk_indices = dlpack.borrow(compressed.topk_indices, "topk_indices")[:tokens]
-        indices, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
-        if indices is not None:
-            indices = indices[:, : topk_indices.shape[1]]
-        indices, lens = compute_global_topk_indices_and_lens(
-            topk_indices, metadata.token_to_req_indices, compressed.block_table, compressed.cache.shape[1],
-            metadata.is_valid_token, compact=True, positions=metadata.positions,
-            compress_ratio=self.layer.compress_ratio, out=None if indices is None else (indices, lens),
-            backend=self.backend,
-        )  # fmt: skip
-        return indices[:, None], lens
+        if array is None or (tokens is not None and len(array) < tokens):
+            return None
+        return dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]
 
     def tokens_of(self, prefills: slice) -> slice:
         """The tokens of a run of prefills among those of the step."""
@@ -272,15 +311,7 @@ class _Run:
         extra: dict[str, Any] = {}
         if compressed is not None:
             with self.observe("map"):
-                topk_indices, _ = self._prefill_topk(compressed, tokens)
-                of_tokens = [
-                    dlpack.borrow(getattr(metadata, name), name)[tokens]
-                    for name in ("token_to_req_indices", "is_valid_token", "positions")
-                ]
-                indices, lens = compute_global_topk_indices_and_lens(
-                    topk_indices, of_tokens[0], compressed.block_table, compressed.cache.shape[1], of_tokens[1],
-                    compact=True, positions=of_tokens[2], compress_ratio=ratio, backend=self.backend,
-                )  # fmt: skip
+                indices, lens = self._slots_of(compressed, tokens, None)
             extra = self._extra(compressed, indices[:, None], lens)
         with self.observe("prefill"):
             window = dlpack.borrow(metadata.prefill_swa_indices, "prefill_swa_indices")[local, None]
@@ -297,19 +328,21 @@ class _Run:
         swa_cache: Any,
         compressed: CompressedCache | None,
         out: Any,
-        chunk: slice,
-        tokens: slice,
-        n: int,
-        m: int,
+        chunk: Chunk,
+        left: slice,
     ) -> None:
-        """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there."""
-        metadata, ratio = self.metadata, self.layer.compress_ratio
-        requests = slice(metadata.num_decodes + chunk.start, metadata.num_decodes + chunk.stop)
+        """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there.
+
+        left  the chunk's last tokens, which have not attended yet
+        """
+        metadata, ratio, (prefills, n, m, *_) = self.metadata, self.layer.compress_ratio, chunk
+        requests = slice(metadata.num_decodes + prefills.start, metadata.num_decodes + prefills.stop)
+        tokens = self.tokens_of(prefills)
         seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]
-        gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[chunk]
-        workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), q.dtype, q)
+        gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[prefills]
+        workspace = dlpack.empty((prefills.stop - prefills.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
-            topk_indices, topk = self._prefill_topk(compressed, tokens)
+            topk_indices, topk = self._selected(compressed, tokens)
             starts = dlpack.borrow(metadata.query_start_loc, "query_start_loc")[requests.start : requests.stop + 1]
             gathered: dict[str, Any] = {}
             if compressed is not None:
@@ -323,17 +356,16 @@ class _Run:
                 ratio, n, compact=ratio != C128A_RATIO, layout=self.layer.layout, **gathered, backend=self.backend,
             )  # fmt: skip
         with self.observe("prefill"):
-            _, heads, _ = q.shape
-            count = tokens.stop - tokens.start
-            logits = dlpack.empty((2, count, heads), np.dtype(np.float32), q)
+            skipped = left.start - tokens.start
+            logits = dlpack.empty((2, left.stop - left.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
-                q[tokens], workspace.reshape(-1, V_DIM), indices, softmax_scale=self.layer.softmax_scale,
-                attn_sink=self.layer.attn_sink, topk_length=lens, out=(out[tokens], logits[0], logits[1]),
+                q[left], workspace.reshape(-1, V_DIM), indices[skipped:], softmax_scale=self.layer.softmax_scale,
+                attn_sink=self.layer.attn_sink, topk_length=lens[skipped:], out=(out[left], logits[0], logits[1]),
                 backend=self.backend,
             )  # fmt: skip
 
-    def _prefill_topk(self, compressed: CompressedCache | None, tokens: slice) -> tuple[Any, int]:
-        """Local compressed rows [tokens, >= topk] that prefill tokens attend to, and topk."""
+    def _selected(self, compressed: CompressedCache | None, tokens: slice) -> tuple[Any, int]:
+        """Local compressed rows [tokens, >= topk] that tokens attend to (without topk_indices prefills), and topk."""
         first = self.metadata.num_decode_tokens
         if compressed is None:
             return dlpack.borrow(self.metadata.prefill_swa_indices, "prefill_swa_indices")[

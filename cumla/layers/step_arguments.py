@@ -26,7 +26,8 @@ class CompressedCache:
     indexer       in place of topk_indices: the inputs by which the step selects rows
     decode_slots  [>= num_decode_tokens, topk] int32, slots of the rows that decodes select, from the left of each row,
                   as cumla.indexer_topk writes them beside topk_indices; None: they are mapped from topk_indices
-    decode_lens   [>= num_decode_tokens] int32, the number of those slots; 0 for padding
+    decode_lens   [>= num_decode_tokens] int32, the number of those slots; 0 for padding. If both arrays have more
+                  rows, a step may overwrite those with the slots of prefills
     """
 
     cache: Any

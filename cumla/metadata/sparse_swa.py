@@ -32,6 +32,7 @@ class DeepseekSparseSWAMetadata:
     decode_swa_lens           [num_decode_tokens] int32, 0 for padding
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
     prefill_swa_lens          [num_prefill_tokens] int32
+    swa_indices, swa_lens     [num_tokens, 1, config.decode_swa_width] and [num_tokens] int32: those of all tokens
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
     config                    the builder's
     max_seq_len               longest sequence, or a bound on it, as in the batch
@@ -70,6 +71,8 @@ class DeepseekSparseSWAMetadata:
     config: ServingConfig
     max_seq_len: int = 0
     longest: int = 0
+    swa_indices: Any = None
+    swa_lens: Any = None
     prefill_seq_lens: Any = None
     prefill_gather_lens: Any = None
     prefill_seq_lens_cpu: Any = None
@@ -331,6 +334,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             "decode_swa_lens": buffers.swa_lens[decodes],
             "prefill_swa_indices": buffers.swa_indices[prefills, : self.window_size],
             "prefill_swa_lens": buffers.swa_lens[prefills],
+            "swa_indices": buffers.swa_indices[:num_tokens, None],
+            "swa_lens": buffers.swa_lens[:num_tokens],
         }
         if num_prefills:
             views["prefill_gather_lens"] = buffers.prefill_gather_lens[:num_prefills]

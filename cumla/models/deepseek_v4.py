@@ -226,8 +226,8 @@ class V4Step:
                 with side.branch():  # after the scores, concurrently with the selection
                     self.queries(qr, kv, q)
                 with self.observe("select"):
-                    slots = self.decode_slots()
-                    topk_indices = self.select(*inputs, slots)
+                    slots, decodes = self.decode_slots(), metadata.window.num_decode_tokens
+                    topk_indices = self.select(*inputs, slots and (slots[0][:decodes], slots[1][:decodes]))
             else:
                 self.queries(qr, kv, q)
         o = self.array("o", q.shape)
@@ -334,10 +334,14 @@ class V4Step:
         return q
 
     def decode_slots(self) -> tuple[Any, Any] | None:
-        """Arrays for the slots of the compressed rows that decodes select, and for their counts."""
-        tokens = self.metadata.window.num_decode_tokens
-        if not tokens:
+        """Arrays for the slots of the compressed rows that decodes select, and for their counts.
+
+        They have more rows in steps with prefills, whose first tokens may attend together with the decodes.
+        """
+        window = self.metadata.window
+        if not window.num_decode_tokens:
             return None
+        tokens = len(self.metadata.positions) if window.num_prefills else window.num_decode_tokens
         slots = self.array("topk_slots", (tokens, self.layer.indexer.topk), np.int32)
         return slots, self.array("topk_lens", (tokens,), np.int32)
 

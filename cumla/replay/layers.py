@@ -76,7 +76,7 @@ class Layer:
         paths = chunk_paths(
             metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_path
         )
-        over_pages = [path == "pages" for prefills, _, _, path in paths for _ in range(prefills.start, prefills.stop)]
+        over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
         return bytes_moved(
             batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages, formats=options.formats
         )

@@ -45,7 +45,7 @@ def _v4(layer: WholeLayer, batch: StepBatch, metadata: Any, options: ReplayOptio
     config, value, tokens = weights.config, weights.activations.itemsize, batch.num_tokens
     topk = options.topk if ratio == 4 else None
     paths = chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, weights.layouts.v4)
-    over_pages = [path == "pages" for prefills, _, _, path in paths for _ in range(prefills.start, prefills.stop)]
+    over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
     attention = bytes_moved(
         batch, ratio, options.heads, options.window, options.topk, None, over_pages, value=value, maps_decodes=False
     )
@@ -72,7 +72,7 @@ def _v41(layer: Any, batch: StepBatch, metadata: Any, options: ReplayOptions) ->
     config, layouts, value, tokens = weights.config, weights.layouts, weights.activations.itemsize, batch.num_tokens
     topk = options.topk if ratio else None
     paths = chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, layouts.window)
-    over_pages = [path == "pages" for prefills, _, _, path in paths for _ in range(prefills.start, prefills.stop)]
+    over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
     attention = bytes_moved(
         batch, ratio, options.heads, options.window, options.topk, None, over_pages, value=value, maps_decodes=False,
         formats=(layouts.window, layouts.compressed), has_c1a=True,

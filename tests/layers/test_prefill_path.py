@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths
+from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths, tokens_of_a_last_wave
 from cumla.layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT
 from cumla.metadata.builder import ServingConfig
 
@@ -30,7 +30,7 @@ def metadata(*chunks):
 
 
 def paths(*chunks, backend="cuda", forced=None, ratio=4, topk=512, layout=DSV4_FP8, heads=64):
-    return [path for *_, path in chunk_paths(metadata(*chunks), ratio, heads, topk, backend, layout, forced)]
+    return [chunk.path for chunk in chunk_paths(metadata(*chunks), ratio, heads, topk, backend, layout, forced)]
 
 
 def test_few_tokens_of_a_long_request_do_not_gather_it():
@@ -103,6 +103,19 @@ def test_chunks_take_what_was_faster_on_a_device():
     assert paths([(8131, 16317)], ratio=1, topk=None) == ["rows"]
     assert [paths([(t, 1 << 17)])[0] for t in (16, 256, 512, 1024)] == ["pages"] * 4
     assert [paths([(t, 16384)])[0] for t in (16, 256, 512, 1024, 2048, 8192)] == ["pages"] * 4 + ["rows"] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "taken"),
+    [(2004, 64, 24), (1980, 64, 0), (2100, 64, 0), (2004, 128, 24), (1999, 128, 19), (100, 64, 0)],
+)
+def test_tokens_of_a_last_wave_that_cost_less_over_pages(tokens, heads, taken):
+    """Waves of 132 tiles of 64 heads: what is left over attends with the decodes, if it is few."""
+    assert tokens_of_a_last_wave(COSTS["cuda", DSV4_FP8.name], tokens, heads, WINDOW, 512) == taken
+    (chunk,) = chunk_paths(metadata([(tokens, 1 << 16)]), 4, heads, 512, "cuda")
+    assert chunk.ahead == (taken if chunk.path == "rows" else tokens)
+    (chunk,) = chunk_paths(metadata([(tokens, 1 << 16)]), 4, heads, 512, "cuda", forced="rows")
+    assert chunk.ahead == 0
 
 
 FREE = Costs(

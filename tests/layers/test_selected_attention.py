@@ -112,6 +112,14 @@ def check_step(step, path):
         assert_same_direction(f"token {token}", got[token], want, 7e-6)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.thorough(when=lambda x: x.simulated)
+def test_first_tokens_of_prefills_may_attend_with_the_decodes(lab, rng, monkeypatch, padding):
+    chunks_of = SelectedAttention._chunks
+    monkeypatch.setattr(SelectedAttention, "_chunks", lambda *given: (chunks_of(*given)[0], 5))
+    check_step(Step(lab, rng, *STEPS["mixed"], padding), "rows")
+
+
 def test_chunks_take_as_many_requests_as_their_rows_have_room(lab, rng, monkeypatch):
     step = Step(lab, rng, [20, 9, 8, 30], [3, 3, 3, 3])
     for room, chunks in ((1 << 20, 1), (40, 3), (20, 3), (16, 4), (60, 2)):
@@ -156,4 +164,6 @@ def test_long_prompts_are_dequantised_once_and_few_tokens_of_long_contexts_are_n
         num_prefills=1, prefill_seq_lens_cpu=np.array([context]), prefill_query_lens_cpu=np.array([tokens])
     )
     attention = SelectedAttention(np.empty(0), cumla.V32_FP8, SCALE, backend="cuda")
-    assert ("rows" if attention._chunks(metadata, heads, 2048) else "pages") == wanted
+    chunks, with_decodes = attention._chunks(metadata, heads, 2048)
+    assert ("rows" if chunks else "pages") == wanted
+    assert (tokens - with_decodes) * heads // 64 % 132 == 0 if chunks else with_decodes == 0

@@ -71,10 +71,11 @@ def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
     want, all_maps = observed(layer, mapped)
     workspace = LayerWorkspace.allocate(given["q"], TOPK + 1, score_bytes(compressed.indexer))
     workspace = replace(workspace, selected=workspace.selected[:, :TOPK].copy())
+    together = lab.backend == "cuda" and metadata.num_prefills  # decodes and these prefills attend in one call
     for given_workspace in ({}, {"workspace": workspace}):
         got, maps = observed(layer, given | given_workspace)
         assert lab.get(got).tobytes() == lab.get(want).tobytes()
-        assert maps.count("map") == all_maps.count("map") - (metadata.num_decode_tokens > 0)
+        assert maps.count("map") == all_maps.count("map") - (metadata.num_decode_tokens > 0 and not together)
     decodes = metadata.num_decode_tokens
     slots, lens = cumla.compute_global_topk_indices_and_lens(
         mapped["compressed"].topk_indices[:decodes], metadata.token_to_req_indices, compressed.block_table,
@@ -164,7 +165,7 @@ def test_slots_of_decodes_may_be_given(lab, rng):
     own = replace(compressed, decode_slots=slots, decode_lens=lens)
     got, fewer = observed(layer, mapped | {"compressed": own, "workspace": LayerWorkspace.allocate(given["q"])})
     assert lab.get(got).tobytes() == lab.get(want).tobytes()
-    assert fewer.count("map") == maps.count("map") - 1
+    assert fewer.count("map") == maps.count("map") - (lab.backend != "cuda")  # there the prefills' map had the decodes
     before = lab.get(given["swa_cache"]).tobytes()
     decodes = metadata.num_decode_tokens
     for change, text in (

@@ -12,6 +12,7 @@ import pytest
 import cumla
 from cumla.arrays import dlpack
 from cumla.kernels.reference.sparse_attention import attend
+from cumla.layers.prefill_path import chunk_paths
 from cumla.layers.selection import IndexerInputs, score_bytes
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer, not_observed
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
@@ -82,6 +83,21 @@ def dequantized(rows, layout=cumla.DSV4_FP8):
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("path") is not None and x.get("ratio") != 4)
 def test_step(lab, rng, ratio, seq_lens, query_lens, path):
     check_step(lab, rng, ratio, seq_lens, query_lens, path)
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("whole", [False, True], ids=["some-tokens", "a-chunk-and-some-tokens"])
+@pytest.mark.thorough(when=lambda x: x.simulated)
+def test_first_tokens_of_prefills_may_attend_with_the_decodes(lab, rng, monkeypatch, ratio, whole):
+    """Over pages, while the others of their chunk read gathered rows."""
+
+    def chunks(*given):
+        first, *rest = chunk_paths(*given)
+        yield first._replace(path="pages", ahead=30) if whole else first._replace(path="rows", ahead=7)
+        yield from (chunk._replace(path="rows", ahead=7) for chunk in rest)
+
+    monkeypatch.setattr("cumla.layers.sparse.chunk_paths", chunks)
+    check_step(lab, rng, ratio, [150, 1, 2, 260, 19], [2, 1, 2, 30, 19], None)
 
 
 def check_step(lab, rng, ratio, seq_lens, query_lens, path, layout=cumla.DSV4_FP8, extra_layout=None):
