@@ -130,12 +130,17 @@ def select_rows(
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
-    if decodes < len(out):
-        out[decodes:] = -1
+    chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
+    written = decodes  # tokens whose selection is written without the fill below
+    for chunk in chunks:
+        if chunk.token_start == written:
+            written = chunk.token_end
+    if written < len(out):
+        out[written:] = -1
         if candidates is not None and candidates.written:
-            candidates.blocks[decodes : len(out)] = -1
+            candidates.blocks[written : len(out)] = -1
     keys: tuple[Any, Any] | None = None
-    for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
+    for chunk in chunks:
         # Rows that are all candidates are scored together, which reads the keys once and not for each token.
         if candidates is not None and candidates.limit(chunk):
             run.prefill_among_candidates(chunk, positions, token_to_req, block_table)
