@@ -6,12 +6,13 @@ The gathered path first makes a pass over all rows that a request's tokens reach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 
@@ -134,6 +135,20 @@ def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, co
     pages = taken * each * (costs.pages_tile + listed * costs.pages_block) + (MAP_LAUNCH if compressed else 0)
     wave = costs.wave_tile + -(-(window + compressed) // BLOCK) * costs.wave_block
     return taken if pages < wave else 0
+
+
+def first_tokens(decodes: int, compress_ratio: int, chunks: Sequence[Chunk]) -> int:
+    """Tokens of a step that attend in one call over pages: its decodes, and prefills that follow them.
+
+    Not without decodes, and not those of C128A layers, as their rows are not listed by slots.
+    """
+    if not decodes or compress_ratio == C128A_RATIO:
+        return decodes
+    for chunk in chunks:
+        decodes += chunk.ahead
+        if chunk.path != "pages":
+            break
+    return decodes
 
 
 def chunk_paths(

@@ -24,7 +24,7 @@ from ..ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
-from .prefill_path import PATHS, Chunk, chunk_paths
+from .prefill_path import PATHS, Chunk, chunk_paths, first_tokens
 from .prefill_rows import gather_prefill_rows
 from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
@@ -184,20 +184,12 @@ class _Run:
         return list(chunk_paths(self.metadata, layer.compress_ratio, q.shape[1], topk, name, layer.layout, path))
 
     def tokens_with_decodes(self, compressed: CompressedCache | None, chunks: list[Chunk]) -> int:
-        """The step's first tokens that attend in one call over pages: its decodes, and prefills that follow them.
-
-        Prefills of C128A layers do not, as their rows are not listed by slots, nor those without memory for slots.
-        """
+        """The step's first tokens that attend in one call over pages; the decodes without memory for others' slots."""
         decodes = self.metadata.num_decode_tokens
-        if not decodes or self.metadata.swa_indices is None or self.layer.compress_ratio == C128A_RATIO:
-            return decodes
-        end = decodes
-        for chunk in chunks:
-            end += chunk.ahead
-            if chunk.path != "pages":
-                break
+        end = first_tokens(decodes, self.layer.compress_ratio, chunks)
         given = () if compressed is None else (compressed.decode_slots, compressed.decode_lens)
-        return end if all(array is None or len(array) >= end for array in given) else decodes
+        has_memory = all(array is None or len(array) >= end for array in given)
+        return end if has_memory and self.metadata.swa_indices is not None else decodes
 
     def select(self, compressed: CompressedCache, q: Any, with_decodes: int) -> CompressedCache:
         """Insert the indexer's keys, then return the compressed cache with the rows that tokens select."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layers.prefill_path import chunk_paths
+from ..layers.prefill_path import chunk_paths, first_tokens
 from ..layers.sparse import CompressedCache, Observer, SparseMLALayer
 from ..timing import Stopwatch
 from .activations import Activations, apply_rope
@@ -73,13 +73,14 @@ class Layer:
     def moved(self, batch: StepBatch, metadata: Any, groups: Groups | None, options: ReplayOptions) -> dict[str, int]:
         """Bytes that each op of a step has to move."""
         topk = options.topk if self.ratio == TOPK_RATIO else None
-        paths = chunk_paths(
+        paths = list(chunk_paths(
             metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_path
-        )
+        ))  # fmt: skip
         over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
         return bytes_moved(
-            batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages, formats=options.formats
-        )
+            batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages, formats=options.formats,
+            with_decodes=first_tokens(batch.num_decodes, self.ratio, paths) - batch.num_decodes,
+        )  # fmt: skip
 
     @property
     def cache_bytes(self) -> int:

@@ -48,10 +48,12 @@ def bytes_moved(
     maps_decodes: bool = True,
     formats: tuple[CacheLayout, CacheLayout] = (DSV4_FP8, DSV4_FP8),
     has_c1a: bool = False,
+    with_decodes: int = 0,
 ) -> dict[str, int]:
     """Bytes by op of one layer in one step.
 
     over_pages    which prefills attend over pages, none if empty
+    with_decodes  first tokens of the prefills that attend in the decodes' call
     value         bytes of a value of q, out and workspaces
     maps_decodes  whether decodes' selected rows are mapped to slots by an op of their own
     formats       of the window's cache and of compressed rows
@@ -60,21 +62,21 @@ def bytes_moved(
     in_window, compressed = attended(batch.positions, ratio, window, topk, has_c1a)
     has_rows = ratio > 1 or (ratio == 1 and has_c1a)
     n = batch.num_decodes
-    prefills = batch.scheduled[n:]
+    prefills, m = batch.scheduled[n:], n + with_decodes
     window_row, compressed_row = (layout.token_bytes for layout in formats)
     completed = 0 if groups is None else len(groups.slots)
-    decode_rows = int(in_window[:n].sum()), int(compressed[:n].sum())
+    decode_rows = int(in_window[:m].sum()), int(compressed[:m].sum())
     paged = over_pages or [False] * len(prefills)
     counts = [s.count for s in prefills]
-    token_paged = np.repeat(np.array(paged, bool), counts)
-    prefill_rows = int(in_window[n:].sum() + compressed[n:].sum())
-    paged_rows = int(in_window[n:][token_paged].sum()), int(compressed[n:][token_paged].sum())
+    token_paged = np.repeat(np.array(paged, bool), counts)[with_decodes:]
+    prefill_rows = int(in_window[m:].sum() + compressed[m:].sum())
+    paged_rows = int(in_window[m:][token_paged].sum()), int(compressed[m:][token_paged].sum())
     over_rows = [s for s, skip in zip(prefills, paged, strict=True) if not skip]
     gathered = (
         sum(s.count + min(s.start, window - 1) for s in over_rows),
         sum(s.end // ratio for s in over_rows) if has_rows else 0,
     )
-    mapped = prefill_rows - paged_rows[0]
+    mapped = prefill_rows - paged_rows[0] + int(compressed[n:m].sum())
     mapped += int(compressed[:n].sum()) if ratio != 128 and maps_decodes else 0
     row = value * DSV4_FP8.head_dim
     q_and_out = 2 * heads * row
@@ -86,11 +88,11 @@ def bytes_moved(
     moved = {
         "insert": read((batch.num_tokens, completed), BF16_ROW + SLOT),
         "map": mapped * 2 * INDEX,
-        "decode": read(decode_rows, INDEX) + n * q_and_out,
+        "decode": read(decode_rows, INDEX) + m * q_and_out,
         "gather": read(gathered, row),
         "prefill": (prefill_rows - sum(paged_rows)) * row
         + read(paged_rows)
         + prefill_rows * INDEX
-        + (batch.num_tokens - n) * q_and_out,
+        + (batch.num_tokens - m) * q_and_out,
     }
     return {op: count for op, count in moved.items() if count}

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layers.prefill_path import chunk_paths
+from ..layers.prefill_path import chunk_paths, first_tokens
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from .options import V41_RATIOS, WHOLE_RATIOS, ReplayOptions
 from .step_batch import StepBatch, completed_groups
@@ -44,11 +44,12 @@ def _v4(layer: WholeLayer, batch: StepBatch, metadata: Any, options: ReplayOptio
     weights, ratio = layer.attention, WHOLE_RATIOS[layer.name]
     config, value, tokens = weights.config, weights.activations.itemsize, batch.num_tokens
     topk = options.topk if ratio == 4 else None
-    paths = chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, weights.layouts.v4)
+    paths = list(chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, weights.layouts.v4))
     over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
     attention = bytes_moved(
-        batch, ratio, options.heads, options.window, options.topk, None, over_pages, value=value, maps_decodes=False
-    )
+        batch, ratio, options.heads, options.window, options.topk, None, over_pages, value=value, maps_decodes=False,
+        with_decodes=first_tokens(batch.num_decodes, ratio, paths) - batch.num_decodes,
+    )  # fmt: skip
     x, q = tokens * config.hidden_size * value, tokens * config.num_attention_heads * 512 * value
     low = tokens * len(weights.low_rank) * value
     row = DSV4_FP8.token_bytes
@@ -71,11 +72,12 @@ def _v41(layer: Any, batch: StepBatch, metadata: Any, options: ReplayOptions) ->
     weights, ratio = layer.attention, V41_RATIOS[layer.name]
     config, layouts, value, tokens = weights.config, weights.layouts, weights.activations.itemsize, batch.num_tokens
     topk = options.topk if ratio else None
-    paths = chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, layouts.window)
+    paths = list(chunk_paths(metadata.window, ratio, options.heads, topk, options.backend, layouts.window))
     over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
     attention = bytes_moved(
         batch, ratio, options.heads, options.window, options.topk, None, over_pages, value=value, maps_decodes=False,
         formats=(layouts.window, layouts.compressed), has_c1a=True,
+        with_decodes=0 if ratio else first_tokens(batch.num_decodes, ratio, paths) - batch.num_decodes,
     )  # fmt: skip
     x, q = tokens * config.hidden_size * value, tokens * config.num_attention_heads * 512 * value
     low = tokens * len(weights.low_rank) * value

@@ -86,9 +86,9 @@ def test_bytes_that_a_step_moves():
     )
     groups = SimpleNamespace(slots=np.zeros(3))
 
-    def moved(over_pages, layout=PAIR):
+    def moved(over_pages, layout=PAIR, **more):
         formats = FORMATS[layout]
-        return bytes_moved(batch, 4, 2, 16, 8, groups, [over_pages], formats=formats)
+        return bytes_moved(batch, 4, 2, 16, 8, groups, [over_pages], formats=formats, **more)
 
     q_and_out = 2 * 2 * 1024
     rows, pages = moved(False), moved(True)
@@ -99,6 +99,10 @@ def test_bytes_that_a_step_moves():
     assert "gather" not in pages
     assert pages["prefill"] == 8 * (16 * (528 + 4) + 8 * (288 + 4) + q_and_out)
     assert moved(True, "DSV4_FP8")["prefill"] == 8 * (24 * (584 + 4) + q_and_out)
+    some = moved(False, with_decodes=3)
+    assert some["decode"] == 4 * rows["decode"]
+    assert (some["prefill"], some["gather"]) == (rows["prefill"] * 5 // 8, rows["gather"])
+    assert moved(True, with_decodes=8)["decode"] == 9 * rows["decode"]
 
 
 def test_formats_are_those_that_layers_take():
