@@ -18,7 +18,9 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 
 PATHS = ("pages", "rows")
 HEADS, BLOCK = 64, 64  # heads and keys that kernels take at a time
-MAP_LAUNCH = 3.0  # us of a launch that maps a few tokens' rows to slots
+# A wave of few tiles takes less time than others, as they do not wait for each other's rows; and what some tokens cost
+# the decodes' call besides their blocks, with a launch that maps their rows to slots. Measured (docs/kernels/layer.md).
+LAST_WAVE, TAKEN_ALONG = 0.45, 5.0
 
 
 class Chunk(NamedTuple):
@@ -122,19 +124,20 @@ def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed:
 
 
 def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, compressed: int) -> int:
-    """How many tokens of a chunk over gathered rows leave it whole waves, if they cost less over pages; else 0.
+    """How many first tokens of a chunk over gathered rows leave it whole waves, if they cost less over pages; else 0.
+
+    window, compressed  rows that each of them attends to
 
     They cost less in the call of the step's decodes, which is launched anyway.
     """
     each = -(-heads // HEADS)
-    over = tokens * each % costs.tiles
-    taken = -(-over // each)
-    if taken >= tokens or not over:
+    taken = -(-(tokens * each % costs.tiles) // each)
+    if taken >= tokens or not taken or heads < HEADS:
         return 0
     listed = -(-window // BLOCK) + -(-compressed // BLOCK)
-    pages = taken * each * (costs.pages_tile + listed * costs.pages_block) + (MAP_LAUNCH if compressed else 0)
+    pages = TAKEN_ALONG + taken * each * (costs.pages_tile + listed * costs.pages_block)
     wave = costs.wave_tile + -(-(window + compressed) // BLOCK) * costs.wave_block
-    return taken if pages < wave else 0
+    return taken if pages < LAST_WAVE * wave else 0
 
 
 def first_tokens(decodes: int, compress_ratio: int, chunks: Sequence[Chunk]) -> int:
@@ -179,5 +182,9 @@ def chunk_paths(
                 compressed = min(compressed, topk)
             window = min(longest, metadata.config.window_size)
             path = path or cheaper_path(costs, tokens, heads, window, compressed, (end - start) * m)
-            ahead = tokens if path == "pages" else tokens_of_a_last_wave(costs, tokens, heads, window, compressed)
+            ahead = tokens
+            if path != "pages":
+                seen = int(metadata.prefill_seq_lens_cpu[start] - metadata.prefill_query_lens_cpu[start])
+                first = min(seen, window), min(seen // max(compress_ratio, 1), compressed)
+                ahead = tokens_of_a_last_wave(costs, tokens, heads, *first)
         yield Chunk(prefills, n, m, path or "rows", ahead)

@@ -112,8 +112,8 @@ class SelectedAttention:
             listed = listed_rows(seq_lens, query_lens, topk) // max(count, 1)
             if cheaper_path(costs, count, heads, 0, listed, int(seq_lens.sum())) == "pages":
                 return [], 0
-            of_first = int(query_lens[: chunks[0][1]].sum())
-            return chunks, tokens_of_a_last_wave(costs, of_first, heads, 0, listed)
+            first = min(int(seq_lens[0] - query_lens[0]), topk)
+            return chunks, tokens_of_a_last_wave(costs, int(query_lens[: chunks[0][1]].sum()), heads, 0, first)
         return chunks, 0
 
     def _over_rows(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths, tokens_of_a_last_wave
+from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths
 from cumla.layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT
 from cumla.metadata.builder import ServingConfig
 
@@ -106,15 +106,18 @@ def test_chunks_take_what_was_faster_on_a_device():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "taken"),
-    [(2004, 64, 24), (1980, 64, 0), (2100, 64, 0), (2004, 128, 24), (1999, 128, 19), (100, 64, 0)],
-)
-def test_tokens_of_a_last_wave_that_cost_less_over_pages(tokens, heads, taken):
-    """Waves of 132 tiles of 64 heads: what is left over attends with the decodes, if it is few."""
-    assert tokens_of_a_last_wave(COSTS["cuda", DSV4_FP8.name], tokens, heads, WINDOW, 512) == taken
-    (chunk,) = chunk_paths(metadata([(tokens, 1 << 16)]), 4, heads, 512, "cuda")
+    ("tokens", "context", "heads", "taken"),
+    [
+        (1991, 16_878, 64, 11), (2000, 16_878, 64, 20), (2025, 5428, 64, 0), (1998, 2000, 64, 0), (1980, 16_878, 64, 0),
+        (1991, 16_878, 128, 11), (2000, 16_878, 128, 0), (1991, 16_878, 16, 0), (100, 1 << 16, 64, 0),
+    ],
+)  # fmt: skip
+def test_tokens_of_a_last_wave_that_cost_less_over_pages(tokens, context, heads, taken):
+    """Waves of 132 tiles of 64 heads: what is left over attends with the decodes if it is little and has long lists."""
+    chunks, topk = metadata([(tokens, max(context, tokens))]), 512 if heads == 64 else 1024
+    (chunk,) = chunk_paths(chunks, 4, heads, topk, "cuda")
     assert chunk.ahead == (taken if chunk.path == "rows" else tokens)
-    (chunk,) = chunk_paths(metadata([(tokens, 1 << 16)]), 4, heads, 512, "cuda", forced="rows")
+    (chunk,) = chunk_paths(chunks, 4, heads, topk, "cuda", forced="rows")
     assert chunk.ahead == 0
 
 
