@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunError
-from ..layout import DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8
-from . import dense, indexer_cases, instructions, layer_suites, peers, sparse
+from ..layout import DSV4_FP8, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
+from . import caches, dense, indexer_cases, instructions, layer_suites, peers, products, sparse
 from .measure import BYTES_PER_US
 from .problem import Calls, Problem, Sizes
 
 # Shared memory of 163 and 99 KB; of the latter with e4m3 converted by bits and by the instruction.
 CAPABILITIES = (80, 86, 89)
 OF_16_BITS = (80, 86)  # for cases without e4m3
+BY_BITS = (86, 89)  # for those whose kernels take little shared memory: e4m3 by bits and by the instruction
 PEERS_DIFFER = 0.02
 
 
@@ -148,6 +149,7 @@ def recorded() -> list[Any]:
     v41 = functools.partial(sparse.Decode, DSV41_FP8, slots=1 << 19)
     of_16_bits = functools.partial(WithLimits, capabilities=OF_16_BITS)
     beside = functools.partial(of_16_bits, beside=True)
+    by_bits = functools.partial(WithLimits, capabilities=BY_BITS)
     return [
         *instructions.recorded(),
         beside(sparse.Prefill(512, 64, 640, 32 * k)),
@@ -167,7 +169,12 @@ def recorded() -> list[Any]:
         of_16_bits(dense.DensePrefill(16, 8 * k)),
         WithLimits(indexer_cases.Logits(8 * k, 32 * k, lengths=True)),
         *(WithLimits(indexer_cases.PagedLogits(*x, 1, lengths=True)) for x in ((32, 8 * k), (128, 32 * k))),
+        WithLimits(indexer_cases.PagedLogits(32, 8 * k, 1, lengths=True, layout=INDEXER_MXFP4)),
         *(of_16_bits(indexer_cases.Choice("decode", rows, 32 * k, 512, lengths=True)) for rows in (32, 128)),
         of_16_bits(indexer_cases.Choice("prefill", 8 * k, 32 * k, 512, lengths=True)),
         *(of_16_bits(layer_suites.Compress(*x)) for x in ((4, 32), (4, 4096), (128, 4096))),
+        *(by_bits(products.BlockLinear(tokens, 1536, 4 * k)) for tokens in (32, 128)),
+        *(by_bits(caches.Insert(32 * k, layout)) for layout in (DSV4_FP8, INDEXER_FP8)),
+        by_bits(caches.Gather(16, 8 * k)),
+        by_bits(caches.KeyGather(16, 8 * k)),
     ]

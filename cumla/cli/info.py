@@ -14,7 +14,7 @@ from .. import __version__
 from ..dispatch import backends
 from ..errors import InputError
 from ..layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8, CacheLayout
-from ..ops.support import assumed_capability
+from ..ops.support import Capability, assumed_capability, shown_capability
 
 PACKAGES = (
     "numpy", "ml_dtypes", "numba", "rich", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax", "matplotlib",
@@ -76,17 +76,19 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def run_capability(console: Console, capability: str) -> int:
+def run_capability(console: Console, capability: Capability) -> int:
     """Print what a device of this compute capability gets. Raises InputError for one that is not known."""
     try:
         with assumed_capability(capability) as limits:
             kib = limits.shared_bytes >> 10
-            console.print(f"Compute capability {capability}: {kib} KiB of shared memory a CTA", highlight=False)
-            table = _new_table("Sparse attention: kernel, heads x keys of a tile", "call", *map(str, HEADS))
+            name = shown_capability(limits.capability)
+            console.print(f"Compute capability {name}: {kib} KiB of shared memory a CTA", highlight=False)
+            table = _new_table("Attention: kernel, heads x keys of a tile", "call", *map(str, HEADS))
             for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, DSV4_BF16, MLA_BF16):
                 prefill = not layout.quantized_dim
                 name = f"prefill, {layout.head_dim} values" if prefill else f"decode, {layout.name}"
                 table.add_row(name, *(_kernel(layout, heads, prefill) for heads in HEADS))
+            table.add_row("dense decode, MLA_BF16", *len(HEADS) * [_dense_kernel()])
     except ValueError as error:
         raise InputError(f"--{error}") from None
     console.print(table)
@@ -101,6 +103,13 @@ def _kernel(layout: CacheLayout, heads: int, prefill: bool) -> str:
         return name
     size = choice.portable_size(0, (layout, layout), heads, prefill)
     return f"{name} {size.heads} x {size.keys}"
+
+
+def _dense_kernel() -> str:
+    from ..kernels.cuda import choice
+
+    tile = choice.portable_dense_tile(0)
+    return "hopper" if tile is None else f"portable {tile[0]} x {tile[1]}"
 
 
 def run(console: Console) -> int:

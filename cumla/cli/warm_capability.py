@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..dispatch.dry_run import dry_running
 from ..errors import InputError
-from ..ops.support import assumed_capability, kernels_asked
+from ..ops.support import assumed_capability, kernels_asked, shown_capability
 from .selection_calls import call_all, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, sparse_calls
@@ -23,7 +23,7 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
     """Print the kernels of each call of a step. Returns 0; raises InputError for a capability that is not known."""
     found: dict[str, dict[str, None]] = {}  # calls by their kernels
     try:
-        with assumed_capability(capability), dry_running(0, anywhere=True) as dry_run:
+        with assumed_capability(capability) as limits, dry_running(0, anywhere=True) as dry_run:
             for name, call in _calls(model, batches, block_size):
                 dry_run.asked.clear()
                 call()
@@ -31,7 +31,8 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
                     found.setdefault(kernel, {})[name] = None
     except ValueError as error:
         raise InputError(f"--{error}") from None
-    table = Table("kernel", "calls", title=f"{model.kind} on compute capability {capability}", title_justify="left")
+    title = f"{model.kind} on compute capability {shown_capability(limits.capability)}"
+    table = Table("kernel", "calls", title=title, title_justify="left")
     for kernel, names in found.items():
         table.add_row(kernel, ", ".join(names))
     console.print(table)

@@ -18,6 +18,7 @@ from ..dispatch import backends
 from ..dispatch.dry_run import DryRun, dry_running, fake_array
 from ..dispatch.values import shown
 
+Capability = str | int | float | tuple[int, int]  # "8.6", 86, 8.6, "sm_86" or, as torch gives it, (8, 6)
 OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
 
 
@@ -50,7 +51,7 @@ def supports(
     *,
     backend: str | None = None,
     device: int | None = None,
-    capability: str | None = None,
+    capability: Capability | None = None,
     **arguments: Any,
 ) -> Support:
     """Whether a call of a public operation is served here, by which kernel, and why not. Nothing is run or allocated.
@@ -59,7 +60,8 @@ def supports(
     backend    the backend to ask; None: the default for where the arrays are
     device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs them,
                and without a backend the first CUDA device if there is one that CuPy can use
-    capability "8.6": a CUDA device of this compute capability, which need not be here, in place of `device`
+    capability "8.6", 86, "sm_86" or (8, 6): a CUDA device of this compute capability, which need not be here, in place
+               of `device`
     arguments  the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and `dtype`,
                such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
 
@@ -72,7 +74,10 @@ def supports(
         cpu: sparse_attention.sparse_mla_decode
     """
     function = op if callable(op) else _named(op)
-    bound = inspect.signature(function).bind_partial(**arguments)
+    try:
+        bound = inspect.signature(function).bind_partial(**arguments)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: {error}") from None
     missing = [
         name for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is inspect.Parameter.empty and name not in bound.arguments
@@ -117,15 +122,26 @@ def kernels_asked(dry_run: DryRun, backend: str, device: int) -> tuple[str, ...]
 
 
 @contextlib.contextmanager
-def assumed_capability(capability: str) -> Iterator[Any]:
-    """A context in which every device has this compute capability; gives its Limits. Raises ValueError."""
+def assumed_capability(capability: Capability) -> Iterator[Any]:
+    """A context in which every device has this compute capability, as for `supports`; gives its Limits.
+
+    Raises ValueError.
+    """
     from ..kernels.cuda import device
 
-    known = {f"{number // 10}.{number % 10}": number for number in sorted(device.LIMITS)}
-    if capability not in known:
+    known = {shown_capability(number): number for number in sorted(device.LIMITS)}
+    text = ".".join(map(str, capability)) if isinstance(capability, tuple) else str(capability)
+    asked = text.removeprefix("sm_").rstrip("af")
+    found = [known[x] for x in known if asked in (x, x.replace(".", ""), x.removesuffix(".0"))]
+    if not found:
         raise ValueError(f"capability: got {shown(capability)}, expected one of {', '.join(known)}")
-    with device.assumed(known[capability]) as limits:
+    with device.assumed(found[0]) as limits:
         yield limits
+
+
+def shown_capability(number: int) -> str:
+    """ "8.6" for 86."""
+    return f"{number // 10}.{number % 10}"
 
 
 def unserved(backend: str, on_device: bool, device: int) -> str | None:

@@ -5,13 +5,13 @@ Each answer uses the launcher's own test; strides and addresses may still lead t
 
 from typing import Any
 
-from .dense_attention import HOPPER_HEAD_DIMS, check_head_dims
-from .device import is_hopper
+from .dense_attention import HEADS, HOPPER_HEAD_DIMS, check_head_dims, portable_sizes
+from .device import is_hopper, shared_bytes_per_block
 from .indexer import BOX_ROWS, CANDIDATE_ROWS, candidate_blocks_on_hopper, packed_on_hopper, pages_on_hopper
 from .sparse import kernels as sparse_kernels
 from .sparse.kernels import fastest, fastest_prefill, portable_size
 
-__all__ = ["chosen", "fastest", "fastest_prefill", "portable_size"]
+__all__ = ["chosen", "fastest", "fastest_prefill", "portable_dense_tile", "portable_size"]
 
 
 def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
@@ -39,3 +39,8 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
         fits = candidate_blocks_on_hopper(len(given.weights), given.pages, given.block)
         return "hopper" if hopper and fits and pages_on_hopper(given.q, given.pages, CANDIDATE_ROWS) else "portable"
     return "portable"
+
+
+def portable_dense_tile(device: int) -> tuple[int, int] | None:
+    """Heads and keys that decodes over dense rows of 16 bits take at a time; None: Hopper's kernel does it."""
+    return None if is_hopper(device) else (HEADS, portable_sizes(shared_bytes_per_block(device))[0]["KEYS"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
 from .compile import kernel
 from .constants import constant
 from .dense_cache import scale_arguments
-from .device import cached_by_capability, device_sms, has_clusters, is_hopper
+from .device import cached_by_capability, device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
@@ -70,55 +69,75 @@ def dense_mla_decode(given: DenseDecode) -> None:
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
-    tokens, blocks = batch * s_q, block_table.shape[1] * pages.block_size // HOPPER_DECODE.keys
-    fits = cache_bytes <= HOPPER_CACHE_BYTES and tokens * (blocks + 1 + TOKEN_COST) < 1 << 31
-    hopper = aligned and scale is None and fits and is_hopper(device)
-    made = HOPPER_DECODE if hopper else PORTABLE_DECODE
-    groups, sms = -(-heads // made.heads), device_sms(device)
-    if hopper:
-        ranges = range_count(tokens, groups, max_seqlen, sms)
-        divisible = ranges > 1 and max_seqlen > made.keys * (2 * MIN_PART - 1)
-        splits, ctas, rows = 1, ranges * groups, 2 * ranges if divisible else 0
-    else:
-        splits = split_count(tokens * groups, max_seqlen, sms)
-        ranges, ctas, rows = 0, tokens * groups * splits, tokens * splits if splits > 1 else 0
-    parts, parts_lse = partial_results(plan, rows * heads, q) if rows else (None, None)
-    divided = division(plan, min(tokens, ranges), q) if hopper and rows else None
+    tokens, blocks = batch * s_q, block_table.shape[1] * pages.block_size // BLOCK
+    groups, countable = -(-heads // HEADS), tokens * (blocks + 1 + TOKEN_COST) < 1 << 31
+    hopper = aligned and scale is None and countable and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
+    ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
+    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and countable
+    parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
+    divided = division(plan, min(tokens, ranges), q) if divisible else None
     results = {
-        "splits": splits, "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse),
-        "out": out, **named_strides("out", "bsh", out), "lse": lse, **named_strides("lse", "bhs", lse),
+        "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse),
+        "parts": pointer(divided), "out": out, **named_strides("out", "bsh", out), "lse": lse,
+        **named_strides("lse", "bhs", lse),
     }  # fmt: skip
     call = {
         **results, "q": q, **named_strides("q", "bsh", q), "pages": pages.bytes,
         "page_stride": pages.bytes.strides[0], "num_slots": pages.num_slots, "block_size": pages.block_size,
         "block_table": block_table, "table_stride": strides(block_table)[0], "columns": block_table.shape[1],
-        "requests": batch, "lens": cache_seqlens, "causal": int(causal), "softmax_scale": softmax_scale,
+        "requests": batch, "lens": cache_seqlens, "causal": int(causal), "ranges": ranges,
+        "softmax_scale": softmax_scale,
     }  # fmt: skip
     if hopper:
-        decode = large_kernel(
-            device, made.shared_bytes, "sm90/dense/decode/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value,
-            PAIRED=int(groups % 2 == 0 and has_clusters(device)),
-        )  # fmt: skip
-        call["box_rows"], call["map"] = boxes_of(pages, made.keys)
-        call["ranges"], call["parts"] = ranges, pointer(divided)
-        del call["splits"]
+        decode, shared_bytes, threads = hopper_decode(device, value, groups)
+        call["box_rows"], call["map"] = boxes_of(pages, BLOCK)
     else:
-        decode = large_kernel(
-            device, made.shared_bytes, "sm80/dense_decode.cu", "mla_decode", VALUE=value,
-            CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
-        )  # fmt: skip
+        cache = value if scale is None else "e4m3"
+        decode, shared_bytes, threads = portable_decode(device, value, cache, aligned, pages.block_size)
         call["scale"], call["scale_value"] = scale_arguments(scale)
-    decode((ctas,), (made.threads,), decode.arguments(**call), shared_mem=made.shared_bytes, overlap=True)
-    if rows:
-        entries = min(tokens, ranges) if hopper else tokens
-        at_once, sets, most_sets = merge_shape(-(-ranges // tokens) if hopper else splits)
+    decode((ranges * groups,), (threads,), decode.arguments(**call), shared_mem=shared_bytes, overlap=True)
+    if divisible:
+        at_once, sets, most_sets = merge_shape(-(-ranges // tokens))
         merge = kernel(
             "common/dense_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
             MAX_SETS=most_sets,
         )  # fmt: skip
-        merge(
-            (entries * heads,), (sets * V_DIM // 4,), merge.arguments(**results, parts=pointer(divided)), overlap=True
-        )
+        grid, block = min(tokens, ranges) * heads, sets * V_DIM // 4
+        merge((grid,), (block,), merge.arguments(**results), overlap=True)
+
+
+def hopper_decode(device: int, value: str, groups: int) -> tuple[Kernel, int, int]:
+    """Hopper's decode kernel for so many groups of heads, its shared memory and its threads."""
+    memory = "sm90/dense/decode/memory.cuh"
+    shared_bytes = constant(memory, "SHARED_BYTES")
+    found = large_kernel(
+        device, shared_bytes, "sm90/dense/decode/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value,
+        PAIRED=int(groups % 2 == 0 and has_clusters(device)),
+    )  # fmt: skip
+    return found, shared_bytes, constant(memory, "THREADS")
+
+
+def portable_decode(device: int, value: str, cache: str, aligned: bool, block_size: int) -> tuple[Kernel, int, int]:
+    """The portable decode kernel for values and a cache of these types, its shared memory and its threads."""
+    sizes, shared_bytes = portable_sizes(shared_bytes_per_block(device))
+    found = large_kernel(
+        device, shared_bytes, "sm80/dense/decode.cu", "mla_decode", VALUE=value, CACHE=cache, **sizes,
+        ALIGNED=int(aligned), WHOLE_STEPS=int(block_size % sizes["KEYS"] == 0),
+    )  # fmt: skip
+    return found, shared_bytes, constant("sm80/dense/barriers.cuh", "THREADS")
+
+
+def portable_sizes(limit: int) -> tuple[dict[str, int], int]:
+    """The macros for sm80/dense/decode.cu that fit `limit` bytes of shared memory, and how much they take.
+
+    Raises ValueError if none does.
+    """
+    for keys, stages in PORTABLE_SIZES:
+        sizes = {"KEYS": keys, "STAGES": stages, "Q_REGISTERS": Q_REGISTERS}
+        shared_bytes = constant("sm80/dense/scores.cuh", "SHARED_BYTES", **sizes)
+        if shared_bytes <= limit:
+            return sizes, shared_bytes
+    raise ValueError(f"shared memory: got {limit} bytes a thread block, expected at least {shared_bytes}")
 
 
 def merge_shape(splits: int) -> tuple[int, int, int]:
@@ -139,45 +158,19 @@ def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
     return (0 if tensor_map is NO_MAP else rows), tensor_map
 
 
-class DecodeKernel(NamedTuple):
-    """Sizes of a decode kernel: heads of a tile, keys of a block, threads and shared memory."""
-
-    heads: int
-    keys: int
-    threads: int
-    shared_bytes: int
-
-
-PORTABLE_DECODE, HOPPER_DECODE = (
-    DecodeKernel(*(constant(file, name) for name in ("HEADS", "KEYS", "THREADS", "SHARED_BYTES")))
-    for file in ("sm80/dense_decode.cu", "sm90/dense/decode/memory.cuh")
+HEADS = constant("sm90/dense/decode/memory.cuh", "HEADS")  # of a tile, by either kernel
+# Keys of a block; blocks of a range and of a token's part, at least; the cost of a token's start.
+BLOCK, MIN_RANGE, MIN_PART, TOKEN_COST = (
+    constant("common/dense/work.cuh", name) for name in ("BLOCK", "MIN_RANGE", "MIN_PART", "TOKEN_COST")
 )
-# The portable kernel's CTAs on an SM, and its costs in blocks: of a tile's start and result, and of merging a split.
-CTAS_PER_SM, TILE_COST, PART_COST = 2, 6, 0.5
-MAX_SPLITS = 256  # bounds the memory of partial results
-# Blocks of a range and of a token's part, at least; the cost of a token's start.
-MIN_RANGE, MIN_PART, TOKEN_COST = (
-    constant("sm90/dense/decode/work.cuh", name) for name in ("MIN_RANGE", "MIN_PART", "TOKEN_COST")
-)
+PORTABLE_SIZES = ((32, 4), (32, 3), (16, 3))  # keys of a step and stages of the ring, the fastest first
+Q_REGISTERS = 96  # of a thread of the scores
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 
-@functools.lru_cache(maxsize=1024)
-def split_count(tiles: int, max_seqlen: int, sms: int) -> int:
-    """Number of splits of each of the portable kernel's tiles that fills the device with CTAs."""
-    blocks, at_a_time = -(-max_seqlen // PORTABLE_DECODE.keys), sms * CTAS_PER_SM
-
-    def cost(splits: int) -> float:
-        waves = -(-tiles * splits // at_a_time)
-        return waves * (-(-blocks // splits) + TILE_COST) + (splits * PART_COST if splits > 1 else 0)
-
-    most = max(1, min(blocks, MAX_SPLITS, 4 * at_a_time // tiles))
-    return min(range(1, most + 1), key=cost)
-
-
 def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
-    """CTAs of each group of heads among which sm90/dense/decode/ divides the blocks of all query tokens."""
-    blocks = -(-max_seqlen // HOPPER_DECODE.keys)
+    """CTAs of each group of heads among which the blocks of all query tokens are divided (common/dense/work.cuh)."""
+    blocks = -(-max_seqlen // BLOCK)
     return max(1, min(sms // groups, tokens * -(-(blocks + TOKEN_COST) // MIN_RANGE)))
 
 
@@ -201,7 +194,7 @@ def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple
 
 
 def division(plan: DenseDecodePlan | None, entries: int, like: Any) -> Any:
-    """int32 [4 * entries] at least: the parts of tokens, written by sm90/dense/decode/. Kept by the plan, as above."""
+    """int32 [4 * entries] at least: the parts of tokens, written by the decode kernel. Kept by the plan, as above."""
     workspace = Workspace() if plan is None else plan.workspace
     return workspace.array("divided", 4 * entries, np.int32, like)
 
@@ -211,7 +204,6 @@ def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int)
     tokens = batch * s_q
     if not tokens * heads:
         return 0
-    ranges = range_count(tokens, -(-heads // HOPPER_DECODE.heads), max_seqlen, sms)
-    splits = split_count(tokens * -(-heads // PORTABLE_DECODE.heads), max_seqlen, sms)
-    rows = heads * max(2 * ranges, tokens * splits)
+    ranges = range_count(tokens, -(-heads // HEADS), max_seqlen, sms)
+    rows = 2 * ranges * heads
     return aligned_bytes(16 * min(tokens, ranges)) + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

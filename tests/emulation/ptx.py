@@ -107,6 +107,7 @@ TABLE = {
     "ld.relaxed.gpu.global.s32 %0, [%1];": "%0 = *reinterpret_cast<const int*>(emulator::global_at(%1, 4))",
     "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
     "mov.u32 %0, %%tid.x;": "%0 = threadIdx.x",
+    "mov.u32 %0, %%ctaid.x;": "%0 = blockIdx.x",
     # clusters
     "mov.u32 %0, %%cluster_ctarank;": "%0 = emulator::cluster_rank",
     "mapa.shared::cluster.u32 %0, %1, %2;": "%0 = emulator::mapped(%1, %2)",

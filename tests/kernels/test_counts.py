@@ -70,19 +70,17 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     assert first == total
 
 
-DENSE_WORK_RANGES = """
-extern "C" __global__ void dense_shares(int64* out, const int* lens, const int64* sizes) {
-    DenseWorkRange work = DenseWorkRange::of(blockIdx.x, int(sizes[0]), 1, 1, lens, sizes[1], true, 64);
-    if (threadIdx.x == 0) out[2 * blockIdx.x] = work.first_block, out[2 * blockIdx.x + 1] = work.last_block;
+DENSE_BLOCKS = """
+extern "C" __global__ void dense_blocks(int64* out, const int* lens, const int* columns) {
+    if (threadIdx.x == 0) out[0] = DenseTokens{lens, 1, 1, columns[0], 64, true}.blocks(0);
 }
 """
 
 
 @pytest.mark.parametrize("length", [INT32_MAX, INT32_MAX - 63, 2**30, 1, 0, -1])
 def test_blocks_of_dense_decode(here, length):
-    splits = 3
-    text = "#define ALIGNED 1\n" + compiler.source("common/latent.cuh") + DENSE_WORK_RANGES
-    lens, sizes = np.array([length], np.int32), np.array([splits, 2**33], np.int64)
-    found = launch(here, text, "dense_shares", splits, 32, np.full((splits, 2), -1, np.int64), lens, sizes)
-    blocks = -(-max(length, 0) // 64)
-    np.testing.assert_array_equal(found, [[blocks * i // splits, blocks * (i + 1) // splits] for i in range(splits)])
+    text = compiler.source("common/dense/work.cuh") + DENSE_BLOCKS
+    for columns in (2**30, 3):
+        given = [np.array([x], np.int32) for x in (length, columns)]
+        (blocks,) = launch(here, text, "dense_blocks", 1, 32, np.full(1, -1, np.int64), *given)
+        assert blocks == min(-(-max(length, 0) // 64), columns)

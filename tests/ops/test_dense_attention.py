@@ -5,7 +5,8 @@ import pytest
 
 import cumla
 from cumla.dispatch.launch_cache import launch_cached
-from cumla.kernels.cuda import dense_attention, tma
+from cumla.kernels.cuda import dense_attention, launch, tma
+from cumla.kernels.cuda.device import assumed
 from cumla.kernels.types.segments import Pages
 from support.bounds import assert_decode, assert_dense_prefill
 from support.lab import BF16, to_float
@@ -275,6 +276,27 @@ def test_caches_of_other_types_and_strides(lab, rng, page_pad):
         assert_decode(lab.get(out), lab.get(lse), *want_decode(q, paged.values, 0.06))
 
 
+@pytest.mark.parametrize("capability", [80, 86, 89, 100])
+@pytest.mark.parametrize("block_size", [13, 64])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "e4m3"])
+@pytest.mark.thorough(when=lambda x: x.get("capability") in (89, 100) and x.get("stored") != "e4m3")
+def test_kernels_of_other_devices(device, rng, capability, block_size, stored):
+    """The portable kernel within the shared memory of these devices. The same call gives the same bits."""
+    lens, lab, dtype = [300, 0, 2, 129, 1000], device, np.float16 if stored == "float16" else BF16
+    scale = np.float32(0.003) if stored == "e4m3" else None
+    paged = Paged(rng, lens, block_size, dtype, scale=scale)
+    q = (5 * rng.standard_normal((len(lens), 2, 70, 576))).astype(dtype)
+    given = [lab.put(x) for x in (q, paged.cache, paged.table, np.array(lens, np.int32))]
+    with assumed(capability), launch.recorded_launches():
+        first, again = (
+            [lab.get(x) for x in cumla.dense_mla_decode(*given, scale=scale, softmax_scale=0.05, backend="cuda")]
+            for _ in range(2)
+        )
+    assert_decode(*first, *want_decode(q, paged.values, 0.05))
+    for x, y in zip(first, again, strict=True):
+        np.testing.assert_array_equal(to_float(x), to_float(y))
+
+
 def test_absent_pages_are_left_out(lab, rng):
     lens = [100, 100, 100, 70]
     paged = Paged(rng, lens, 16)
@@ -316,7 +338,6 @@ def test_pages_of_every_size(lab, rng, block_size, page_pad):
 @pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
 def test_any_number_of_splits(device, rng, monkeypatch, splits):
     """Includes splits without keys, and requests that have no others."""
-    monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)
     monkeypatch.setattr(dense_attention, "range_count", lambda *_: splits)
     lab, lens = device, [1600, 65, 0]
     paged = Paged(rng, lens, 64)

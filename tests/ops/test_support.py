@@ -70,6 +70,16 @@ def test_a_device_that_is_not_here(capability, kernel):
     assert str(found) == f"cuda: sparse_attention.sparse_mla_decode ({kernel})"
     with pytest.raises(ValueError, match=r"capability: got '7\.5', expected one of 8\.0, 8\.6"):
         cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability="7.5")
+    for same in (
+        capability.replace(".", ""),
+        float(capability),
+        f"sm_{capability.replace('.', '')}a",
+        (int(capability[:-2]), int(capability[-1])),
+    ):
+        assert cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability=same) == found
+    for wrong in ("abc", "", "sm_", "8.", 8.65, (8, 6, 0)):
+        with pytest.raises(ValueError, match=r"capability: got .*, expected one of 8\.0, 8\.6"):
+            cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability=wrong)
     with pytest.raises(ValueError, match="backend: got 'cpu', expected 'cuda' for a capability"):
         cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability="8.6", backend="cpu")
 

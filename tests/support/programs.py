@@ -360,8 +360,14 @@ SOURCES = [
         {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ACCUMULATE": 0, "EVERY_LANE_ARRIVES": 1},
     ),
     *(("sm90/dense/decode/decode.cu", {"VALUE": "bf16", "PAIRED": pair, "EVERY_LANE_ARRIVES": 1}) for pair in (0, 1)),
-    ("sm80/dense_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
-    ("sm80/dense_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
+    *(
+        ("sm80/dense/decode.cu", {
+            "VALUE": value, "CACHE": cache, "KEYS": keys, "STAGES": stages, "Q_REGISTERS": 96, "ALIGNED": whole,
+            "WHOLE_STEPS": whole,
+        })
+        for keys, stages in ((32, 3), (16, 3), (32, 4))
+        for value, cache, whole in (("bf16", "bf16", 1), ("f16", "f16", 0), ("bf16", "e4m3", 1), ("f16", "e4m3", 0))
+    ),
     ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
     ("common/dense_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0, "AT_ONCE": 8, "MAX_SETS": 1}),
     ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 8, "MAX_SETS": 8}),

@@ -1,9 +1,8 @@
 // Combine the partial results of dense MLA decode.
 //
-// With `parts` (sm90/dense/decode/decode.cu describes it) a token may have any number of them, and CTAs of tokens with one end at
-// once; without, every token has `splits`, one after another.
+// `parts` (common/dense/work.cuh describes it) says how many a token has; CTAs of tokens with one end at once.
 //
-// Grid: a CTA per head of an entry of `parts`, or of a query token. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
+// Grid: a CTA per head of an entry of `parts`. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
 // sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
 // splits are loaded together. With more splits, each of several sets takes some of them.
 //
@@ -34,23 +33,19 @@ struct PartSum {
 __device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN without keys
 
 extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
-mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int splits, int s_q, int heads,
+mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int s_q, int heads,
                  VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
                  int64 lse_stride_h, int64 lse_stride_s) {
-    int head = blockIdx.x % heads, token = blockIdx.x / heads;
+    int head = blockIdx.x % heads;
     int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
     pdl_release();
     pdl_wait();
-    // Row of part i of a token: first_row + i * step, but one more for part 0 where `parts` is given.
-    int64 first_row = int64(token) * splits;
-    int step = 1;
-    if (parts) {
-        uint4 entry = parts[token];
-        if (entry.z < 2) return;
-        token = int(entry.x), first_row = 2 * int64(entry.y), splits = int(entry.z), step = 2;
-    }
+    uint4 entry = parts[blockIdx.x / heads];
+    if (entry.z < 2) return;
+    // Row of part i of a token: first_row + 2 * i, but one more for part 0.
+    int token = int(entry.x), splits = int(entry.z);
     int b = token / s_q, s = token % s_q;
-    int64 part_heads = int64(step) * heads, part = first_row * heads + head + set * AT_ONCE * part_heads;
+    int64 part_heads = 2 * int64(heads), part = entry.y * part_heads + head + set * AT_ONCE * part_heads;
     const float* lse_at = partial_lse + part;
     const float4* at = reinterpret_cast<const float4*>(partial_out + part * LATENT_V) + thread;
     out += b * out_stride_b + s * out_stride_s + head * out_stride_h + 4 * thread;
@@ -63,7 +58,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4
         for (int i = 0; i < AT_ONCE; ++i) {  // volatile: otherwise the last load waits for the first
             log_sums[i] = -infinity(), x[i] = {};
             if (first + i >= splits) continue;
-            int64 row = i * part_heads + (parts && first + i == 0) * heads;
+            int64 row = i * part_heads + (first + i == 0) * heads;
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + row));
             asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                          : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)

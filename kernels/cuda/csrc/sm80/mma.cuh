@@ -75,3 +75,14 @@ __device__ inline uint32 multiply(uint32 x, uint32 factors) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factors));
     return y;
 }
+
+// e4m3 bytes, none NaN, as pairs of 16-bit values.
+__device__ inline void codes_to(f16, uint32 bytes, uint32& low, uint32& high) {
+    codes_to_f16(bytes, low, high);
+    if (CODE_UNIT == 1.0f) return;
+    uint32 unit = pack(f16{}, CODE_UNIT, CODE_UNIT);
+    low = multiply(low, unit), high = multiply(high, unit);
+}
+__device__ inline void codes_to(bf16, uint32 bytes, uint32& low, uint32& high) {
+    codes_to_scaled_bf16(bytes, pack(bf16{}, CODE_TO_BF16, CODE_TO_BF16), low, high);
+}

@@ -4,7 +4,7 @@
 // Keys are processed 64 at a time, a *block*.
 //
 // Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group,
-// whatever the lengths (work.cuh). A CTA processes its tokens one after another.
+// whatever the lengths (common/dense/work.cuh, which describes `parts`). A CTA processes its tokens one after another.
 // Block: 384 threads.
 //
 //     warps    role        registers  work
@@ -30,10 +30,6 @@
 //
 // A page consists of boxes of `box_rows` neighbouring rows. One thread copies a box, 64 values at a time (TMA). Blocks with
 // absent rows (a request's last block, missing pages) and pages without boxes (box_rows 0) are copied row by row.
-//
-// No token is divided if `parts` is null. `parts[i]` is {token, CTA of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the
-// token that is divided at the end of CTA i (0 parts: none is). A token's first part is row 2 * CTA + 1 of the partial results,
-// the part in any later CTA row 2 * CTA.
 //
 // PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them next to each
 // other. They exchange nothing, but reading the same keys then costs less power, which bounds long batches.

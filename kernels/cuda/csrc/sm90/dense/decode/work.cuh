@@ -1,55 +1,9 @@
-// The division of work of sm90/dense/decode/decode.cu, computed by each CTA from the lengths.
-//
-// The *cost* of a query token is TOKEN_COST and the blocks of its keys. The costs of all tokens, one after another, are divided
-// into ranges of equal length, one for each CTA (of each group of heads). A token that a boundary divides has a *part* in each
-// of the ranges; common/dense_decode_merge.cu combines them. Where whole tokens fill the device as evenly, none is divided.
-// Limit: all costs together are below 2^31.
+// The work of a CTA of sm90/dense/decode/decode.cu (common/dense/work.cuh), for its roles.
 #pragma once
 #include "sm90/dense/decode/memory.cuh"
+#include "common/dense/work.cuh"
 
-constexpr int TOKEN_COST = 4;  // in blocks: the start of a token, and storing its result
-constexpr int MIN_RANGE = 4;  // blocks of a range at least: parts of fewer take longer to combine than they save
-constexpr int MIN_PART = 2;   // blocks on either side of a boundary at least
-
-__device__ inline int blocks_of(int keys) { return keys / KEYS + (keys % KEYS > 0); }
-
-struct DenseTokens {
-    const int* lens;
-    int s_q, count;           // of all requests
-    int columns, block_size;  // of the block table, whose rows hold so many pages
-    int causal;
-
-    // Keys that a token sees.
-    __device__ int keys(int token) const {
-        int query = token % s_q;
-        int keys = max(lens[token / s_q], 0) - (causal ? s_q - 1 - query : 0);
-        return int(min(int64(max(keys, 0)), int64(columns) * block_size));
-    }
-    __device__ int blocks(int token) const { return blocks_of(keys(token)); }
-};
-
-// A place in the sequence of all tokens' blocks.
-struct DenseBoundary {
-    int token, block;
-};
-
-// Work of a CTA.
-struct DenseWork {
-    DenseBoundary begin, end;
-    int parts;  // of the token that `end` divides
-
-    __device__ int last_token() const { return end.token - (end.block == 0); }
-    __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
-    __device__ int last_block(int token, int blocks) const { return token == end.token ? end.block : blocks; }
-    // Blocks of a token that has `blocks`.
-    __device__ int blocks_here(int token, int blocks) const { return last_block(token, blocks) - first_block(token); }
-    // Row of the partial results, or -1: the whole token is here.
-    __device__ int part(int token, int blocks, int range) const {
-        return first_block(token) ? 2 * range : last_block(token, blocks) < blocks ? 2 * range + 1 : -1;
-    }
-    // Whether a token's first part is here.
-    __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
-};
+static_assert(BLOCK == KEYS);
 
 // The whole work but for `parts`, which one warp needs.
 __device__ inline void store_work(uint32 window, const DenseWork& work) {
@@ -58,63 +12,4 @@ __device__ inline void store_work(uint32 window, const DenseWork& work) {
 __device__ inline DenseWork load_work(uint32 window) {
     uint4 x = lds128(window + WORK_AT);
     return {{uniform(x.x), uniform(x.y)}, {uniform(x.z), uniform(x.w)}, 0};
-}
-
-// The boundary at a cost, which is within those of `token` that start at `start`.
-__device__ inline DenseBoundary boundary_within(int token, int start, int blocks, int cost) {
-    int block = cost - start - TOKEN_COST;
-    if (block < MIN_PART) block = 0;
-    else if (block > blocks - MIN_PART) block = blocks;
-    return cost > start && block == blocks ? DenseBoundary{token + 1, 0} : DenseBoundary{token, block};
-}
-
-// The work of CTA `range` of `ranges`. Called by a warp, whose lanes get the same result.
-__device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, int range, bool divisible) {
-    int lane = threadIdx.x % 32, longest = 0, total = 0;
-    for (int token = lane; token < tokens.count; token += 32) {
-        int cost = TOKEN_COST + tokens.blocks(token);
-        total += cost, longest = max(longest, cost);
-    }
-    total = __reduce_add_sync(~0u, total), longest = uniform(longest);
-    int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
-    int length = max((total - 1) / ranges + 1, MIN_RANGE);
-    if (!divisible || 32 * int64(whole) * longest <= 33 * int64(length + TOKEN_COST + MIN_PART))
-        return {{min(tokens.count, range * whole), 0}, {min(tokens.count, (range + 1) * whole), 0}, 1};
-
-    DenseWork work{{tokens.count, 0}, {tokens.count, 0}, 1};
-    int begin = min(range * int64(length), int64(total)), end = min(begin + int64(length), int64(total)), before = 0;
-    for (int first = 0; first < tokens.count && before <= end; first += 32) {
-        int token = first + lane, blocks = token < tokens.count ? tokens.blocks(token) : 0;
-        int cost = token < tokens.count ? TOKEN_COST + blocks : 0;
-        int up_to = cost;
-        for (int step = 1; step < 32; step *= 2) {
-            int left = __shfl_up_sync(~0u, up_to, step);
-            if (lane >= step) up_to += left;
-        }
-        int start = before + up_to - cost;
-        before += __shfl_sync(~0u, up_to, 31);
-        uint32 begins = __ballot_sync(~0u, begin >= start && begin < start + cost);
-        uint32 ends = __ballot_sync(~0u, end >= start && end < start + cost);
-        DenseBoundary here = boundary_within(token, start, blocks, begin);
-        if (begins) work.begin = {__shfl_sync(~0u, here.token, __ffs(begins) - 1), __shfl_sync(~0u, here.block, __ffs(begins) - 1)};
-        here = boundary_within(token, start, blocks, end);
-        if (ends) {
-            int lowest = start + TOKEN_COST + MIN_PART, highest = start + TOKEN_COST + blocks - MIN_PART;
-            int boundaries = highest / length - (lowest - 1) / length, owner = __ffs(ends) - 1;
-            work.end = {__shfl_sync(~0u, here.token, owner), __shfl_sync(~0u, here.block, owner)};
-            work.parts = 1 + __shfl_sync(~0u, boundaries, owner);
-        }
-    }
-    return work;
-}
-
-// Write how many parts tokens have, for the kernel that combines them. Called by a warp.
-__device__ inline void publish_parts(const DenseWork& work, int tokens, int ranges, int range, uint4* parts) {
-    int lane = threadIdx.x % 32, divided = work.begins_part() ? work.parts : 0;
-    if (tokens > ranges) {
-        if (lane == 0) parts[range] = {uint32(work.end.token), uint32(range), uint32(divided), 0};
-        return;
-    }
-    for (int token = work.begin.token + (work.begin.block > 0) + lane; token <= work.last_token(); token += 32)
-        parts[token] = {uint32(token), uint32(range), uint32(token == work.end.token ? divided : 0), 0};
 }
