@@ -170,9 +170,10 @@ def check_compressed(
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
     positions = metadata.config.compressed_block_size
-    if pages.block_size * ratio != positions:
+    rows = pages.block_size if compressed.cache.shape[1] else 0  # a cache of pages without tokens has no pages
+    if rows * ratio != positions:
         raise ValueError(
-            f"compressed.cache: got pages of {pages.block_size} rows, expected {positions // ratio}: the builder's "
+            f"compressed.cache: got pages of {rows} rows, expected {positions // ratio}: the builder's "
             f"config has compressed_block_size = {positions} positions a page"
         )
     check_columns("compressed.block_table", table, pages.block_size, metadata.longest // ratio)
