@@ -4,13 +4,16 @@ Without a device, numba_cuda runs in Numba's simulator on host arrays, which mus
 is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
 a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
 test_simulated_attention.py has small cases. `nowhere(when)` marks combinations of parameters that have no test,
-`thorough(when)` marks combinations that only slow tests cover, where there is no device.
+`thorough(when)` marks combinations that only slow tests cover, where there is no device. A run of all tests
+leaves two thirds of the emulated and simulated combinations to the slow tests; a run of named files has them all.
 """
 
+import collections
 import gc
 import os
 import signal
 import sys
+import zlib
 
 import pytest
 
@@ -108,12 +111,39 @@ def is_said(item, mark):
     return hasattr(item, "callspec") and any(x.kwargs["when"](Combination(item)) for x in item.iter_markers(mark))
 
 
+def is_of_all_tests(config):
+    """Whether a run is of the whole folder: no file and no name was given."""
+    return [config.rootpath / name for name in config.args] == [config.rootpath / "tests"] and not config.option.keyword
+
+
+def without_a_device(item):
+    """Whether a test's kernels are emulated or simulated, which takes most of the time of all tests."""
+    if not hasattr(item, "callspec") or item.get_closest_marker("gpu") is not None:
+        return False
+    tried = Combination(item)
+    return tried.emulated or tried.simulated or tried.get("device") == "cuda" or "emulated" in item.fixturenames
+
+
+def leave_to_slow_tests(items):
+    """Mark two thirds of the combinations of each test without a device, chosen by their names, as slow."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        if without_a_device(item) and item.get_closest_marker("slow") is None:
+            tests[item.nodeid.split("[")[0]].append(item)
+    for combinations in tests.values():
+        combinations.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in combinations[max(2, -(-len(combinations) // 3)) :]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Wraps all other hooks, some of which add marks; pytest's own hook deselects by -m."""
     for item in items:
         if is_said(item, "thorough") and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.slow)
+    if is_of_all_tests(config):
+        leave_to_slow_tests(items)
     result = yield
     items[:] = [item for item in items if not is_said(item, "nowhere")]
     return result

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import cumla
-from support.calls import NAMES, arrays, call, function_of, is_attention, put
+from support.calls import NAMES, OTHERS, arrays, call, function_of, is_attention, put
 from support.guarded import Guarded
 from support.lab import BF16, Lab
+from support.operations import EXAMPLES
 from support.wrong import WRONG, int32, makes_read_only, ones
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -29,7 +30,7 @@ CASES = [(name, *case) for name, cases in WRONG.items() for case in cases]
 
 
 @pytest.mark.parametrize("name", [x for x in NAMES if not is_attention(x)])
-@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("name") == "fp8_mqa_logits")  # but its few keys
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("name") in EXAMPLES)  # test_safety_examples.py calls them
 def test_the_unchanged_calls_work(lab, name):
     check_unchanged_calls(lab, call(name))
 
@@ -98,7 +99,7 @@ RIGHT = {  # which looks invalid but is valid, or is not checked
 ALSO_NAMED = {"kv_scales": "scales"}  # as the pair is called
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", {**{function_of(x): x for x in reversed(NAMES)}, **{x: x for x in OTHERS}}.values())
 def test_nonsense(name):
     """Any invalid argument is an error that names it, in a short message."""
     right = call(name)

@@ -35,7 +35,7 @@ def check_random_selections(asked, model):
     assert len({program for program in warm if "topk" in program[0]}) >= 4
     rng, pages = np.random.default_rng(0), cumla.INDEXER_FP8.allocate(1, 64, cupy)
     workspace = cupy.zeros(256 << 20, np.uint8)
-    for _ in range(40):
+    for _ in range(15):
         columns, rows = (
             max(64, int(rng.integers(65, model.context)) >> int(rng.integers(0, 10))),
             int(rng.integers(1, DECODES + 1)),

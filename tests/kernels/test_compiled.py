@@ -69,6 +69,7 @@ def kept(place):
     return sorted(path for path in place.rglob("compiled-*/*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_in_the_package(package, tmp_path):
     """`pip uninstall` leaves what it did not install."""
     before = sorted((package / "cumla").rglob("*"))
@@ -96,7 +97,7 @@ def test_a_change_in_a_helper_is_seen(package, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["a bit", "the end", "all of it", "its digest alone is right"])
-@pytest.mark.thorough(when=lambda x: x.get("damage") in ("the end", "all of it"))
+@pytest.mark.thorough(when=lambda x: x.get("damage") != "a bit")
 def test_damaged_machine_code_is_made_anew(package, tmp_path, damage):
     (path,) = kept(package)
     data = path.read_bytes()
@@ -131,6 +132,7 @@ def test_a_warm_process_imports_no_compiler(package, tmp_path):
     assert run(package, package, WARM) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_other_settings_of_numba_have_other_machine_code(package, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ})
     before = kept(package)
@@ -212,6 +214,7 @@ def test_many_threads_at_once_compile_it_once(monkeypatch):
     assert len(made) <= 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_passed_by(package, tmp_path):
     folder = kept(package)[0].parent
     shutil.rmtree(folder)
@@ -222,6 +225,7 @@ def test_what_cannot_be_read_is_passed_by(package, tmp_path):
     assert not kept(package)
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_kept(package, tmp_path):
     """As in a hardened container, with read-only site-packages and home. The reference compiles nothing."""
     home = tmp_path / "home"

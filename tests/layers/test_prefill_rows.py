@@ -14,6 +14,7 @@ WINDOW, BLOCK = 20, 8
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.nowhere(when=lambda x: x.get("layout") is not cumla.DSV4_FP8 and (x.get("gap") or x.get("ratio") != 4))
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("gap"))
 def test_rows_and_lists(lab, rng, layout, ratio, gap):
     """Compressed rows of none, ratio 4 and 128; absent pages and entries; rows at any address."""
     extra = cumla.DSV41_FP4 if layout is cumla.DSV41_FP8 else layout

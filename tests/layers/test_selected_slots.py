@@ -86,6 +86,7 @@ def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
     assert (lab.get(workspace.topk_lens)[:decodes] == lab.get(lens)).all()
 
 
+@pytest.mark.thorough(when=lambda x: x.simulated)
 def test_decodes_that_are_prefills_to_the_indexer_are_mapped(lab, rng):
     layer, given = selecting_step(rng, lab, [3, 200, 147], [1, 2, 2], num_speculative_tokens=0)
     assert given["metadata"].num_decode_tokens == 5

@@ -103,7 +103,7 @@ def test_a_checkpoint_in_files_and_an_expert_a_tensor(tmp_path, case, names):
         np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["scale", "weight_scale_inv"])
+@pytest.mark.parametrize("kind", ["scale", pytest.param("weight_scale_inv", marks=pytest.mark.slow)])
 def test_a_model_of_fp8_blocks_and_bfloat16(tmp_path, kind):
     """From the files to logits: as of the dequantised weights."""
     import deepseek_v32

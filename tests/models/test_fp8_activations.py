@@ -89,6 +89,7 @@ def test_products(lab, rng, tokens, rows, columns, block, float32_output):
 @pytest.mark.parametrize("where", ["x", "weight", "scale"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.nowhere(when=lambda x: x.get("where") == "weight" and x.get("value") != "nan")  # e4m3 has no infinity
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("value") != "nan")
 def test_special_values(lab, rng, where, value):
     """They reach the results of their own token, or of their own rows of the weight, and no others."""
     tokens, rows, columns = (3, 136, 256) if lab.tiny else (5, 256, 256)
@@ -110,6 +111,7 @@ def test_special_values(lab, rng, where, value):
     np.testing.assert_allclose(got[np.isfinite(want)], want[np.isfinite(want)], rtol=2.0**-7, atol=0.1)
 
 
+@pytest.mark.thorough(when=lambda x: x.simulated)
 def test_groups(lab, rng):
     given = one(rng.standard_normal((3 * 128, 256), np.float32) / 4)
     weight = with_rounding(in_groups(stacked([given], BF16, lab.xp, Scratch()), 3))

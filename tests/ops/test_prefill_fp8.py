@@ -111,7 +111,7 @@ def test_no_tile_of_normal_data_is_computed_again(lab, rng):
 
 
 @pytest.mark.parametrize(("width", "heads"), [(576, 64), (512, 16)])
-@pytest.mark.thorough(when=lambda x: x.emulated and x.get("heads") == 64)
+@pytest.mark.thorough(when=lambda x: (x.emulated or x.simulated) and x.get("heads") == 64)
 def test_what_has_no_fp8_kernel_is_as_without(lab, rng, width, heads):
     q, kv = rng.standard_normal((2, heads, width)).astype(BF16), rng.standard_normal((90, width)).astype(BF16)
     arguments = [lab.put(x) for x in (q, kv, make_indices(rng, 2, 1, 50, 90)[:, 0])]
@@ -126,6 +126,7 @@ LAYOUTS = [cumla.DSV4_FP8, cumla.V32_NOPE_FP8, cumla.V32_FP8]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("heads", [64, 16])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("heads"), x.get("layout")) != (64, cumla.DSV4_FP8))
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 64)
 def test_pages_and_quantised_rows(lab, rng, layout, heads):
     """Slots of pages; gathered rows, as pages of one token; against attention over the rows that they hold."""
     block_size, heads = 1 if layout is cumla.V32_NOPE_FP8 else 16, heads // 16 if lab.tiny else heads

@@ -58,9 +58,11 @@ def is_emulated_prefill(x):
 
 
 def is_for_devices(x):
-    """Kernels whose emulation with one layout suffices: a device runs all."""
-    names = {name for name, _ in EMULATED_DECODE} | {"chosen"}
-    return x.emulated and x.get("layout") is not cumla.DSV4_FP8 and x.get("name") not in names
+    """Kernels whose emulation with one layout, or with two of five numbers of parts, suffices: a device runs all."""
+    if x.get("layout") is cumla.DSV4_FP8:
+        return x.emulated and x.get("name").endswith(("parts 4", "parts 5"))
+    names = {name for name, _ in EMULATED_DECODE if name != "portable cut 8.0"} | {"chosen"}
+    return x.emulated and x.get("name") not in names
 
 
 def is_emulated_decode(x):
@@ -76,6 +78,7 @@ def is_emulated_decode(x):
 @pytest.mark.nowhere(when=lambda x: not has_kernel(x))
 @pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_prefill(x) and x.get("heads") != EMULATED_HEADS)
 @pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_prefill(x))
+@pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 8, 65))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("name", PREFILL_KERNELS)
@@ -94,6 +97,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV4_BF16, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
 @pytest.mark.nowhere(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65, other_heads(x.get("layout"))))
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
+@pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") == 65 and x.get("layout") in BF16_LAYOUTS)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("name", DECODE_KERNELS)

@@ -302,7 +302,7 @@ def be_a_rank(kind, place, rank, results):
         results.put((rank, error.ranks, str(error)))
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.slow), "tcp"])
 def test_processes_agree(kind, tmp_path):
     context = multiprocessing.get_context("spawn")
     place = str(tmp_path) if kind == "file" else (TcpStore.serve(b"secret"), b"secret")
