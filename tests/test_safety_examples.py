@@ -49,6 +49,27 @@ def test_any_integers(lab, rng, name):
             array.assert_margins()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", operations.EXAMPLES)
+def test_infinities_and_nan_are_no_warnings(rng, name, backend):
+    """NumPy's warnings are errors here."""
+
+    def changed(value):
+        if isinstance(value, list | tuple):
+            return type(value)(changed(x) for x in value)
+        if not isinstance(value, np.ndarray) or value.dtype.kind in "biu" or not value.ndim:
+            return value
+        value = value.copy()
+        value[rng.random(value.shape) < 0.1] = np.nan
+        value[rng.random(value.shape) < 0.1] = np.inf
+        value[rng.random(value.shape) < 0.1] = -np.inf
+        return value
+
+    arguments = operations.arguments_of(operations.EXAMPLES[name], 0)
+    arguments = {key: value if key == "attn_sink" else changed(value) for key, value in arguments.items()}
+    operations.called(operations.EXAMPLES[name])(**arguments, backend=backend)
+
+
 OPERATIONS = {name for name in cumla.__all__ if inspect.isfunction(getattr(cumla, name))} - {"supports", "debug"}
 
 

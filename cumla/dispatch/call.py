@@ -289,13 +289,16 @@ class Call:
         return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
     def kernels(self, file: str) -> Launching:
-        """A context manager for the chosen backend's `file` of kernels, on the caller's stream.
+        """A context manager for the chosen backend's `file` of kernels, on the caller's stream; on the host without
+        warnings of floating-point errors.
 
         Entering it raises ValueError if a written array shares elements with another one.
         """
         if self._dry_run is not None:
             return Launching(self, self._dry_run.kernels(self._backend, file), streams.NOTHING)
         module = kernels(choose(self._backend, self._device >= 0), file)
+        if self._device < 0:  # NumPy would warn of infinities and NaN, which are results like others
+            return Launching(self, module, np.errstate(all="ignore"))
         return Launching(self, module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
@@ -308,23 +311,23 @@ class Call:
 
 
 class Launching:
-    """A context manager that launches on the caller's stream. (contextlib's would take a microsecond longer.)"""
+    """A context manager that launches `within` another. (contextlib's would take a microsecond longer.)"""
 
-    __slots__ = ("call", "module", "stream")
+    __slots__ = ("call", "module", "within")
 
-    def __init__(self, call: Call, module: Any, stream: contextlib.AbstractContextManager[Any]) -> None:
-        self.call, self.module, self.stream = call, module, stream
+    def __init__(self, call: Call, module: Any, within: contextlib.AbstractContextManager[Any]) -> None:
+        self.call, self.module, self.within = call, module, within
 
     def __enter__(self) -> Any:
         self.call.check_apart()
         if debug.active and self.call.checks_values():
-            self.stream.__enter__()
+            self.within.__enter__()
             return debug.Checked(self.module)
-        self.stream.__enter__()
+        self.within.__enter__()
         return self.module
 
     def __exit__(self, *error: Any) -> None:
-        self.stream.__exit__(*error)
+        self.within.__exit__(*error)
 
 
 def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
