@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch import backends
-from ..layers.selection import DECODE_SCORE_BYTES
+from ..layers.selection import MOST_SCORE_BYTES
 from ..layout import CacheLayout
 from ..ops.candidates import candidate_topk
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
@@ -89,6 +89,11 @@ class Selection:
             self.shared[name] = self.xp.full((max(rows, 2 * len(self.shared.get(name, ()))), *shape), value, dtype)
         return self.shared[name][:rows]
 
+    @property
+    def most_score_bytes(self) -> int:
+        """As much memory for scores as layers give."""
+        return WORKSPACE_BYTES if self.model.kind == "v41" else MOST_SCORE_BYTES
+
     def decodes(self, most: int) -> Iterator[Call]:
         cache, topk = self.layout.allocate(1, PAGE, self.xp), self.model.topk
         options: dict[str, Any] = {"layout": self.layout, "backend": self.backend}
@@ -103,9 +108,7 @@ class Selection:
             lens = self.xp.zeros(count, np.int32)
             table = self.xp.zeros((count, -(-self.columns // PAGE)), np.int32)
             slots = self.xp.empty((rows, topk), np.int32), self.xp.empty(rows, np.int32)
-            # As much memory for scores as layers give (cumla.layers.selection; WORKSPACE_BYTES in V4.1's).
-            limit = WORKSPACE_BYTES if self.model.kind == "v41" else DECODE_SCORE_BYTES
-            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, limit))
+            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, self.most_score_bytes))
             for blocks in self.blocks:
                 yield functools.partial(
                     indexer_topk, q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots,
@@ -123,14 +126,14 @@ class Selection:
             xp.zeros(2, np.int32), backend=self.backend,
         )  # fmt: skip
         # The last pass over a chunk has any number of rows.
-        most = min(MOST_PROMPT_ROWS, WORKSPACE_BYTES // logits_row_bytes(columns))
+        most = min(MOST_PROMPT_ROWS, self.most_score_bytes // logits_row_bytes(columns))
         for rows in sorted({most, *(n for power in range(14) for n in (2**power, 3 * 2**power // 2) if n <= most)}):
             q, weights = self.queries(rows)
             none = xp.zeros(rows, np.int32)
             for blocks in self.blocks:
                 yield functools.partial(
                     indexer_topk, q, keys, weights, self.model.topk, cu_seqlen_ks=none, cu_seqlen_ke=none,
-                    **self.chosen(rows, blocks), backend=self.backend,
+                    max_workspace_bytes=self.most_score_bytes, **self.chosen(rows, blocks), backend=self.backend,
                 )  # fmt: skip
                 if blocks:
                     listed, pages = self.chosen(rows, blocks)["candidate_blocks"], self.layout.allocate(1, PAGE, xp)

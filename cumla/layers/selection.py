@@ -18,7 +18,7 @@ from ..ops.indexer_topk import WORKSPACE_BYTES, blocks_of, indexer_topk, logits_
 from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 
-DECODE_SCORE_BYTES = 256 << 20  # limit of the memory for the scores of all decodes at once
+MOST_SCORE_BYTES = 256 << 20  # limit of the memory for the scores of all decodes, or of a chunk's prefills, at once
 TABLE_BYTES = 16 << 20  # limit of the block tables of prefill tokens that score candidates, a row for each token
 
 # Returns uninitialised memory for a name, shape and dtype.
@@ -107,7 +107,7 @@ def select_rows(
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any = None,
     candidates: Candidates | None = None,
-    decode_score_bytes: int | None = None,
+    most_score_bytes: int | None = None,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -119,13 +119,13 @@ def select_rows(
                  select in a cache with the metadata's block table, and their count; or None
     is_valid_token  [>= D] bool, with slots: a padding token's length is 0
     candidates   the tokens' candidate blocks, to write or to choose from; None: all rows are scored
-    decode_score_bytes  most memory for the scores of all decodes at once, if a request's take no more; None:
-                 DECODE_SCORE_BYTES
+    most_score_bytes  most memory for the scores of all decodes at once, or of a chunk's prefills, if a request's scores
+                 take no more; None: MOST_SCORE_BYTES
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
-    most = DECODE_SCORE_BYTES if decode_score_bytes is None else decode_score_bytes
+    most = MOST_SCORE_BYTES if most_score_bytes is None else most_score_bytes
     run = _Run(inputs, q, weights, out, memory, backend, candidates, most)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
@@ -161,7 +161,7 @@ class _Run:
     memory: Memory
     backend: str | None
     candidates: Candidates | None
-    decode_score_bytes: int
+    most_score_bytes: int
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -244,16 +244,17 @@ class _Run:
 
     def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata, keys: Any, scales: Any) -> None:
         some = slice(chunk.token_start, chunk.token_end)
+        of_chunk = (chunk.token_end - chunk.token_start) * row_bytes_of(self.candidates, chunk.total_seq_lens)
         indexer_topk(
             self.q[some], keys if scales is None else (keys, scales), self.weights[some], self.out.shape[1],
             cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, out=self.out[some],
-            **self._written(some), backend=self.backend, workspace=self._scores(),
+            **self._written(some), backend=self.backend, workspace=self._scores(of_chunk),
         )  # fmt: skip
 
-    def _scores(self, of_decodes: int = 0) -> Any:
-        """Memory for scores. of_decodes: bytes of all decodes' scores; one pass over them takes the fewest launches."""
-        least, most = WORKSPACE_BYTES, self.decode_score_bytes
+    def _scores(self, of_all: int = 0) -> Any:
+        """Memory for scores. of_all: bytes of those of all tokens; one pass over them takes the fewest launches."""
+        least, most = WORKSPACE_BYTES, self.most_score_bytes
         if self.candidates is not None and self.candidates.written:  # with the blocks' scores
             least, most = (size + -(-size // self.candidates.size) for size in (least, most))
-        size = max(least, score_bytes(self.inputs, self.candidates), min(of_decodes, most))
+        size = max(least, score_bytes(self.inputs, self.candidates), min(of_all, most))
         return self.memory("scores", (size,), np.uint8)

@@ -23,15 +23,15 @@ class Indexer:
     layout       INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32: of the cache of keys. Queries are e4m3 for the
                  first two, for MXFP4 keys with values rounded to MXFP4; otherwise of the same type
     rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
-    decode_score_bytes  of `select_rows`
+    most_score_bytes  of `select_rows`
     """
 
     def __init__(
         self, heads: int, topk: int, layout: CacheLayout, rope_first: bool, scratch: Scratch, backend: str | None,
-        decode_score_bytes: int | None = None,
+        most_score_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.heads, self.topk, self.layout, self.rope_first = heads, topk, layout, rope_first
-        self.scratch, self.backend, self.decode_score_bytes = scratch, backend, decode_score_bytes
+        self.scratch, self.backend, self.most_score_bytes = scratch, backend, most_score_bytes
 
     def select(
         self,
@@ -65,7 +65,7 @@ class Indexer:
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
         select_rows(
             inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates,
-            self.decode_score_bytes,
+            self.most_score_bytes,
         )  # fmt: skip
         return out
 

@@ -392,8 +392,11 @@ class HeldRowsSize(NamedTuple):
 
 @functools.lru_cache(256)
 def held_rows_size(num_rows: int, width: int, sms: int, most_blocks: int, aligned: bool) -> HeldRowsSize | None:
-    """Sizes for rows that all run at the same time, or in two waves; None if they are too many, or too long."""
+    """Sizes for rows that all run at the same time, or in two waves, or are short; None for others."""
     if num_rows > sms:
+        short = HeldRowsSize(256, 2)
+        if aligned and most_blocks > 1 and width <= short.columns:  # measured on Hopper alone
+            return short
         few_waves = num_rows <= 4 * sms and ONE_BLOCK // 4 < width <= ONE_BLOCK // 2
         return HeldRowsSize(512, 4) if aligned and few_waves else None  # two of which run on a multiprocessor
     blocks = 1
@@ -410,9 +413,9 @@ def choice_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
     """Threads per CTA of common/indexer_topk.cu: 256 take fewer instructions for all rows, 512 read one row faster.
 
     of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
-                 decides the time
+                 decides the time. For prompts' rows it was measured with k 2,048 alone
     """
-    few_waves = of_requests and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
+    few_waves = (of_requests or topk > 1024) and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
     return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
 
 

@@ -65,7 +65,7 @@ def test_scores_take_memory_of_the_longest_request_at_least(rng, monkeypatch, se
     assert score_bytes(step.inputs) == 4 * rows
     for budget, taken in ((64, 4 * rows), (4 * rows, 4 * rows), (1 << 16, 1 << 16)):
         monkeypatch.setattr(selection, "WORKSPACE_BYTES", budget)
-        monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", budget)
+        monkeypatch.setattr(selection, "MOST_SCORE_BYTES", budget)
         got, asked = step.selected()
         assert got == step.wanted
         assert asked["scores"] == taken
@@ -78,8 +78,8 @@ def test_all_decodes_are_scored_at_once_as_far_as_memory_goes(rng, monkeypatch):
     monkeypatch.setattr(selection, "WORKSPACE_BYTES", 64)
     for budget, rows in ((1 << 20, 3), (4 * 72 * 2, 2), (64, 1)):
         for by_model in (False, True):
-            monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", 1 << 20 if by_model else budget)
-            got, asked = step.selected(**({"decode_score_bytes": budget} if by_model else {}))
+            monkeypatch.setattr(selection, "MOST_SCORE_BYTES", 1 << 20 if by_model else budget)
+            got, asked = step.selected(**({"most_score_bytes": budget} if by_model else {}))
             assert got == step.wanted
             assert asked["scores"] == 4 * 72 * rows
 
@@ -126,7 +126,7 @@ def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
     before = pool.total_bytes()
     select_rows(
         IndexerInputs(q, weights, cache, metadata, layout=layout), positions, cupy.arange(requests, dtype=np.int32),
-        table, out, memory, "cuda", candidates=candidates, decode_score_bytes=selection.WORKSPACE_BYTES,
+        table, out, memory, "cuda", candidates=candidates, most_score_bytes=selection.WORKSPACE_BYTES,
     )  # fmt: skip
     most = 72 << 20 if chooses else 64 << 20  # of the scores of rows 64
     assert asked == {"scores": most}

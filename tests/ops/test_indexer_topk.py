@@ -404,6 +404,8 @@ def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
         (528, 8_192, False, None),
         (133, 8_193, True, None),
         (133, 4_096, True, None),
+        (4_000, 2_048, True, (256, 2, 1)),
+        (133, 2_048, False, None),
         (529, 8_192, True, None),
     ],
 )

@@ -460,7 +460,7 @@ COMPILATIONS += [
     )
     for first, target in enumerate(("sm_90a", "sm_100"))
     for turn, (threads, reads, blocks) in enumerate(
-        ((512, 2, 8), (512, 4, 4), (1024, 4, 2), (1024, 2, 8), (1024, 4, 8)), first
+        ((512, 2, 8), (512, 4, 4), (1024, 4, 2), (1024, 2, 8), (1024, 4, 8), (256, 2, 1)), first
     )
 ]
 COMPILATIONS += [
