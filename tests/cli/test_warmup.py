@@ -40,7 +40,8 @@ def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["v32", "mla"])
 def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
-    assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", "--topk", "16"]) == 0
+    topk = ["--topk", "16"] if kind == "v32" else []
+    assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", *topk]) == 0
     out = capsys.readouterr().out
     assert f"{kind}, 2 heads, backend cpu" in out
     assert "calls in" in out
