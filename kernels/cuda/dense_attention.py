@@ -33,16 +33,15 @@ def mha_varlen(given: PackedAttention) -> None:
     }  # fmt: skip
     device = q.device.id
     if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
-        file = "sm90/dense/mha_varlen.cu"
+        file, dims = "sm90/dense/mha_varlen.cu", {}
         shared_bytes = constant(file, "SHARED_BYTES")
         mha = large_kernel(device, shared_bytes, file, "mha_varlen_sm90", "sm_90a", **types)
     else:
-        file = "sm80/mha_varlen.cu"
-        shared_bytes = constant(file, "SHARED_BYTES", QK_DIM=head_dim, V_DIM=v_dim)
+        file, dims = "sm80/mha_varlen.cu", {"QK_DIM": head_dim, "V_DIM": v_dim}
+        shared_bytes = constant(file, "SHARED_BYTES", **dims)
         mha = large_kernel(
-            device, shared_bytes, file, "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
-            V_DIM=v_dim, ALIGNED=int(aligned),
-        )  # fmt: skip
+            device, shared_bytes, file, "mha_varlen", **types, **dims, ROPE_DIM=rope_dim, ALIGNED=int(aligned)
+        )
     sequences = len(cu_seqlens_q) - 1
     arguments = mha.arguments(
         q=q, **named_strides("q", "th", q), k=k, **named_strides("k", "th", k), v=v, **named_strides("v", "th", v),
@@ -51,7 +50,7 @@ def mha_varlen(given: PackedAttention) -> None:
         scale_log2=softmax_scale * LOG2_E, out=out, **named_strides("out", "th", out), lse=lse,
         **named_strides("lse", "ht", lse),
     )  # fmt: skip
-    grid = -(-tokens // constant(file, "QUERIES")) + sequences, heads
+    grid = -(-tokens // constant(file, "QUERIES", **dims)) + sequences, heads
     mha(grid, (constant(file, "THREADS"),), arguments, shared_mem=shared_bytes)
 
 
@@ -132,8 +131,8 @@ def portable_sizes(limit: int) -> tuple[dict[str, int], int]:
 
     Raises ValueError if none does.
     """
-    for keys, stages in PORTABLE_SIZES:
-        sizes = {"KEYS": keys, "STAGES": stages, "Q_REGISTERS": Q_REGISTERS}
+    for keys, stages, registers in PORTABLE_SIZES:
+        sizes = {"KEYS": keys, "STAGES": stages, "Q_REGISTERS": registers}
         shared_bytes = constant("sm80/dense/scores.cuh", "SHARED_BYTES", **sizes)
         if shared_bytes <= limit:
             return sizes, shared_bytes
@@ -163,8 +162,8 @@ HEADS = constant("sm90/dense/decode/memory.cuh", "HEADS")  # of a tile, by eithe
 BLOCK, MIN_RANGE, MIN_PART, TOKEN_COST = (
     constant("common/dense/work.cuh", name) for name in ("BLOCK", "MIN_RANGE", "MIN_PART", "TOKEN_COST")
 )
-PORTABLE_SIZES = ((32, 4), (32, 3), (16, 3))  # keys of a step and stages of the ring, the fastest first
-Q_REGISTERS = 96  # of a thread of the scores
+# Keys of a step, stages of the ring, and registers of a thread of the scores that hold queries: the fastest first.
+PORTABLE_SIZES = ((32, 4, 96), (32, 3, 96), (16, 4, 112))
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 

@@ -1,4 +1,4 @@
-"""Launches of sm80/index_scores.cu: scores of queries of 16 bits and fewer by tensor cores, on every device."""
+"""Launches of sm80/index_scores.cu and prompt_scores.cu: scores of queries of 16 bits and fewer on every device."""
 
 from typing import Any
 
@@ -11,8 +11,15 @@ from .indices import division
 from .launch import C_NAMES, is_aligned, pointer, strides
 
 SOURCE = "sm80/index_scores.cu"
-WARPS, TILE, HEADS = (constant(SOURCE, name) for name in ("WARPS", "KEYS", "CHUNK_HEADS"))
-CTAS = 3  # on an SM, at most
+WARPS, TILE = (constant(SOURCE, name) for name in ("WARPS", "KEYS"))
+REGISTER_HEADS = {32: 3, 64: 2}  # heads whose operands stay in registers, with the CTAs on an SM
+CTAS = 3  # of others
+PROMPTS = "sm80/prompt_scores.cu"  # e4m3 keys that neighbouring queries of PROMPT_HEADS heads share
+PROMPT_HEADS, LEAST_PROMPT = 64, 16
+GROUP, PROMPT_TILE, PROMPT_THREADS, PROMPT_BYTES = (
+    constant(PROMPTS, name, HEADS=PROMPT_HEADS) for name in ("QUERIES", "KEYS", "THREADS", "SHARED_BYTES")
+)
+PROMPT_WAVES = 4  # of CTAs, at least
 MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
 NO_CANDIDATES = (0, 0, *division(1))  # blocks, their stride, and positions of a block
 
@@ -47,21 +54,54 @@ def index_scores(
         k, scale = keys
         layout, count, scales, place = layout_of_packed(k), len(k), pointer(scale), (k, k.strides[0], 0, *division(1))
         aligned = is_aligned(q, k) and scales % 4 == 0
+    heads = q.shape[2]
+    if (
+        layout is INDEXER_FP8
+        and not isinstance(keys, Pages)
+        and aligned
+        and heads == PROMPT_HEADS
+        and len(weights) >= LEAST_PROMPT
+    ):
+        prompt_scores(q, weights, seen, keys, logits, compressed_width)
+        return
     shared_bytes = constant(SOURCE, "SHARED_BYTES", LAYOUT=layout)
-    parts = query_parts(len(weights), columns, device_sms(device))
+    parts = query_parts(len(weights), columns, device_sms(device) * REGISTER_HEADS.get(heads, CTAS))
     run = large_kernel(
         device, shared_bytes, SOURCE, "index_scores", QUERY=query, LAYOUT=layout.name,
-        HEADS=HEADS if q.shape[2] == HEADS else 0, PAGED=int(isinstance(keys, Pages)),
+        HEADS=heads if heads in REGISTER_HEADS else 0, PAGED=int(isinstance(keys, Pages)),
         CANDIDATES=int(candidates is not None), ALIGNED=int(aligned),
     )  # fmt: skip
     run(
         (-(-len(weights) * parts // WARPS),),
         (32 * WARPS,),
         (
-            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], *seen, len(weights),
+            q, *strides(q)[:3], heads, weights, strides(weights)[0], *seen, len(weights),
             *blocks, columns, fill, count, compressed_width, *table, *place, scales, logits, strides(logits)[0], parts,
         ),
         shared_mem=shared_bytes,
+        overlap=True,
+    )  # fmt: skip
+
+
+def prompt_scores(
+    q: Any, weights: Any, seen: tuple[Any, ...], keys: tuple[Any, Any], logits: Any, compressed_width: int
+) -> None:
+    """Scores of e4m3 queries [1, n, 64, 128] over packed keys; arguments of index_scores."""
+    device, (k, scales), queries = q.data.device_id, keys, len(weights)
+    groups, tiles = -(-queries // GROUP), -(-logits.shape[1] // PROMPT_TILE)
+    parts = max(1, min(-(-PROMPT_WAVES * device_sms(device) // groups), tiles))
+    run = large_kernel(
+        device, PROMPT_BYTES, PROMPTS, "prompt_scores", QUERY="uint8", LAYOUT=INDEXER_FP8.name, HEADS=PROMPT_HEADS,
+        ALIGNED=1,
+    )  # fmt: skip
+    run(
+        (groups * parts,),
+        (PROMPT_THREADS,),
+        (
+            q, *strides(q)[1:3], weights, strides(weights)[0], *seen[:2], queries, len(k), compressed_width, k,
+            k.strides[0], scales, logits, strides(logits)[0], parts,
+        ),
+        shared_mem=PROMPT_BYTES,
         overlap=True,
     )  # fmt: skip
 
@@ -73,7 +113,7 @@ def layout_of_packed(k: Any) -> CacheLayout:
     return INDEXER_FP8 if k.shape[1] == INDEXER_FP8.row_bytes else INDEXER_MXFP4
 
 
-def query_parts(queries: int, columns: int, sms: int) -> int:
-    """Work ranges of a query: one for each warp that the device holds, or several waves of them."""
-    parts = sms * CTAS * WARPS // queries
+def query_parts(queries: int, columns: int, ctas: int) -> int:
+    """Work ranges of a query: one for each warp of the CTAs that the device holds, or several waves of them."""
+    parts = ctas * WARPS // queries
     return min(-(-columns // TILE), parts if parts >= 4 else MANY_PARTS)

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.kernels.cuda import launch
+from cumla.kernels.cuda.device import assumed
 from support.lab import BF16
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -125,6 +127,34 @@ def test_scores_of_pages(lab, rng, layout, block_size, next_n, heads, axes):
         *arguments[:3], 9, context_lens=arguments[3], block_table=arguments[4], backend=lab.backend, **options
     )
     np.testing.assert_array_equal(lab.get(chosen), topk)
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("heads", [64, 32])
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16], ids=lambda x: x.name)
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 32 or x.get("layout") is cumla.INDEXER_BF16)
+def test_scores_by_kernels_of_other_devices(device, rng, capability, heads, layout):
+    """Those without an instruction that converts e4m3, and with it; some keys and queries of FP8 are NaN."""
+    lab = device
+    q, cache, weights, table = paged(rng, layout, 64, 2, 2, heads, 4)
+    kinds = {cumla.INDEXER_FP8: "fp8", cumla.INDEXER_MXFP4: "mxfp4", cumla.INDEXER_BF16: "bfloat16"}
+    packed_q, kv, *ranges = ragged(rng, 37, heads, 300, kinds[layout])
+    ranges[1][5:25], ranges[2][5:25] = 20, np.arange(250, 270)  # a prompt
+    if layout is cumla.INDEXER_FP8:
+        layout.parts(cache)[0][table[0, 0], 9, 3] = 0x7F
+        q[1, 1, 2, 70], kv[0][30, 100], packed_q[9, 3, 90], packed_q[20, -1, 2] = 0xFF, 0xFF, 0x7F, 0x01
+    lens = np.array([250, 130], np.int32)
+    of_pages = {"max_context_len": 256, "layout": layout, "clean_logits": True}
+    want = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, backend="reference", **of_pages)
+    want_packed = cumla.fp8_mqa_logits(packed_q, kv, *ranges, True, backend="reference")
+    given = [lab.put(x) for x in (q, cache, weights, lens, table)]
+    given_packed = [lab.put(packed_q), put_keys(lab, kv), *map(lab.put, ranges)]
+    with assumed(capability), launch.recorded_launches():
+        found = lab.get(cumla.fp8_paged_mqa_logits(*given, backend="cuda", **of_pages))
+        found_packed = lab.get(cumla.fp8_mqa_logits(*given_packed, True, backend="cuda"))
+    check_logits(found, want)
+    check_logits(found_packed, want_packed)
+    assert np.isnan(want).any() == np.isnan(want_packed).any() == (layout is cumla.INDEXER_FP8)
 
 
 @pytest.mark.parametrize(

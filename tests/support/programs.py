@@ -78,6 +78,10 @@ SOURCES = [
             },
         )
         for query, layout, heads, paged, candidates, aligned in (
+            ("uint8", "INDEXER_FP8", 64, 1, 0, 1),
+            ("uint8", "INDEXER_FP8", 64, 0, 0, 1),
+            ("uint8", "INDEXER_MXFP4", 64, 1, 1, 1),
+            ("bf16", "INDEXER_BF16", 64, 1, 0, 0),
             ("uint8", "INDEXER_FP8", 32, 1, 1, 1),
             ("uint8", "INDEXER_MXFP4", 32, 1, 1, 1),
             ("uint8", "INDEXER_MXFP4", 32, 1, 0, 1),
@@ -88,6 +92,7 @@ SOURCES = [
             ("bf16", "INDEXER_BF16", 0, 1, 0, 0),
         )
     ),
+    ("sm80/prompt_scores.cu", {"QUERY": "uint8", "LAYOUT": "INDEXER_FP8", "HEADS": 64, "ALIGNED": 1}),
     *(("common/candidate_logits.cu", {"LAYOUT": layout}) for layout in ("INDEXER_MXFP4", "INDEXER_F32")),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "Q_FORMAT": "MXFP4_ROWS", "ALIGNED": 0}),
     *(
@@ -362,10 +367,10 @@ SOURCES = [
     *(("sm90/dense/decode/decode.cu", {"VALUE": "bf16", "PAIRED": pair, "EVERY_LANE_ARRIVES": 1}) for pair in (0, 1)),
     *(
         ("sm80/dense/decode.cu", {
-            "VALUE": value, "CACHE": cache, "KEYS": keys, "STAGES": stages, "Q_REGISTERS": 96, "ALIGNED": whole,
+            "VALUE": value, "CACHE": cache, "KEYS": keys, "STAGES": stages, "Q_REGISTERS": registers, "ALIGNED": whole,
             "WHOLE_STEPS": whole,
         })
-        for keys, stages in ((32, 3), (16, 3), (32, 4))
+        for keys, stages, registers in ((32, 3, 96), (16, 4, 112), (32, 4, 96))
         for value, cache, whole in (("bf16", "bf16", 1), ("f16", "f16", 0), ("bf16", "e4m3", 1), ("f16", "e4m3", 0))
     ),
     ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),

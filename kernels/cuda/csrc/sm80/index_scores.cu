@@ -21,22 +21,16 @@
 // block table, and so is the candidate block of the fourth.
 //
 // Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16, INDEXER_MXFP4),
-// HEADS (32: exactly 32 heads, whose operands stay in registers; 0: any number), PAGED and CANDIDATES (which keys), ALIGNED
+// HEADS (32 or 64: exactly so many, whose operands stay in registers; 0: any number), PAGED and CANDIDATES (which keys), ALIGNED
 // (whether rows of queries and keys are at multiples of 16 bytes, and scales of MXFP4 keys at multiples of 4).
 #include "common/row_format.cuh"
 #include "common/pdl.cuh"
-#include "sm80/mma.cuh"
+#include "sm80/index_operands.cuh"
 
-constexpr int DIM = 128, WARPS = 4, KEYS = 32, STAGES = 3, CHUNK_HEADS = 32, STEPS = DIM / 16;
+constexpr int WARPS = 4, KEYS = 32, STAGES = 3;
 constexpr int STAGE_BYTES = KEYS * (LAYOUT::row_bytes + 4);
 [[maybe_unused]] constexpr int SHARED_BYTES = WARPS * STAGES * STAGE_BYTES;
-constexpr bool IS_MXFP4 = LAYOUT::e2m1_values, IS_E4M3 = !IS_MXFP4 && LAYOUT::num_scales == 1;
-constexpr float UNIT = IS_E4M3 ? 0.5f : 1.0f;  // of sums, which are doubled where no product is infinite
 constexpr int PIECES = LAYOUT::row_bytes / 64, PIECE_STEPS = STEPS / PIECES;
-
-template <bool E4M3> struct ProductType { using type = bf16; };
-template <> struct ProductType<true> { using type = f16; };
-using Product = ProductType<IS_E4M3>::type;
 
 // A tile of a warp's ring.
 struct Stage {
@@ -45,39 +39,14 @@ struct Stage {
 };
 static_assert(sizeof(Stage) == STAGE_BYTES);
 
-// max(x, 0) / UNIT
-__device__ inline float positive(float x) { return IS_E4M3 ? twice_relu(x) : relu(x); }
-
-// Four e4m3 values as two pairs.
-__device__ inline void pairs_of_e4m3(f16 type, uint32 bytes, uint32& low, uint32& high) {
-#if E4M3_ARCH >= 890
-    codes_to_f16(bytes, low, high);
-#else
-    float x[4];
-    e4m3x2_to_float(bytes & 0xffff, x[0], x[1]), e4m3x2_to_float(bytes >> 16, x[2], x[3]);
-    low = pack(type, x[0], x[1]), high = pack(type, x[2], x[3]);
-#endif
-}
-__device__ inline void pairs_of_e4m3(bf16 type, uint32 bytes, uint32& low, uint32& high) {
-    float x[4];
-    e4m3x2_to_float(bytes & 0xffff, x[0], x[1]), e4m3x2_to_float(bytes >> 16, x[2], x[3]);
-    low = pack(type, x[0], x[1]), high = pack(type, x[2], x[3]);
-}
-
-// The first of the four values that lanes with this c have in a step.
-__device__ inline int first_value(int step, int c) {
-    int piece = step / PIECE_STEPS, values = DIM / PIECES;
-    return piece * values + c * (values / 4) + step % PIECE_STEPS * 4;
-}
-
 // A pair of UE8M0 scales as bfloat16.
 __device__ inline uint32 scale_pair(uint32 byte) {
     uint32 scale = byte == 255 ? 0x7fc0u : byte == 0 ? 0x0040u : byte << 7;
     return scale << 16 | scale;
 }
 
-// A lane's operands of a key in a step of a piece. factor: the scale of its values, for e2m1.
-__device__ inline void key_pairs(uint4 piece, int step, uint32 factor, uint32& low, uint32& high) {
+// A lane's operands of a key in a step of a piece. factor: the scale of its values, for e2m1. nan: as above.
+__device__ inline void key_pairs(uint4 piece, int step, uint32 factor, uint32& low, uint32& high, uint32& nan) {
     uint32 words[4] = {piece.x, piece.y, piece.z, piece.w};
     if constexpr (IS_MXFP4) {
         uint32 pairs[4];
@@ -86,16 +55,10 @@ __device__ inline void key_pairs(uint4 piece, int step, uint32 factor, uint32& l
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(low) : "r"(pairs[step % 2 * 2]), "r"(factor), "r"(MINUS_ZERO));
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(pairs[step % 2 * 2 + 1]), "r"(factor), "r"(MINUS_ZERO));
     } else if constexpr (IS_E4M3) {
-        pairs_of_e4m3(Product{}, words[step], low, high);
+        e4m3_key_pairs(words[step], low, high, nan);
     } else {
         low = words[2 * step], high = words[2 * step + 1];
     }
-}
-
-// A word at `from`.
-template <class T> __device__ inline T load(const void* from) {
-    if constexpr (ALIGNED) return *static_cast<const T*>(from);
-    else return read_at<T>(static_cast<const uint8*>(from));
 }
 
 // Copy to shared memory, or write zeros there.
@@ -111,46 +74,6 @@ __device__ inline void copy_piece(uint4* to, const uint8* from, bool present) {
 __device__ inline void copy_word(uint32* to, const uint8* from, bool present) {
     if constexpr (ALIGNED) copy_async<4>(to, from, present);
     else *to = present ? read_at<uint32>(from) : 0;
-}
-
-// 32 heads of a query as operands, and their weights.
-struct Heads {
-    uint32 b[CHUNK_HEADS / 8][STEPS][2];
-    float weights[CHUNK_HEADS / 8][2];
-
-    __device__ void read(const QUERY* q, int64 q_stride_h, const float* of_heads, int first, int heads) {
-        int lane = threadIdx.x % 32, c = lane % 4;
-#pragma unroll
-        for (int n = 0; n < CHUNK_HEADS / 8; ++n) {
-            int head = first + 8 * n + lane / 4;
-            bool present = HEADS || head < heads;
-            const QUERY* row = q + (present ? head : 0) * q_stride_h;
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const QUERY* from = row + first_value(step, c);
-                if constexpr (sizeof(QUERY) == 1) {
-                    pairs_of_e4m3(Product{}, load<uint32>(from), b[n][step][0], b[n][step][1]);
-                } else {
-                    uint2 words{load<uint32>(from), load<uint32>(from + 2)};
-                    b[n][step][0] = words.x, b[n][step][1] = words.y;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int column = first + 8 * n + 2 * c + i;
-                weights[n][i] = HEADS || column < heads ? of_heads[column] : 0;
-            }
-        }
-    }
-};
-
-// The value of each lane's position of four values a lane, which are added up over the four lanes of a g.
-__device__ inline float sum_of_four(const float (&x)[4]) {
-    int c = threadIdx.x % 4;
-    bool odd = c & 1, upper = c & 2;
-    float low = (odd ? x[1] : x[0]) + __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
-    float high = (odd ? x[3] : x[2]) + __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
-    return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
 }
 
 // Which keys, and where.
@@ -230,11 +153,7 @@ struct Cursor {
     }
 };
 
-#if E4M3_ARCH >= 890
-constexpr int CTAS = 3;  // on an SM
-#else
-constexpr int CTAS = 2;  // conversion of e4m3 takes registers
-#endif
+constexpr int CTAS = HEADS == 64 || BY_BITS ? 2 : 3;  // on an SM
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
 index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
@@ -284,7 +203,7 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
     cursor.find_block(first * KEYS + key, true);
     cursor.find_page(first * KEYS + key, true);
     cursor.find_block((first + 1) * KEYS + key, first + 1 < end);
-    Heads of_query;
+    Heads<PIECES> of_query;
     if (HEADS) of_query.read(own_q, q_stride_h, own_weights, 0, heads);
     int stage = 0;
     for (int i = 0; i < STAGES - 1; ++i) copy(ring[i], first + i);
@@ -299,7 +218,7 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float x[CHUNK_HEADS / 8][4] = {};
-                uint32 factors[2] = {};
+                uint32 factors[2] = {}, nan[2] = {};
                 if (IS_MXFP4)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
@@ -310,8 +229,8 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
                     for (int step = 0; step < PIECE_STEPS; ++step) {
                         uint32 a[4];
-                        key_pairs(low, step, factors[0], a[0], a[2]);
-                        key_pairs(high, step, factors[1], a[1], a[3]);
+                        key_pairs(low, step, factors[0], a[0], a[2], nan[0]);
+                        key_pairs(high, step, factors[1], a[1], a[3], nan[1]);
 #pragma unroll
                         for (int n = 0; n < CHUNK_HEADS / 8; ++n)
                             mma(Product{}, x[n], a, of_query.b[n][h * PIECE_STEPS + step]);
@@ -323,6 +242,10 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
                     for (int i = 0; i < 4; ++i)
                         if (HEADS || first_head + 8 * n + 2 * c + i % 2 < heads)  // a product of no head with infinity is NaN
                             sums[2 * half + i / 2] = fmaf(positive(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
+                if (BY_BITS)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (nan[i]) sums[2 * half + i] = __uint_as_float(0x7fffffff);
             }
         }
         float score = sum_of_four(sums) * UNIT;
