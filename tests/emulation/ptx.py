@@ -11,6 +11,12 @@ TABLE = {
     # numbers
     "cvt.f32.f16 %0, %1;": "%0 = emulator::from_f16(%1)",
     "cvt.f64.f32 %0, %1;": "%0 = emulator::to_double(%1)",
+    "{ .reg .pred p; setp.gt.f32 p, %1, %2; @p or.b32 %0, %0, %3; }": (
+        "if (emulator::to_double(%1) > emulator::to_double(%2)) %0 |= %3"
+    ),
+    "{ .reg .pred p; setp.eq.f32 p, %1, %2; @p or.b32 %0, %0, %3; }": (
+        "if (emulator::to_double(%1) == emulator::to_double(%2)) %0 |= %3"
+    ),
     "cvt.rn.f32.f64 %0, %1;": "%0 = emulator::to_float(%1)",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "%0 = emulator::to_bf16x2(%2, %1)",
     "cvt.rn.f16x2.f32 %0, %1, %2;": "%0 = emulator::to_f16x2(%2, %1)",

@@ -6,9 +6,10 @@
 // Limits: topk <= CAPACITY - CHUNK = 16 * THREADS.
 //
 // A CTA usually reads its row once. Lines of the row are assigned to groups of lanes such that the first reads sample all of
-// it. From the sample a bound is estimated that slightly more than k columns reach; the other columns are rejected by one
-// comparison. If fewer than k reach it, or more than the buffer holds, the row is read again, in order, a chunk at a time: a
-// full buffer is reduced to its k best, and later columns must exceed the smallest of them, as equal ones have higher indices.
+// it. From the sample a bound is estimated that slightly more than k columns exceed; the other columns are rejected by one
+// comparison. If fewer than k exceed it, as where most scores are 0, the first columns equal to it complete them. If these are
+// too few, too, or if more exceed it than the buffer holds, the row is read again, in order, a chunk at a time: a full buffer is
+// reduced to its k best, and later columns must exceed the smallest of them, as equal ones have higher indices.
 // The order in the buffer is not deterministic, but the selection is: finally a bitmap marks the chosen columns.
 //
 // It is bound by instructions: 1,000 per warp take 8 us for a row of 1,024 threads. So few warps take a row, and work done
@@ -123,7 +124,7 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     return best.order;
 }
 
-// Estimates a threshold that slightly more than k columns of the row exceed. From the maxima of its lanes' first columns, a
+// Estimates an order that slightly more than k columns of the row exceed. From the maxima of its lanes' first columns, a
 // warp publishes the one that the expected number of lanes should reach. The result is the second smallest of these, or the
 // smallest of few. Warps with columns beyond the row's end have no sample and are left out.
 __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
@@ -145,7 +146,7 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
     bool drop = __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4;
     if (drop && lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
     inverted = __reduce_max_sync(~0u, inverted);
-    return ~inverted && inverted ? ~inverted - 1 : 0;  // 0 for a sample of too few values, or none
+    return inverted ? ~inverted : MINUS_INFINITY;
 }
 
 // Columns above the threshold to the buffer, as far as they fit; their orders are written later.
@@ -153,13 +154,36 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
     uint32 mask = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
-        if (x[i] >= bound) mask |= 1u << i;
+        mark_if_above(mask, x[i], bound, 1u << i);
     if (!__any_sync(~0u, mask)) return;
     int to = places(memory, __popc(mask));
     for (; mask; mask &= mask - 1, ++to) {
         int bit = __ffs(mask) - 1;
         if (to < CAPACITY) memory.columns[to] = int(at - row.skipped) + bit / 4 * LINE + bit % 4;
     }
+}
+
+// Completes k columns, of which the buffer has those above `order`, by the first columns equal to it. False if they are fewer.
+__device__ __noinline__ bool add_equal(Memory& memory, const Row& row, int k, uint32 order) {
+    __syncthreads();  // all have read the count
+    int count = memory.scratch.count;
+    for (uint32 from = 0; from < row.end && count < k; from += CHUNK) {
+        const uint32 at = from + 4 * threadIdx.x, nan = 0x7fc00000;
+        float x[4] = {__uint_as_float(nan), __uint_as_float(nan), __uint_as_float(nan), __uint_as_float(nan)};
+        const bool inside = at >= row.skipped && at + 4 <= row.end;
+        read4(row.values + at, inside, x);
+        if (!inside) read_at_end(row, at, x);
+        uint32 mask = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mask |= uint32(order_of(x[i]) == order) << i;
+        int total, to = count + sum_before(memory.scratch, __popc(mask), total);
+        for (; mask && to < k; mask &= mask - 1) memory.columns[to++] = int(at - row.skipped) + __ffs(mask) - 1;
+        count += total;
+        __syncthreads();  // all have read the sums
+    }
+    if (threadIdx.x == 0) memory.scratch.count = min(count, k);
+    __syncthreads();
+    return count >= k;
 }
 
 // Read the whole row in order: the buffer never overflows.
@@ -252,8 +276,8 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             read_several_times(shared.scratch, row, output.of_row(number, next_n), topk);
             continue;
         }
-        uint32 threshold = row.length() > topk ? guessed_threshold(shared, part, row.length(), x, topk) : 0;
-        float bound = value_of(threshold + 1);
+        uint32 threshold = row.length() > topk ? guessed_threshold(shared, part, row.length(), x, topk) : MINUS_INFINITY;
+        float bound = value_of(threshold);
         for (int line = 0; line < part.lines;) {
             float next[VALUES];
             int following = line + BATCH;
@@ -267,8 +291,11 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
         }
         __syncthreads();
         int count = shared.scratch.count;
-        if (count > CAPACITY || (threshold && count < topk)) {
+        if (count > CAPACITY) {
             read_in_order(shared, row, topk);
+        } else if (count < topk) {
+            if (count < row.length() && !add_equal(shared, row, topk, threshold) && threshold > MINUS_INFINITY)
+                read_in_order(shared, row, topk);
         } else if (count > topk) {
 #pragma unroll 4
             for (int i = threadIdx.x; i < count; i += THREADS)  // including this thread

@@ -25,7 +25,8 @@
 // also read again, because rows without a slot must be left out.
 //
 // With GUESSED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the number of
-// threads, and fewer threads suffice. If fewer than k columns reach it, all columns are taken.
+// threads, and fewer threads suffice. If fewer than k columns exceed it, as where most scores are 0, the first columns equal to it
+// complete them; if these are too few, too, all columns are taken.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
 // held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT, GUESSED (0, or 1 with one block and round).
@@ -128,7 +129,7 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
 constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
 constexpr int SHORTEST_SAMPLED = 1024;   // columns
 
-// An order that slightly more than k of `length` columns reach, as far as this warp's columns show; 0 if it has too few. From the
+// An order that slightly more than k of `length` columns exceed, as far as this warp's columns show; 0 if it has too few. From the
 // maxima of the same number of columns of each lane it is the one that the expected number of lanes should reach. Columns of
 // all of the warp's reads count, so that the sample is from all of the row. largest[j]: of column j of each of a lane's reads of
 // four, the last one of columns 2 and 3.
@@ -155,6 +156,27 @@ constexpr uint32 LEAST_SUBNORMAL = 0x7f800000, MOST_SUBNORMAL = 0x807fffff;
 __device__ inline bool is_subnormal(uint32 order) { return order - LEAST_SUBNORMAL <= MOST_SUBNORMAL - LEAST_SUBNORMAL; }
 
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
+
+#if GUESSED
+// Marks the first columns of the row that equal the bound, at most `most`: its columns `first` + STEP * i of each read of four, as
+// bits of `equal`. Returns how many they are, even if more than `most`. Called by all threads after a barrier; ends with one.
+__device__ __noinline__ int mark_first(Memory& shared, uint32 equal, int column, int most) {
+    constexpr int STEP = 4 * THREADS;
+    int found = 0;
+#pragma unroll 1
+    for (int i = 0; i < READS && found < most; ++i, equal >>= 4, column += STEP) {
+        uint32 four = equal & 15;
+        int total, left = most - found - sum_before(shared.scratch, __popc(four), total);
+        for (; four && left > 0; four &= four - 1, --left) {
+            int at = column + __ffs(four) - 1;
+            atomicOr(&shared.bits[at / 32], 1u << at % 32);
+        }
+        found += total;
+        __syncthreads();  // all have read the sums
+    }
+    return found;
+}
+#endif
 
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
@@ -258,16 +280,18 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         uint32 smallest = __reduce_max_sync(~0u, inverted);
         if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
     }
+    // The candidates exceed `least`: the guess, or what is next below the smallest number, which -ftz=true may have made a zero.
     uint32 least = ~__reduce_max_sync(~0u, inverted);
-    int count;
+    if (!guesses) least = max((is_subnormal(least) ? LEAST_SUBNORMAL : least) - 1, MINUS_INFINITY);
+    int count, equal_ones = 0;
     Cut best;
 #pragma unroll 1
     for (bool again = false;; again = true) {
 #else
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
-#endif
     // Subnormal numbers compare as zeros (-ftz=true): one of them being included includes all.
     if (is_subnormal(least)) least = LEAST_SUBNORMAL;
+#endif
     if (is_subnormal(most)) most = MOST_SUBNORMAL;
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
     const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
@@ -279,8 +303,13 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     float bound = value_of(least);
     uint32 mask = 0;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
+    for (int i = 0; i < VALUES; ++i) {
+#if GUESSED
+        mark_if_above(mask, x[i], bound, 1u << i);
+#else
         if (x[i] >= bound) mask |= 1u << i;
+#endif
+    }
     if (__any_sync(~0u, mask)) {
         int to = places(scratch, lane, __popc(mask));
         // Store their positions, and values if HELD; keys are computed when the entries are spread evenly over threads.
@@ -302,8 +331,10 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     __syncthreads();
 #if GUESSED
     count = min(scratch.count, CAPACITY);
+    const bool enough = count >= topk;
 #else
     const int count = min(scratch.count, CAPACITY);
+    constexpr bool enough = true;
 #endif
 #pragma unroll 2
     for (int i = tid; i < count; i += THREADS) {
@@ -312,16 +343,23 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         float value = HELD ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
         uint64 key = key_of(value, int(at - row.skipped));
         shared.keys[i] = key;
-        if (!all) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+        if (!all && enough) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
     }
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
 #if GUESSED
-    best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
-    if (all || again || !guesses || best.enough || failed) break;
-    least = order_of(-infinity());  // the guess was too high
-    if (tid == 0) scratch.count = 0;  // all threads have met in `cut`
+    best = enough && !all ? cut(scratch, k, low, high, true, own_keys) : Cut{1, 0, 0, 0, false};
+    if (enough || count == row.length() || failed) break;
+    uint32 equal = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
+    equal_ones = min(mark_first(shared, equal, int(first - row.skipped), topk - count), topk - count);
+    if (count + equal_ones == topk || again || !guesses) break;
+    // The guess was too high.
+    for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
+    if (tid == 0) scratch.count = 0;
+    least = MINUS_INFINITY, equal_ones = 0;
     __syncthreads();
     }
     auto own_keys = [&](auto visit) {
@@ -334,6 +372,9 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #endif
     failed |= scratch.count > CAPACITY;
     int there = scratch.count;
+#if GUESSED
+    there += equal_ones;
+#endif
 
 #if BLOCKS > 1
     // 3. Exchange of candidates.

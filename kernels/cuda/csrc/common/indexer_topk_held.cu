@@ -29,7 +29,7 @@
 constexpr int VALUES = 4 * READS;
 constexpr int STEP = 128, CHUNK = 32 * VALUES;  // columns of a warp's read, and of all of its reads
 constexpr int FEW = BLOCKS > 1 ? 512 : 256;     // keys that are compared each with each
-constexpr uint32 MINUS_INFINITY = 0xfc00fc00;   // as two float16
+constexpr uint32 MINUS_INFINITIES = 0xfc00fc00;  // as two float16
 
 // What is chosen: columns of at least `high`, and the `rest` largest of the `here` other ones of at least `low`. The bounds
 // are float16, twice. rest is 0 if every column is chosen.
@@ -221,7 +221,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
 #pragma unroll
     for (int i = 0; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i + 4 * tid) = uint4{0, 0, 0, 0};
     shared.chosen[tid] = 0;
-    if (tid == 0) shared.bounds = {MINUS_INFINITY, MINUS_INFINITY, 0, 0}, shared.few_count = shared.few_before = 0;
+    if (tid == 0) shared.bounds = {MINUS_INFINITIES, MINUS_INFINITIES, 0, 0}, shared.few_count = shared.few_before = 0;
 #if BLOCKS > 1
     if (tid < GROUPS) shared.counted.groups[tid] = 0;
     if (tid == 0) shared.failures = 0;
@@ -269,7 +269,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     cluster_wait();
     failed = shared.failures;
 #endif
-    Bounds bounds{MINUS_INFINITY, MINUS_INFINITY, 0, 0};
+    Bounds bounds{MINUS_INFINITIES, MINUS_INFINITIES, 0, 0};
     if (selects && !failed) {
         find_bounds(shared, rank, topk);
         __syncthreads();

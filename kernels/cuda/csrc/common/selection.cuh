@@ -73,9 +73,19 @@ __device__ inline uint32 order_of(float x) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0 : order;
 }
 
+constexpr uint32 MINUS_INFINITY = 0x007fffff;  // its order
+
+// Set `bit` of the mask if x exceeds, or equals, the other one. Subnormal numbers are not taken for zeros (elsewhere -ftz=true does).
+__device__ inline void mark_if_above(uint32& mask, float x, float bound, uint32 bit) {
+    asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(bound), "r"(bit));
+}
+__device__ inline void mark_if_equal(uint32& mask, float x, float other, uint32 bit) {
+    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(other), "r"(bit));
+}
+
 // The float of a non-zero order; -inf for orders below that of -inf.
 __device__ inline float value_of(uint32 order) {
-    if (order < 0x007fffff) order = 0x007fffff;
+    order = max(order, MINUS_INFINITY);
     return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order);
 }
 
