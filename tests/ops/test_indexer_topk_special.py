@@ -30,6 +30,8 @@ def special_rows(width, topk):
         "inf and others": np.where(few, np.inf, normal),
         "inf, zeros, -inf and NaN": rng.choice([np.inf, 0.0, -0.0, -np.inf, np.nan], width),
         "nearly equal": 1000 + normal / 100,
+        "some nearly equal": np.where(column % 2, 1000 + normal / 100, normal),
+        "some equal, some nearly": np.where(column % 2, 1000 + np.maximum(normal - 1, 0) / 100, normal),
     }
     return np.stack(list(rows.values())).astype(np.float32)
 
@@ -57,7 +59,7 @@ def test_special_rows(lab):
     [
         ("many", 256), ("many", 512), ("wide", 256), ("few", (128, 1, 4)), ("few", (128, 4, 2)),
         ("few", (128, 2, 8, 2)), ("few", (256, 1, 8, 1, 1)), ("few", (512, 1, 4, 1, 2)), ("held", (128, 4)),
-        ("held", (512, 2, 2)),
+        ("held", (512, 2)), ("held", (512, 2, 2)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("aligned", [True, False])

@@ -87,6 +87,7 @@ template <int PER> __device__ inline int place_of(const uint32 (&counts)[PER], i
 struct ClusterDigit {
     int digit, needed, here;  // as find_digit has them; or digit is -1
     int earlier;              // how many of `here` are counted by CTAs of lower rank
+    int most;                 // the most that one CTA counted of them
 };
 
 // Called by all threads, after send_groups and a cluster's barrier. The result is valid in warp 0.
@@ -105,7 +106,7 @@ __device__ inline ClusterDigit digit_of_cluster(Counted& counted, const uint32* 
         }
     }
     __syncthreads();
-    if (warp || group < 0) return {-1, 0, 0, 0};
+    if (warp || group < 0) return {-1, 0, 0, 0, 0};
     uint32 counts[4] = {};
 #pragma unroll
     for (int r = 0; r < BLOCKS; ++r) {
@@ -115,7 +116,7 @@ __device__ inline ClusterDigit digit_of_cluster(Counted& counted, const uint32* 
     int bin = GROUP - 1 - place_of(counts, rest);
     uint32 of_block = lane < BLOCKS ? counted.bins[lane % BLOCKS][bin] : 0;
     return {group * GROUP + bin, rest, int(__reduce_add_sync(~0u, of_block)),
-            int(__reduce_add_sync(~0u, lane < int(rank) ? of_block : 0))};
+            int(__reduce_add_sync(~0u, lane < int(rank) ? of_block : 0)), int(__reduce_max_sync(~0u, of_block))};
 }
 #else
 #define CLUSTER

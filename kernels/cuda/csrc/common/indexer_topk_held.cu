@@ -45,12 +45,14 @@ struct Memory {
     Counted counted;
     Ties ties;
     int of_chunk[CHUNKS];  // chosen columns
-    int few_count, few_before;
+    int few_count, few_before, most_tied;
     uint32 failures;
     uint32 chosen[THREADS];  // of each thread's tied columns
+    uint32 equal[THREADS];   // of each thread's columns, if all that are listed are equal
+    Listed listed;
 };
 constexpr int COUNTED_BYTES = BLOCKS > 1 ? 4 * (BINS / 128) + 512 * BLOCKS : 16;
-constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + 16 * CHUNKS + 12 + 4 * THREADS + 48 + 15) / 16 * 16;
+constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + 16 * CHUNKS + 16 + 8 * THREADS + LISTED_BYTES + 48 + 15) / 16 * 16;
 static_assert(sizeof(Memory) <= SHARED_BYTES);
 
 // Column i of a thread's reads is bit_of(i) of its masks: in the order of columns, the first half of its reads in the lower
@@ -88,7 +90,7 @@ __device__ inline Bounds bounds_of(int digit, int rest, int here) {
 __device__ inline void find_bounds(Memory& shared, uint32 rank, int k) {
     ClusterDigit found = digit_of_cluster(shared.counted, shared.scratch.bins, rank, k);
     if (threadIdx.x == 0 && found.digit >= 0)
-        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier;
+        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier, shared.most_tied = found.most;
 }
 #else
 __device__ inline void find_bounds(Memory& shared, uint32, int k) {
@@ -112,7 +114,7 @@ __device__ inline void find_bounds(Memory& shared, uint32, int k) {
         if (before < rest && rest <= up_to) digit = first + i, needed = rest - before, here = int(counts[i]);
         before = up_to;
     }
-    if (digit >= 0) shared.bounds = bounds_of(digit, needed, here);
+    if (digit >= 0) shared.bounds = bounds_of(digit, needed, here), shared.most_tied = here;
 }
 #endif
 
@@ -182,9 +184,48 @@ __device__ inline void compare_listed(Memory& shared, int rest, int here, uint32
     }
 }
 
-// Narrows many tied columns of this thread's, and lists those that are left. Rarely called, and not inlined, as the next one: it
-// reads this thread's columns again.
-__device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int rest, int column) {
+// Narrows this CTA's tied columns by a list. If all that are left are equal, they are in shared.equal, and more than FEW.
+__device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 tied, int rest, int column) {
+    // Orders in a bin of usual magnitudes are known, except for the rounding to float16; other bins have any.
+    auto usual = [](uint32 x) { return (x & 0x7c00) - 0x400 < 0x7800; };
+    const uint32 low = shared.bounds.low & 0xffff, high = shared.bounds.high & 0xffff;
+    uint32 least = order_of(to_float(f16{uint16(low)})) - 0x1000, span = order_of(to_float(f16{uint16(high)})) - least;
+    if (!usual(low) || !usual(high) || (low ^ high) >> 15) span = 0;
+#if BLOCKS > 1
+    if (threadIdx.x < GROUPS) shared.counted.groups[threadIdx.x] = 0;
+    cluster_arrive();  // has read the others' bins
+#endif
+    shared.equal[threadIdx.x] = 0;
+    const int own = __popc(tied), up_to = sum_to(own), first = threadIdx.x % 32 == 31 ? atomicAdd(&shared.listed.count, up_to) : 0;
+    int to = __shfl_sync(~0u, first, 31) + up_to - own;
+#pragma unroll 1
+    for (uint32 marked = tied; marked; marked &= marked - 1) {
+        int bit = __ffs(marked) - 1, i = bit < 16 ? bit : bit - 16 + VALUES / 2;
+        shared.listed.columns[to] = column + i / 4 * STEP + i % 4, shared.listed.bits[to++] = threadIdx.x * 32 + bit;
+    }
+#if BLOCKS > 1
+    cluster_wait();
+#endif
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < shared.listed.count; i += THREADS)
+        shared.listed.orders[i] = order_of(read_again(row + shared.listed.columns[i]));
+    return narrow_listed(
+        shared.scratch, shared.counted, shared.ties, shared.few_before, shared.listed, shared.chosen, shared.equal, least, span,
+        [&](uint32 order, int column) { list(shared, order, column); }, rest, FEW);
+}
+
+// Narrows many tied columns and lists those that are left; `tied` of the result is 0 if none of this thread's warp are. Rarely called,
+// and not inlined, as the next one: it reads this thread's columns again.
+__device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int column) {
+    uint32 chosen = 0;
+    int rest = shared.bounds.rest;
+    if (shared.most_tied <= LISTED) {
+        Narrowed left = narrow_list(shared, own_columns - column, tied, rest, column);
+        chosen = shared.chosen[threadIdx.x];
+        if (left.here <= FEW) return {chosen, uint32(left.here), left.rest, left.here};
+        tied = shared.equal[threadIdx.x], rest = left.rest;
+    }
     uint32 orders[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
@@ -194,6 +235,7 @@ __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_co
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (left.tied >> bit_of(i) & 1) list(shared, orders[i], column + i / 4 * STEP + i % 4);
+    left.chosen |= chosen;
     return left;
 }
 
@@ -222,6 +264,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     for (int i = 0; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i + 4 * tid) = uint4{0, 0, 0, 0};
     shared.chosen[tid] = 0;
     if (tid == 0) shared.bounds = {MINUS_INFINITIES, MINUS_INFINITIES, 0, 0}, shared.few_count = shared.few_before = 0;
+    if (tid == 0) shared.listed.count = 0;
 #if BLOCKS > 1
     if (tid < GROUPS) shared.counted.groups[tid] = 0;
     if (tid == 0) shared.failures = 0;
@@ -298,7 +341,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     const int column = int(first - row.skipped);  // of the first read
     bool open;
     if (bounds.here > FEW) {
-        Narrowed left = narrow_ties(shared, row.values + first, tied, bounds.rest, column);
+        Narrowed left = narrow_ties(shared, row.values + first, tied, column);
         open = __any_sync(~0u, left.tied);
         mask |= left.chosen, bounds.rest = left.rest, bounds.here = left.here;
     } else {

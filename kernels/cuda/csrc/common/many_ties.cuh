@@ -1,11 +1,13 @@
-// The k-th among many columns whose upper digits are equal, held in registers by a CTA or a cluster: further digits of their range,
-// until few are left; of equal ones the first by their place.
+// The k-th among many columns whose upper digits are equal, of a CTA or a cluster: further digits of their range, until few are
+// left. They are listed in shared memory, a column a thread (narrow_listed); if they are too many, each thread has its own in
+// registers (narrow), which also chooses the first of equal ones by their place.
 //
 // Macros: THREADS, BLOCKS, DIGIT_BITS. A chunk is what a warp holds; chunks are in the order of columns.
 #pragma once
 #include "common/cluster_counts.cuh"
 
 constexpr int CHUNKS = WARPS * BLOCKS;
+constexpr int LISTED = 2 * THREADS;  // most columns of a CTA that are listed
 
 struct Ties {
     uint64 ranges[CHUNKS];  // of each chunk's orders: the largest, and below it the inverted smallest
@@ -36,14 +38,59 @@ __device__ inline void meet() {
 #endif
 }
 
+// The largest order, and the inverted smallest, of all threads' columns. Called by all threads; meets.
+__device__ inline void find_range(Counted& counted, Ties& ties, uint32 chunk, uint32& largest, uint32& inverted) {
+    const int lane = int(threadIdx.x) % 32;
+    largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+    publish(ties.ranges, chunk, uint64(largest) << 32 | inverted);
+#if BLOCKS > 1
+    if (threadIdx.x < GROUPS) counted.groups[threadIdx.x] = 0;
+#endif
+    meet();
+    largest = inverted = 0;
+#pragma unroll 1
+    for (int i = lane; i < CHUNKS; i += 32) {
+        uint64 range = ties.ranges[i];
+        largest = max(largest, uint32(range >> 32)), inverted = max(inverted, uint32(range));
+    }
+    largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+}
+// Bits below a digit of numbers up to `span`. The last bin is not used.
+__device__ inline int shift_of(uint32 span) {
+    int shift = max(32 - __clz(int(span)) - DIGIT, 0);
+    return shift + (span >> shift == BINS - 1);
+}
+// Makes bins 0, which those of a cluster's last count are not.
+__device__ inline void clear_bins(Scratch& scratch) {
+#if BLOCKS > 1
+    for (int i = 4 * threadIdx.x; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i) = uint4{0, 0, 0, 0};
+    __syncthreads();
+#endif
+}
+// The digit of the rest-th of those that are counted; as find_digit. `before`: how many of `here` are in CTAs of lower rank.
+__device__ inline void next_digit(Scratch& scratch, Counted& counted, int& before, int rest) {
+#if BLOCKS > 1
+    const uint32 rank = rank_in_cluster();
+    __syncthreads();
+    send_groups(counted, scratch.bins);
+    meet();
+    ClusterDigit digit = digit_of_cluster(counted, scratch.bins, rank, rest);
+    if (threadIdx.x == 0)
+        scratch.digit = digit.digit, scratch.needed = digit.needed, scratch.here = digit.here, before = digit.earlier;
+    __syncthreads();
+#else
+    find_digit(scratch, rest);
+#endif
+}
+
 // Narrows the `here` columns of which `rest` are to be chosen, until at most `few` are left. orders[i], if not 0, belongs to bit
 // bit_of(i) of the masks, and is of the read i / 4. Bins are 0, or of a cluster those that were counted last. Called by all threads,
 // after a barrier. `before`: how many of those left are in CTAs of lower rank.
 template <int VALUES, class Bit, class Places>
 __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties, int& before, uint32 (&orders)[VALUES], Bit bit_of,
                                   Places places, int rest, int few) {
-    const uint32 rank = rank_in_cluster(), chunk = threadIdx.x / 32 * BLOCKS + rank;
-    const int tid = int(threadIdx.x), lane = tid % 32;
+    const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
+    const int lane = int(threadIdx.x) % 32;
     uint32 chosen = 0;
 #pragma unroll 1
     for (;;) {
@@ -52,53 +99,27 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
             if (orders[i]) largest = max(largest, orders[i]), inverted = max(inverted, ~orders[i]), tied |= 1u << bit_of(i);
-        largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
-        publish(ties.ranges, chunk, uint64(largest) << 32 | inverted);
         publish(ties.counts, chunk, int(__reduce_add_sync(~0u, __popc(tied))));
-#if BLOCKS > 1
-        if (tid < GROUPS) counted.groups[tid] = 0;
-#endif
-        meet();
-        int earlier = 0;
-        largest = inverted = 0;
-#pragma unroll 1
-        for (int i = lane; i < CHUNKS; i += 32) {
-            uint64 range = ties.ranges[i];
-            largest = max(largest, uint32(range >> 32)), inverted = max(inverted, uint32(range));
-            if (i < int(chunk)) earlier += ties.counts[i];
-        }
-        largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+        find_range(counted, ties, chunk, largest, inverted);
         const uint32 least = ~inverted, span = largest - least;
         if (!span) {  // equal ones: the first
-            int of_read[VALUES / 4];
+            int of_read[VALUES / 4], earlier = 0;
             places(tied, of_read);
+#pragma unroll 1
+            for (int i = lane; i < int(chunk); i += 32) earlier += ties.counts[i];
             earlier = __reduce_add_sync(~0u, earlier);
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
                 if (orders[i] && earlier + of_read[i / 4]++ < rest) chosen |= 1u << bit_of(i);
             return {chosen, 0, rest, 0};
         }
-        // 2. Their next digit. The last bin is not used.
-        int shift = max(32 - __clz(int(span)) - DIGIT, 0);
-        if (span >> shift == BINS - 1) ++shift;
-#if BLOCKS > 1
-        for (int i = 4 * tid; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i) = uint4{0, 0, 0, 0};
-        __syncthreads();
-#endif
+        // 2. Their next digit.
+        const int shift = shift_of(span);
+        clear_bins(scratch);
 #pragma unroll
         for (int i = 0; i < VALUES; ++i)
             if (orders[i]) atomicAdd(&scratch.bins[(orders[i] - least) >> shift], 1u);
-#if BLOCKS > 1
-        __syncthreads();
-        send_groups(counted, scratch.bins);
-        meet();
-        ClusterDigit digit = digit_of_cluster(counted, scratch.bins, rank, rest);
-        if (tid == 0)
-            scratch.digit = digit.digit, scratch.needed = digit.needed, scratch.here = digit.here, before = digit.earlier;
-        __syncthreads();
-#else
-        find_digit(scratch, rest);
-#endif
+        next_digit(scratch, counted, before, rest);
         const uint32 found = scratch.digit;
         const int here = scratch.here;
         rest = scratch.needed;
@@ -119,4 +140,57 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
             return {chosen, tied, rest, here};
         }
     }
+}
+
+struct Listed {
+    uint32 orders[LISTED];  // 0: no longer tied
+    int columns[LISTED];
+    uint16 bits[LISTED];    // in masks of threads: 32 a thread
+    int count;
+};
+constexpr int LISTED_BYTES = 10 * LISTED + 4;
+
+// As narrow, of this CTA's listed columns, whose orders are least + (0 to span), if span is not 0. Sets bits of chosen columns in
+// `chosen`. Calls `list(order, column)` for those that are left; but if they are equal, and so `here` more than `few`, it sets their bits
+// in `equal`. Called by all threads; ends with a barrier.
+template <class List>
+__device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed, uint32* chosen,
+                                         uint32* equal, uint32 least, uint32 span, List list, int rest, int few) {
+    const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
+    const int count = listed.count;
+    int here = few + 1;
+    auto each = [&](auto visit) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += THREADS)
+            if (listed.orders[i]) visit(listed.orders[i], i);
+    };
+    auto mark = [&](uint32* masks, int i) { atomicOr(&masks[listed.bits[i] / 32], 1u << listed.bits[i] % 32); };
+#pragma unroll 1
+    for (;; span = 0) {
+        if (!span) {
+            uint32 largest = 0, inverted = 0;
+            each([&](uint32& order, int) { largest = max(largest, order), inverted = max(inverted, ~order); });
+            find_range(counted, ties, chunk, largest, inverted);
+            least = ~inverted, span = largest - least;
+            if (!span) break;  // equal ones
+        }
+        const int shift = shift_of(span);
+        clear_bins(scratch);
+        each([&](uint32& order, int) { atomicAdd(&scratch.bins[(order - least) >> shift], 1u); });
+        next_digit(scratch, counted, before, rest);
+        const uint32 found = scratch.digit;
+        here = scratch.here, rest = scratch.needed;
+        const bool all = here == rest, last = all || here <= few;
+        if (all) here = 0;
+        each([&](uint32& order, int i) {
+            uint32 own = (order - least) >> shift;
+            if (own > found || (all && own == found)) mark(chosen, i);
+            if (own != found) order = 0;
+            else if (last && !all) list(order, listed.columns[i]);
+        });
+        if (last) break;
+    }
+    if (here > few) each([&](uint32, int i) { mark(equal, i); });
+    meet();
+    return {0, 0, rest, here};
 }
