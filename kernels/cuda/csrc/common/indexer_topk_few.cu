@@ -59,7 +59,7 @@ struct Memory {
     Sent sent[BLOCKS];
     uint32 bits[WORDS];  // if ROUNDS > 1, first the order of each line's maximum, then the lines to read again
     Scratch scratch;
-    int few_count, before, sending;
+    int few_count, before, sending;  // `sending` is of clusters; of one CTA, how many of the chosen equal the guess
 };
 constexpr int SENT_BYTES = 24, RECEIVED = BLOCKS > 1 ? BLOCKS * REGION : 1;
 constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + FEW) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
@@ -160,7 +160,7 @@ __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)
 #if GUESSED
 // Marks the first columns of the row that equal the bound, at most `most`: its columns `first` + STEP * i of each read of four, as
 // bits of `equal`. Returns how many they are, even if more than `most`. Called by all threads after a barrier; ends with one.
-__device__ __noinline__ int mark_first(Memory& shared, uint32 equal, int column, int most) {
+__device__ inline int mark_first(Memory& shared, uint32 equal, int column, int most) {
     constexpr int STEP = 4 * THREADS;
     int found = 0;
 #pragma unroll 1
@@ -283,7 +283,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     // The candidates exceed `least`: the guess, or what is next below the smallest number, which -ftz=true may have made a zero.
     uint32 least = ~__reduce_max_sync(~0u, inverted);
     if (!guesses) least = max((is_subnormal(least) ? LEAST_SUBNORMAL : least) - 1, MINUS_INFINITY);
-    int count, equal_ones = 0;
+    int count;
     Cut best;
 #pragma unroll 1
     for (bool again = false;; again = true) {
@@ -354,12 +354,16 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     uint32 equal = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
-    equal_ones = min(mark_first(shared, equal, int(first - row.skipped), topk - count), topk - count);
-    if (count + equal_ones == topk || again || !guesses) break;
+    int equal_ones = min(mark_first(shared, equal, int(first - row.skipped), topk - count), topk - count);
+    if (count + equal_ones == topk || again || !guesses) {
+        if (tid == 0) shared.sending = equal_ones;
+        __syncthreads();
+        break;
+    }
     // The guess was too high.
     for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
     if (tid == 0) scratch.count = 0;
-    least = MINUS_INFINITY, equal_ones = 0;
+    least = MINUS_INFINITY;
     __syncthreads();
     }
     auto own_keys = [&](auto visit) {
@@ -371,10 +375,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     Cut best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
 #endif
     failed |= scratch.count > CAPACITY;
-    int there = scratch.count;
-#if GUESSED
-    there += equal_ones;
-#endif
+    int there = scratch.count + (GUESSED ? shared.sending : 0);
 
 #if BLOCKS > 1
     // 3. Exchange of candidates.
