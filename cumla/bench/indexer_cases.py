@@ -203,6 +203,7 @@ SCORES: dict[str, Callable[[Any, Any], Any]] = {
     "normal": lambda xp, x: x,
     "half zeros": lambda xp, x: xp.maximum(x, 0),
     "90% zeros": lambda xp, x: xp.maximum(x - np.float32(1.2816), 0),
+    "95% zeros": lambda xp, x: xp.maximum(x - np.float32(1.6449), 0),
     "99% zeros": lambda xp, x: xp.maximum(x - np.float32(2.3263), 0),
     "zeros": lambda xp, x: xp.zeros_like(x),
     "1,000 +- 5": lambda xp, x: 1000 + 5 * x,
@@ -391,8 +392,10 @@ def recorded() -> list[Any]:
         *(Choice("decode", 32, 8 * k, 512, lengths=True, scores=scores) for scores in SCORES if scores != "normal"),
         *(
             Choice("decode", *size, scores=scores)
-            for size in ((32, 32 * k, 512), (128, 32 * k, 2 * k)) for scores in ("90% zeros", "99% zeros", "1,000 +- 5")
+            for size in ((32, 32 * k, 512), (128, 32 * k, 2 * k)) for scores in ("95% zeros", "99% zeros", "1,000 +- 5")
         ),
+        *(Choice("decode", 4 * k, 8 * k, 512, scores=scores) for scores in ("normal", "95% zeros", "1,000 +- 5")),
+        *(Choice("decode", *size, scores="1,000 +- 5") for size in ((64, 16 * k, 512), (4, 128 * k, 2 * k))),
         Choice("prefill", 8 * k, 32 * k, 512, lengths=True),
         Selection(Logits(8 * k, 32 * k, lengths=True), 512),
         Selection(PagedLogits(128, 32 * k, lengths=True), 512),
