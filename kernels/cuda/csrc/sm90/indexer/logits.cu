@@ -187,17 +187,23 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (PAGED) __syncthreads();  // the barriers are initialised
     pdl_wait();
     Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, compressed_width,
                     {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
                     box_rows, logits, logits_stride, scales, q, q_stride, maxima, maxima_stride, blocks, candidates, candidates_stride, fill};
     clear_other_maxima(problem);
-    WorkRange work = work_range_of(problem);  // synchronises all threads
+    const bool few = PAGED && QUERIES <= 2 && problem.groups() <= 32;
+    WorkRange work;
+    if (!few) work = work_range_of(problem);  // synchronises all threads
     if (threadIdx.x >= CONSUMERS) {
+        if (few) work = work_range_of_warp(problem);
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int ring = (threadIdx.x - CONSUMERS) / 32;
-        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work);
+        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work, few);
     } else {
+        // One that waits loads the first queries, so that the first ring's keys need not wait for them.
+        if (few && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.bring_first_queries(work_range_of_warp(problem));
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);
     }

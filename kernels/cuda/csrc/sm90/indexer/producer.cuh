@@ -79,12 +79,14 @@ struct Producer {
 #if PAGED
     // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
     // the block table. CANDIDATES: a box is a candidate block, which is read one round of tiles ahead.
-    __device__ void bring_tiles(int group, int key, int tiles) {
+    __device__ void bring_tiles(int group, int key, int tiles, int end) {
+        // Boxes behind a group's last key are not loaded, except with six queries: producers lack a register for its end.
+        constexpr bool LOADS_WHOLE_TILES = MXFP4 && PASSES > 2;
         int lane = threadIdx.x % 32, boxes_log = 7 - __ffs(problem.box_rows);  // boxes of 64 rows
         key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;
         int candidate = CANDIDATES ? candidate_at(group, key) : 0;
         for (; tiles; key += KEYS << 5 - boxes_log) {
-            int j, count, entry = problem.entry_of(group, j, count), position = key, seen = 0, next = 0;
+            int j, count, entry = problem.entry_of(group, j, count), position = LOADS_WHOLE_TILES || key < end ? key : -1, seen = 0, next = 0;
             if (CANDIDATES) {
                 next = candidate_at(group, key + (KEYS << 5 - boxes_log));
                 if (candidate >= 0) seen = int(min(max(problem.length_of(entry, j) - int64(candidate) * 8, int64(0)), int64(8)));
@@ -135,7 +137,7 @@ struct Producer {
         return column < problem.keys ? problem.candidates[group * problem.candidates_stride + column / 8] : -1;
     }
 #else
-    __device__ void bring_tiles(int, int key, int tiles) {
+    __device__ void bring_tiles(int, int key, int tiles, int) {
         int lane = threadIdx.x % 32;
         for (int tile = 0; tile < tiles; ++tile, key += KEYS) {
             uint32 ready = K_READY + 8 * stage;
@@ -155,21 +157,31 @@ struct Producer {
     }
 #endif
 
-    __device__ void run(WorkRange work) {
+    // Queries of the range's first group; those of the others are loaded in `run`.
+    __device__ void bring_first_queries(const WorkRange& work) {
+        int tiles = work.cost ? int(min(Count(work.tiles - work.skipped), work.cost)) : 0;
+        int j, count, entry = problem.entry_of(work.group, j, count);
+        bring_queries(entry, j, tiles ? count : 0, work.first_key + work.skipped * KEYS, tiles);
+    }
+
+    // first_loaded: whether another warp loads the queries of the first group.
+    __device__ void run(WorkRange work, bool first_loaded) {
         // Another CTA may have a part of the first group, of its own cost or of its tiles.
         Count left = work.cost - max(GROUP_COST - work.skipped, 0);
-        int tile = max(work.skipped - GROUP_COST, 0), tiles = work.tiles - tile, first = work.first_key + tile * KEYS;
+        int tile = max(work.skipped - GROUP_COST, 0), tiles = work.tiles - tile, first = work.first_key + tile * KEYS, end = work.end;
         for (int group = work.group;;) {
             bool none = left <= 0;
             tiles = none ? 0 : int(min(Count(tiles), left));
             left -= tiles;
             if (tiles > 0 || none) {
                 int j, count, entry = problem.entry_of(group, j, count);
-                if (ring() == Q_WARP) bring_queries(entry, j, none ? 0 : count, first, tiles);
+                if (ring() == Q_WARP && first_loaded) turns += 2;
+                else if (ring() == Q_WARP) bring_queries(entry, j, none ? 0 : count, first, tiles);
+                first_loaded = false;
                 if (none) break;
-                if (RINGS == 4 || ring() < RINGS) bring_tiles(group, first, tiles);
+                if (RINGS == 4 || ring() < RINGS) bring_tiles(group, first, tiles, end);
             }
-            tiles = left > 0 ? problem.tiles_of(++group, first) : 0;
+            tiles = left > 0 ? problem.tiles_of(++group, first, end) : 0;
             if (tiles) left -= GROUP_COST;
         }
         // Top-k starts where a CTA has ended. With packed keys all CTAs end together, so it would start too early.

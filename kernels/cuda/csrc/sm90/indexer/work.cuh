@@ -49,7 +49,7 @@ constexpr uint32 K_BYTES = RING_KEYS * ROW_BYTES;
 [[maybe_unused]] constexpr uint32 SHARED_BYTES = K_AT + K_STAGES * KEYS * ROW_BYTES - BARRIERS_AT;
 static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES == 1);
 static_assert(!CANDIDATES || PAGED && !MAXIMA && QUERIES == 1);
-static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
+static_assert(SUMS_AT + 8 * (THREADS / 32) + 20 <= WEIGHTS_AT);
 
 // A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
 // logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
@@ -117,9 +117,10 @@ struct Problem {
             if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
         }
     }
-    // Number of tiles of a group, and its first key: the span of the keys of all its queries.
-    __device__ int tiles_of(int group, int& first) const {
-        int j, count, entry = entry_of(group, j, count), end = 0;
+    // Number of tiles of a group, its first key and the one after its last: the span of the keys of all its queries.
+    __device__ int tiles_of(int group, int& first, int& end) const {
+        int j, count, entry = entry_of(group, j, count);
+        end = 0;
         first = PAGED ? 0 : INT32_LIMIT;
 #pragma unroll
         for (int i = 0; i < QUERIES; ++i) {
@@ -145,47 +146,65 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-// The work range of a CTA: what costs `cost`, after `skipped` of group `group`, which has `tiles` tiles from key `first_key` on. A
+__device__ inline Count sum_of_lanes_to(Count x) {  // inclusive prefix sum
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        Count left = __shfl_up_sync(~0u, x, step);
+        if (lane >= step) x += left;
+    }
+    return x;
+}
+
+// The work range of a CTA: what costs `cost`, after `skipped` of group `group`, which has `tiles` tiles for keys [first_key, end). A
 // group's own cost comes first.
 struct WorkRange {
-    int group, skipped, tiles, first_key;
+    int group, skipped, tiles, first_key, end;
     Count cost;
 };
+// This CTA's part of what costs `total`: where it begins, and what it costs.
+__device__ inline Count part_of(Count total, Count& cost) {
+    Count even = Unsigned(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
+    cost = even + (block < larger);
+    return block * even + min(block, larger);
+}
+
+// The range, found by a warp alone, if groups are at most 32.
+__device__ inline WorkRange work_range_of_warp(const Problem& problem) {
+    int lane = threadIdx.x % 32, first_key = 0, end = 0, tiles = lane < problem.groups() ? problem.tiles_of(lane, first_key, end) : 0;
+    Count own = problem.cost_of(tiles), up_to = sum_of_lanes_to(own), cost, first = part_of(__shfl_sync(~0u, up_to, 31), cost);
+    int group = max(__ffs(__ballot_sync(~0u, up_to > first)) - 1, 0);
+    auto of_group = [&](auto x) { return __shfl_sync(~0u, x, group); };
+    return {group, int(first - of_group(up_to - own)), of_group(tiles), of_group(first_key), of_group(end), cost};
+}
 
 // Called by all threads of the CTA.
 __device__ inline WorkRange work_range_of(const Problem& problem) {
     int groups = problem.groups(), run = groups <= THREADS ? 1 : (groups + THREADS - 1) / THREADS;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
-    int end = min(begin + run, groups), first_key = 0;
+    int behind = min(begin + run, groups), first_key = 0, end = 0;
     Count own = 0;
-    for (int group = begin; group < end; ++group) own += problem.cost_of(problem.tiles_of(group, first_key));
-    auto sum_to = [&](Count x) {  // inclusive prefix sum over the lanes
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            Count left = __shfl_up_sync(~0u, x, step);
-            if (lane >= step) x += left;
-        }
-        return x;
-    };
-    Count up_to = sum_to(own), sum = 0;
+    for (int group = begin; group < behind; ++group) own += problem.cost_of(problem.tiles_of(group, first_key, end));
+    Count up_to = sum_of_lanes_to(own), sum = 0;
     if (lane == 31) put(SUMS_AT + sizeof(Count) * warp, up_to);
     __syncthreads();
     if (lane < THREADS / 32) get(SUMS_AT + sizeof(Count) * lane, sum);
     Count total = sum_of_warp(sum), before = up_to - own + sum_of_warp(lane < warp ? sum : Count(0));
-    Count even = Unsigned(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
-    Count first = block * even + min(block, larger), count = even + (block < larger);
+    Count count, first = part_of(total, count);
     constexpr uint32 FOUND_AT = SUMS_AT + sizeof(Count) * (THREADS / 32);
     if (count && before <= first && first < before + own) {
         int group = begin, tiles = int(own) - GROUP_COST;  // of one group, or found below
         Count skipped = first - before;
         for (; run > 1; ++group) {
-            tiles = problem.tiles_of(group, first_key);
+            tiles = problem.tiles_of(group, first_key, end);
             if (skipped < problem.cost_of(tiles)) break;
             skipped -= problem.cost_of(tiles);
         }
         sts32(FOUND_AT, group), sts32(FOUND_AT + 4, int(skipped)), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
+        sts32(FOUND_AT + 16, end);
     }
     __syncthreads();
-    return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
+    auto found = [](int i) { return int(lds32(FOUND_AT + 4 * i)); };
+    return {found(0), found(1), found(2), found(3), found(4), count};
 }
 
