@@ -38,6 +38,21 @@ def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, nex
     check_logits(np.nan_to_num(found, neginf=-np.inf), np.nan_to_num(reference, neginf=-np.inf))
 
 
+@pytest.mark.parametrize(
+    ("requests", "next_n", "empty"), [(2, 1, True), (32, 1, False), (32, 2, False), (33, 1, False), (70, 2, False)]
+)
+def test_work_ranges_of_pages(here, rng, monkeypatch, requests, next_n, empty):
+    """As many requests as a warp has lanes, which then finds the range alone, or more; some without a key."""
+    monkeypatch.setattr(launcher, "device_sms", lambda device: 5)
+    q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, 32, requests, next_n, 64, 20)
+    lens = np.where(rng.random(requests) < 0.3, 0, rng.integers(1, 640, requests)).astype(np.int32) * (not empty)
+    table[np.arange(20) * 32 >= lens[:, None]] = -7  # not read
+    arguments = q, cache, weights, lens, table
+    want = cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="reference")
+    found = here.get(cumla.fp8_paged_mqa_logits(*map(here.put, arguments), clean_logits=True, backend="cuda"))
+    check_logits(found, want)
+
+
 @SCHEDULES
 @pytest.mark.parametrize(
     ("heads", "block_size", "next_n", "blocks"), [(32, 64, 1, 500), (32, 8, 2, 37), (64, 24, 3, 70), (64, 128, 1, 1)]
