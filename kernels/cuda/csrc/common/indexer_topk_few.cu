@@ -35,6 +35,7 @@
 #endif
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
+#include "common/guessed_bound.cuh"
 #include "common/pdl.cuh"
 #include "common/row_in_rounds.cuh"
 #include "common/row_reads.cuh"
@@ -125,58 +126,11 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
     return min((lines + BLOCKS - 1) / BLOCKS, LINES) / (GROUP / LANES);
 }
 
-#if GUESSED
-constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
-constexpr int SHORTEST_SAMPLED = 1024;   // columns
-
-// An order that slightly more than k of `length` columns exceed, as far as this warp's columns show; 0 if it has too few. From the
-// maxima of the same number of columns of each lane it is the one that the expected number of lanes should reach. Columns of
-// all of the warp's reads count, so that the sample is from all of the row. largest[j]: of column j of each of a lane's reads of
-// four, the last one of columns 2 and 3.
-__device__ inline uint32 guessed_order(const Row& row, const float (&largest)[3], int k) {
-    constexpr int STEP = 4 * THREADS;  // columns of all threads' reads
-    const int behind = int(row.end) - (int(threadIdx.x) / 32 + 1) * 128;  // columns after the warp's first read
-    const int reads = behind < 0 ? 0 : min(behind / STEP + 1, READS);
-    float fraction = float(k) / float(row.length()), below = 1.0f;
-#pragma unroll
-    for (int i = 0; i < READS; ++i)
-        if (i < reads) below *= 1.0f - fraction;
-    float x = largest[0], lanes_of_one = fraction * float(reads);
-    if (2.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[1]), below *= below;
-    if (4.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[2]), below *= below;
-    float lanes = 32.0f * (1.0f - below);
-    int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
-    uint32 order = order_of(largest_of_lanes<32>(x == x ? x : -infinity(), rank - 1));
-    return reads ? order : 0;
-}
-#endif
-
 // Orders of the smallest and the largest subnormal number; zero is between them.
 constexpr uint32 LEAST_SUBNORMAL = 0x7f800000, MOST_SUBNORMAL = 0x807fffff;
 __device__ inline bool is_subnormal(uint32 order) { return order - LEAST_SUBNORMAL <= MOST_SUBNORMAL - LEAST_SUBNORMAL; }
 
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
-
-#if GUESSED
-// Marks the first columns of the row that equal the bound, at most `most`: its columns `first` + STEP * i of each read of four, as
-// bits of `equal`. Returns how many they are, even if more than `most`. Called by all threads after a barrier; ends with one.
-__device__ inline int mark_first(Memory& shared, uint32 equal, int column, int most) {
-    constexpr int STEP = 4 * THREADS;
-    int found = 0;
-#pragma unroll 1
-    for (int i = 0; i < READS && found < most; ++i, equal >>= 4, column += STEP) {
-        uint32 four = equal & 15;
-        int total, left = most - found - sum_before(shared.scratch, __popc(four), total);
-        for (; four && left > 0; four &= four - 1, --left) {
-            int at = column + __ffs(four) - 1;
-            atomicOr(&shared.bits[at / 32], 1u << at % 32);
-        }
-        found += total;
-        __syncthreads();  // all have read the sums
-    }
-    return found;
-}
-#endif
 
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
@@ -354,7 +308,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     uint32 equal = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
-    int equal_ones = min(mark_first(shared, equal, int(first - row.skipped), topk - count), topk - count);
+    int equal_ones = min(mark_first(scratch, shared.bits, equal, int(first - row.skipped), topk - count), topk - count);
     if (count + equal_ones == topk || again || !guesses) {
         if (tid == 0) shared.sending = equal_ones;
         __syncthreads();

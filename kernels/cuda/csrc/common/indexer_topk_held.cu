@@ -52,7 +52,8 @@ struct Memory {
     Listed listed;
 };
 constexpr int COUNTED_BYTES = BLOCKS > 1 ? 4 * (BINS / 128) + 512 * BLOCKS : 16;
-constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + 16 * CHUNKS + 16 + 8 * THREADS + LISTED_BYTES + 48 + 15) / 16 * 16;
+constexpr int OF_THREADS = 8 * THREADS + 16 * CHUNKS;
+constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + OF_THREADS + LISTED_BYTES + 64 + 15) / 16 * 16;
 static_assert(sizeof(Memory) <= SHARED_BYTES);
 
 // Column i of a thread's reads is bit_of(i) of its masks: in the order of columns, the first half of its reads in the lower
@@ -90,7 +91,8 @@ __device__ inline Bounds bounds_of(int digit, int rest, int here) {
 __device__ inline void find_bounds(Memory& shared, uint32 rank, int k) {
     ClusterDigit found = digit_of_cluster(shared.counted, shared.scratch.bins, rank, k);
     if (threadIdx.x == 0 && found.digit >= 0)
-        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier, shared.most_tied = found.most;
+        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier,
+        shared.most_tied = found.most;
 }
 #else
 __device__ inline void find_bounds(Memory& shared, uint32, int k) {
@@ -196,7 +198,8 @@ __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 
     cluster_arrive();  // has read the others' bins
 #endif
     shared.equal[threadIdx.x] = 0;
-    const int own = __popc(tied), up_to = sum_to(own), first = threadIdx.x % 32 == 31 ? atomicAdd(&shared.listed.count, up_to) : 0;
+    const int own = __popc(tied), up_to = sum_to(own);
+    const int first = threadIdx.x % 32 == 31 ? atomicAdd(&shared.listed.count, up_to) : 0;
     int to = __shfl_sync(~0u, first, 31) + up_to - own;
 #pragma unroll 1
     for (uint32 marked = tied; marked; marked &= marked - 1) {
@@ -215,8 +218,8 @@ __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 
         [&](uint32 order, int column) { list(shared, order, column); }, rest, FEW);
 }
 
-// Narrows many tied columns and lists those that are left; `tied` of the result is 0 if none of this thread's warp are. Rarely called,
-// and not inlined, as the next one: it reads this thread's columns again.
+// Narrows many tied columns and lists those that are left; `tied` of the result is 0 if none of this thread's warp are. Rarely
+// called, and not inlined, as the next one: it reads this thread's columns again.
 __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int column) {
     uint32 chosen = 0;
     int rest = shared.bounds.rest;

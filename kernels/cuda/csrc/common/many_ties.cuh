@@ -151,11 +151,11 @@ struct Listed {
 constexpr int LISTED_BYTES = 10 * LISTED + 4;
 
 // As narrow, of this CTA's listed columns, whose orders are least + (0 to span), if span is not 0. Sets bits of chosen columns in
-// `chosen`. Calls `list(order, column)` for those that are left; but if they are equal, and so `here` more than `few`, it sets their bits
-// in `equal`. Called by all threads; ends with a barrier.
+// `chosen`. Calls `list(order, column)` for those that are left; but if they are equal, and so `here` more than `few`, it sets
+// their bits in `equal`. Called by all threads; ends with a barrier.
 template <class List>
-__device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed, uint32* chosen,
-                                         uint32* equal, uint32 least, uint32 span, List list, int rest, int few) {
+__device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed,
+                                         uint32* chosen, uint32* equal, uint32 least, uint32 span, List list, int rest, int few) {
     const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
     const int count = listed.count;
     int here = few + 1;
