@@ -142,7 +142,7 @@ def candidates_on_hopper(
     inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if found else None
     if inputs is None:
         return False
-    size = HopperSize(q.shape[2], 1, mxfp4=pages.layout is INDEXER_MXFP4)
+    size = HopperSize(q.shape[2], 1, mxfp4=pages.layout is INDEXER_MXFP4, candidates=True)
     queries, maps, place = inputs
     score_on_hopper(
         size, True, queries, weights, seen, maps, (0, logits.shape[1], 0), table, place, logits,
@@ -244,13 +244,20 @@ def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words],
 
 
 class HopperSize:
-    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, and groups of queries."""
+    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, groups of queries; of candidates."""
 
     def __init__(
-        self, heads: int, of_product: int, products: int = 1, query_groups: int = 1, mxfp4: bool = False
+        self,
+        heads: int,
+        of_product: int,
+        products: int = 1,
+        query_groups: int = 1,
+        mxfp4: bool = False,
+        candidates: bool = False,
     ) -> None:
         self.macros = {
-            "HEADS": heads, "PASS": of_product, "PASSES": products, "QUERY_GROUPS": query_groups, "MXFP4": int(mxfp4)
+            "HEADS": heads, "PASS": of_product, "PASSES": products, "QUERY_GROUPS": query_groups, "MXFP4": int(mxfp4),
+            "CANDIDATES": int(candidates),
         }  # fmt: skip
         self.keys, self.shared_bytes = (
             constant("sm90/indexer/work.cuh", name, **self.macros) for name in ("KEYS", "SHARED_BYTES")
@@ -297,7 +304,7 @@ def score_on_hopper(
     largest = (0, 0, 0) if maxima is None else (maxima, strides(maxima)[0], maxima.shape[1])
     run = large_kernel(
         device, size.shared_bytes, "sm90/indexer/logits.cu", "indexer_logits_sm90", "sm_90a", PAGED=int(paged),
-        MAXIMA=int(maxima is not None), CANDIDATES=int(candidates is not None), **size.macros,
+        MAXIMA=int(maxima is not None), **size.macros,
     )  # fmt: skip
     run(
         (device_sms(device),),

@@ -14,6 +14,9 @@ TABLE = {
     "{ .reg .pred p; setp.gt.f32 p, %1, %2; @p or.b32 %0, %0, %3; }": (
         "if (emulator::to_double(%1) > emulator::to_double(%2)) %0 |= %3"
     ),
+    "{ .reg .pred p; setp.gt.f32 p, %1, %2; selp.u32 %0, %3, 0, p; }": (
+        "%0 = emulator::to_double(%1) > emulator::to_double(%2) ? %3 : 0"
+    ),
     "{ .reg .pred p; setp.eq.f32 p, %1, %2; @p or.b32 %0, %0, %3; }": (
         "if (emulator::to_double(%1) == emulator::to_double(%2)) %0 |= %3"
     ),

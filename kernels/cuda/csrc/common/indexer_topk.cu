@@ -154,7 +154,7 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
     uint32 mask = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
-        mark_if_above(mask, x[i], bound, 1u << i);
+        mask |= bit_if_above(x[i], bound, 1u << i);
     if (!__any_sync(~0u, mask)) return;
     int to = places(memory, __popc(mask));
     for (; mask; mask &= mask - 1, ++to) {

@@ -38,8 +38,10 @@ __device__ inline void meet() {
 #endif
 }
 
-// The largest order, and the inverted smallest, of all threads' columns. Called by all threads; meets.
-__device__ inline void find_range(Counted& counted, Ties& ties, uint32 chunk, uint32& largest, uint32& inverted) {
+// The largest order, and the inverted smallest, of all threads' columns. With COUNTED, and without a cluster, returns a lane's part of
+// the counts of chunks before this one. Called by all threads; meets.
+template <bool COUNTED>
+__device__ inline int find_range(Counted& counted, Ties& ties, uint32 chunk, uint32& largest, uint32& inverted) {
     const int lane = int(threadIdx.x) % 32;
     largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
     publish(ties.ranges, chunk, uint64(largest) << 32 | inverted);
@@ -47,13 +49,16 @@ __device__ inline void find_range(Counted& counted, Ties& ties, uint32 chunk, ui
     if (threadIdx.x < GROUPS) counted.groups[threadIdx.x] = 0;
 #endif
     meet();
+    int earlier = 0;
     largest = inverted = 0;
 #pragma unroll 1
     for (int i = lane; i < CHUNKS; i += 32) {
         uint64 range = ties.ranges[i];
         largest = max(largest, uint32(range >> 32)), inverted = max(inverted, uint32(range));
+        if (COUNTED && BLOCKS == 1 && i < int(chunk)) earlier += ties.counts[i];
     }
     largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+    return earlier;
 }
 // Bits below a digit of numbers up to `span`. The last bin is not used.
 __device__ inline int shift_of(uint32 span) {
@@ -90,7 +95,6 @@ template <int VALUES, class Bit, class Places>
 __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties, int& before, uint32 (&orders)[VALUES], Bit bit_of,
                                   Places places, int rest, int few) {
     const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
-    const int lane = int(threadIdx.x) % 32;
     uint32 chosen = 0;
 #pragma unroll 1
     for (;;) {
@@ -100,13 +104,15 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
         for (int i = 0; i < VALUES; ++i)
             if (orders[i]) largest = max(largest, orders[i]), inverted = max(inverted, ~orders[i]), tied |= 1u << bit_of(i);
         publish(ties.counts, chunk, int(__reduce_add_sync(~0u, __popc(tied))));
-        find_range(counted, ties, chunk, largest, inverted);
+        int earlier = find_range<true>(counted, ties, chunk, largest, inverted);
         const uint32 least = ~inverted, span = largest - least;
         if (!span) {  // equal ones: the first
-            int of_read[VALUES / 4], earlier = 0;
+            int of_read[VALUES / 4];
             places(tied, of_read);
+#if BLOCKS > 1  // registers are too few to add them up above
 #pragma unroll 1
-            for (int i = lane; i < int(chunk); i += 32) earlier += ties.counts[i];
+            for (int i = int(threadIdx.x) % 32; i < int(chunk); i += 32) earlier += ties.counts[i];
+#endif
             earlier = __reduce_add_sync(~0u, earlier);
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
@@ -170,7 +176,7 @@ __device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Tie
         if (!span) {
             uint32 largest = 0, inverted = 0;
             each([&](uint32& order, int) { largest = max(largest, order), inverted = max(inverted, ~order); });
-            find_range(counted, ties, chunk, largest, inverted);
+            find_range<false>(counted, ties, chunk, largest, inverted);
             least = ~inverted, span = largest - least;
             if (!span) break;  // equal ones
         }

@@ -75,9 +75,15 @@ __device__ inline uint32 order_of(float x) {
 
 constexpr uint32 MINUS_INFINITY = 0x007fffff;  // its order
 
-// Set `bit` of the mask if x exceeds, or equals, the other one. Subnormal numbers are not taken for zeros (elsewhere -ftz=true does).
+// Set `bit` of the mask, or give it, if x exceeds, or equals, the other one. Subnormal numbers are not taken for zeros (elsewhere
+// -ftz=true does).
 __device__ inline void mark_if_above(uint32& mask, float x, float bound, uint32 bit) {
     asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(bound), "r"(bit));
+}
+__device__ inline uint32 bit_if_above(float x, float bound, uint32 bit) {
+    uint32 given;
+    asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.u32 %0, %3, 0, p;\n}\n" : "=r"(given) : "f"(x), "f"(bound), "r"(bit));
+    return given;
 }
 __device__ inline void mark_if_equal(uint32& mask, float x, float other, uint32 bit) {
     asm("{\n.reg .pred p;\nsetp.eq.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(other), "r"(bit));

@@ -12,7 +12,10 @@ constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / 
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
 constexpr bool FEW_REGISTERS = WIDE || MXFP4 && PASSES > 1;  // for producers
 constexpr int PRODUCER_REGISTERS = FEW_REGISTERS ? 32 : 56, CONSUMER_REGISTERS = FEW_REGISTERS ? 112 : 104;
-constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
+// Of pages three stages are 13 MB in flight, which memory needs. With more, all are requested at once at the start, and the first tile
+// arrives late.
+constexpr bool FEW_STAGES = HEADS == 64 && QUERY_GROUPS == 1 && MXFP4 == 0 && CANDIDATES == 0;
+constexpr int Q_STAGES = 2, K_STAGES = FEW_STAGES ? 3 : QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
 constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
 // What a group costs beside its tiles, in tiles: queries and weights are read, and products begin and end. Without it the CTA that has
 // the short groups at a prompt's beginning would end long after the others.
