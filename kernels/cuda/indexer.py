@@ -244,7 +244,7 @@ def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words],
 
 
 class HopperSize:
-    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, groups of queries; of candidates."""
+    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, groups of queries, candidates."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ struct Producer {
     // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
     // the block table. CANDIDATES: a box is a candidate block, which is read one round of tiles ahead.
     __device__ void bring_tiles(int group, int key, int tiles, int end) {
-        // Boxes behind a group's last key are not loaded, except with six queries: producers lack a register for its end.
+        // Boxes after a group's last key are not loaded, except with six queries: producers lack a register for its end.
         constexpr bool LOADS_WHOLE_TILES = MXFP4 && PASSES > 2;
         int lane = threadIdx.x % 32, boxes_log = 7 - __ffs(problem.box_rows);  // boxes of 64 rows
         key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;

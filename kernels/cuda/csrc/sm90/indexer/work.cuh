@@ -12,7 +12,7 @@ constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / 
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
 constexpr bool FEW_REGISTERS = WIDE || MXFP4 && PASSES > 1;  // for producers
 constexpr int PRODUCER_REGISTERS = FEW_REGISTERS ? 32 : 56, CONSUMER_REGISTERS = FEW_REGISTERS ? 112 : 104;
-// Of pages three stages are 13 MB in flight, which memory needs. With more, all are requested at once at the start, and the first tile
+// Three stages of pages are 13 MB in flight, which the memory needs. With more, all are requested at once at the start, and the first tile
 // arrives late.
 constexpr bool FEW_STAGES = HEADS == 64 && QUERY_GROUPS == 1 && MXFP4 == 0 && CANDIDATES == 0;
 constexpr int Q_STAGES = 2, K_STAGES = FEW_STAGES ? 3 : QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
