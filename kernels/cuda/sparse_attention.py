@@ -52,7 +52,8 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
     division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
     problem = work.packed_arguments(None, division)
     fast.launch(division, work, problem)
-    sparse_kernels.launch_epilogue(work, problem)
+    if not fast.recomputes:
+        sparse_kernels.launch_epilogue(work, problem)
 
 
 def row_bytes_of(kv: Any) -> Any:

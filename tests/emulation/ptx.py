@@ -92,6 +92,9 @@ TABLE = {
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q; }": (
         "%0 = emulator::named_sync_or(%2, 128, %1)"
     ),
+    "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q; }": (
+        "%0 = emulator::named_sync_or(%2, %3, %1)"
+    ),
     "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
     "bar.sync %0, %1;": "emulator::named_sync(%0, %1)",
     "bar.arrive %0, %1;": "emulator::named_arrive(%0, %1)",
@@ -171,7 +174,6 @@ TABLE = {
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
     "prefetch.tensormap [%0];": "",
-    "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];": "",
     "prefetch.global.L2 [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",

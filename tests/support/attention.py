@@ -58,17 +58,24 @@ def nothing_attended_again():
 
     fields = SparseProblem._fields
     unsafe_at = fields.index("unsafe") + 2 * len(PackedSegment._fields) - 1  # of the values of a problem
-    launch_epilogue = sparse_kernels.launch_epilogue
+    launch_epilogue, launch = sparse_kernels.launch_epilogue, sparse_kernels.FastKernel.launch
+
+    def with_marks(problem, marks):  # after the word that marks all tiles
+        return *problem[:unsafe_at], marks.data.ptr + 4, *problem[unsafe_at + 1 :]
+
+    def launch_of_one_attempt(fast, division, work, problem):
+        marks = cupy.zeros(2, np.int32)  # with marks, a kernel that recomputes its tiles leaves them
+        launch(fast, division, work, with_marks(problem, marks) if fast.recomputes else problem)
 
     def epilogue_without_marks(work, problem, memory=None, **options):
         if memory is None:
             return  # marks are where the results are, and there is no epilogue
-        no_marks = cupy.zeros(1 + work.tiles, np.int32)  # after the word that marks all tiles
-        problem = (*problem[:unsafe_at], no_marks.data.ptr + 4, *problem[unsafe_at + 1 :])
-        launch_epilogue(work, problem, memory=memory, **options)
+        no_marks = cupy.zeros(1 + work.tiles, np.int32)
+        launch_epilogue(work, with_marks(problem, no_marks), memory=memory, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_kernels, "launch_epilogue", epilogue_without_marks)
+        patch.setattr(sparse_kernels.FastKernel, "launch", launch_of_one_attempt)
         yield
 
 

@@ -30,7 +30,7 @@ LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat
 PREFILL_WAVES = 8  # work ranges of the portable kernel per resident CTA: lengths grow with position
 COMBINE_VALUES = constant("common/sparse/combine.cuh", "PIECE")
 EXACT_ROWS = constant("common/sparse/exact_mma_scores.cuh", "ROWS")
-EXACT_THREADS = constant("common/sparse/exact.cuh", "THREADS")
+EXACT_THREADS = constant("common/sparse/exact.cuh", "EXACT_THREADS")
 EXACT_BLOCKS_PER_SM = constant("common/sparse/exact.cu", "CTAS")
 EXACT_MOST_PARTS = constant("common/sparse/exact_mma.cuh", "MOST_PARTS")
 
@@ -47,6 +47,7 @@ class FastKernel(NamedTuple):
     maps        arguments beside the problem: the words of tensor maps
     clusters    sizes of clusters that may split a tile, and how many such clusters run at a time
     of_cluster  the function for a cluster size, in place of `function`; compiled once it is asked for
+    recomputes  whether it recomputes the tiles that it flags, so that no epilogue kernel has to follow
     """
 
     function: Any
@@ -58,6 +59,7 @@ class FastKernel(NamedTuple):
     maps: Callable[[AttentionCall], Words] = lambda work: ()
     clusters: tuple[tuple[int, int], ...] = ()
     of_cluster: Callable[[int], Kernel] | None = None
+    recomputes: bool = False
 
     def launch(self, division: Division, work: AttentionCall, problem: tuple[Any, ...]) -> None:
         function, arguments = self.function, (*problem, *self.maps(work))
@@ -128,7 +130,6 @@ def fastest_prefill(device: int) -> str:
 @functools.cache
 def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     """For tiles of `heads` heads. Below HEADS, q needs a tensor map."""
-    start("common/sparse/exact.cu", **exact_macros((layout, layout), True, heads))
     if heads == HEADS:
         function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
     else:
@@ -137,7 +138,7 @@ def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
     return FastKernel(
         function, PREFILL_THREADS if heads == HEADS else FEW_HEADS_THREADS, HOPPER_SHARED_BYTES, heads,
-        device_sms(device), maps=lambda work: map_of_queries(work, heads),
+        device_sms(device), maps=lambda work: map_of_queries(work, heads), recomputes=True,
     )  # fmt: skip
 
 

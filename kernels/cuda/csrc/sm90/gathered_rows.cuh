@@ -51,12 +51,13 @@ struct LaneRows {
     }
 };
 
-// Indices of a block as listed, or -1 after the end.
+// Indices of a block as listed, or -1 after the end. Loads within the list do not wait for its length.
 __device__ inline LaneRows listed_rows(const BlockWalk& walk, int lane) {
     const Segment& list = walk.problem.segments[0];
     const int* indices = list.indices + walk.tile / walk.problem.groups * list.indices_stride_b;
     int at = walk.block * BLOCK + lane;
-    return {at < walk.length ? indices[at] : -1, at + 32 < walk.length ? indices[at + 32] : -1};
+    int low = at < list.topk ? indices[at] : -1, high = at + 32 < list.topk ? indices[at + 32] : -1;
+    return {at < walk.length ? low : -1, at + 32 < walk.length ? high : -1};
 }
 __device__ inline LaneRows rows_there(const Segment& list, LaneRows listed) {
     uint32 rows = list.num_slots;

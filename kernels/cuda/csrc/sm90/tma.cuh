@@ -18,8 +18,4 @@ __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int 
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
 }
-// Prefetch the box into L2.
-__device__ inline void tma_prefetch(const TensorMap& map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z) : "memory");
-}
 __device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }

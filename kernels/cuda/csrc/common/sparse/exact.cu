@@ -20,79 +20,14 @@
 // Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), ALIGNED, FLOAT64_ONLY: compute in float64 alone, as for
 // formats whose scales change within a slice (common/sparse/exact_mma_scores.cuh), and for two formats.
 #include "common/sparse/combine.cuh"
-#include "common/sparse/exact.cuh"
+#include "common/sparse/exact_unit.cuh"
 #include "common/pdl.cuh"
-#if FLOAT64_ONLY
-constexpr int ROWS = 16;  // heads
-struct Part {};
-struct Wide {};
-struct WideAttention {
-    int first_head;
 
-    __device__ WideAttention(const SparseProblem&, Wide&, int, int, int first_head) : first_head(first_head) {}
-};
-#else
-#include "common/sparse/exact_mma.cuh"
-#endif
-
-constexpr int UNITS = HEADS / ROWS;  // in a tile
 constexpr int WAITING = 8, CTAS = 2;  // on an SM
 
 union Memory {
-    Wide wide;
-    ExactShared float64;
+    UnitMemory unit;
     SplitTile split_tiles[MAX_RANGES];
-};
-
-// Attention of ROWS heads of a tile to blocks first .. last - 1 of its keys.
-struct Unit {
-    const SparseProblem& problem;
-    Memory& memory;
-    TileCoord at;
-    WideAttention wide;
-
-    __device__ Unit(const SparseProblem& problem, Memory& memory, int tile, int unit)
-        : problem(problem), memory(memory), at(problem, tile), wide(problem, memory.wide, at.b, at.s, at.first_head + unit * ROWS) {}
-
-    __device__ bool exists() const { return wide.first_head < problem.heads; }
-
-    __device__ int blocks() const { return blocks_of_tile(problem.segments[0].length(at.b, at.s), problem.segments[1].length(at.b, at.s)); }
-
-    __device__ void attend_in_float64() {
-        for (int head = 0; head < ROWS; head += UNIT)
-            ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
-    }
-
-    // Part `part` of `count`. `arrived` counts finished parts and is reset to 0 by the last.
-    __device__ void attend(int part, int count, Part* parts, int* arrived) {
-        if (!exists()) return;
-#if FLOAT64_ONLY
-        if (part != 0) return;
-#elif __CUDA_ARCH__ >= 800
-        int all = blocks();
-        wide.attend(all * part / count, all * (part + 1) / count);
-        if (count > 1 && !gathered(part, count, parts, arrived)) return;
-        if (wide.store()) return;
-#endif
-        attend_in_float64();
-    }
-
-#if !FLOAT64_ONLY
-    // Store this part's result. The CTA that arrives last combines all parts and returns true.
-    __device__ bool gathered(int part, int count, Part* parts, int* arrived) {
-        __shared__ bool is_last;
-        wide.leave(parts[part]);
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1) == count - 1;
-        __syncthreads();
-        if (!is_last) return false;
-        __threadfence();
-        wide.gather(parts, count);
-        if (threadIdx.x == 0) *arrived = 0;
-        return true;
-    }
-#endif
 };
 
 // Reads a word that other CTAs may be writing.
@@ -186,7 +121,7 @@ struct Marks {
     }
 };
 
-// The wanted items among 0 .. count - 1, distributed over all CTAs. One thread evaluates `wanted` for an item, THREADS items of
+// The wanted items among 0 .. count - 1, distributed over all CTAs. One thread evaluates `wanted` for an item, EXACT_THREADS items of
 // a CTA at a time.
 template <class Wanted> struct WantedItems {
     int count;
@@ -197,7 +132,7 @@ template <class Wanted> struct WantedItems {
     bool reads_found = false;
 
     __device__ WantedItems(int count, Wanted wanted, uint32 (&found)[WARPS])
-        : count(count), wanted(wanted), found(found), first(-int(THREADS * gridDim.x)) {}
+        : count(count), wanted(wanted), found(found), first(-int(EXACT_THREADS * gridDim.x)) {}
 
     // The next one, or -1 after the last. All threads of the block.
     __device__ int next() {
@@ -210,7 +145,7 @@ template <class Wanted> struct WantedItems {
             }
             if (reads_found) __syncthreads();  // before `found` is written again
             reads_found = false;
-            first += THREADS * gridDim.x;
+            first += EXACT_THREADS * gridDim.x;
             if (first >= count) return -1;
             int mine = first + threadIdx.x * gridDim.x + blockIdx.x;
             uint32 votes = __ballot_sync(~0u, mine < count && wanted(mine));
@@ -221,20 +156,11 @@ template <class Wanted> struct WantedItems {
     }
 };
 
-// Whether UNSAFE_BITS in max_logits or lse flags a unit of a tile.
-__device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int unit) {
-    TileCoord at(problem, tile);
-    int head = at.first_head + unit * ROWS;
-    if (head >= problem.heads) return false;
-    return __float_as_uint(problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h]) == UNSAFE_BITS ||
-           __float_as_uint(problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h]) == UNSAFE_BITS;
-}
-
 // parts     memory for `most_slots` parts, at most `most_parts` for a unit; unused without `unsafe`
 // counters  zeros between calls: the participants, then one counter for each slot, the next item, the word that says whether
 //           any tile is flagged, and the flags
 // combined  0, or the approximate number of splits of each split tile
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+extern "C" __global__ void __launch_bounds__(EXACT_THREADS, CTAS)
 attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
@@ -268,10 +194,10 @@ attention_epilogue(const __grid_constant__ SparseProblem problem, int everything
             if (item < 0) break;
             tile = item / of_tile, unit = item % of_tile;
         }
-        Unit(problem, memory, tile, unit).attend(part, splits, reinterpret_cast<Part*>(parts) + slot * splits, counters + 1 + slot);
+        Unit(problem, memory.unit, tile, unit).attend(part, splits, reinterpret_cast<Part*>(parts) + slot * splits, counters + 1 + slot);
     }
     if (!marks) return;
     if (!participants.leave()) return;
-    for (int tile = threadIdx.x - 1; tile < tiles; tile += THREADS) marks[tile] = 0;  // and the word before them
+    for (int tile = threadIdx.x - 1; tile < tiles; tile += EXACT_THREADS) marks[tile] = 0;  // and the word before them
     participants.reopen();
 }

@@ -4,16 +4,32 @@
 // dequantises them into shared memory, computes scores (a warp per head, LANES lanes per key), a running softmax and the
 // weighted sum (two output values of each head per thread).
 //
-// Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED.
+// Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED; EXACT_FIRST_THREAD, of the block's threads that take part.
 #pragma once
 #include "common/sparse/work.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int EXACT_THREADS = 256, WARPS = EXACT_THREADS / 32;
+constexpr int EXACT_BARRIER = 4;  // a named one that no kernel which recomputes its own tiles has for itself
 constexpr int UNIT = WARPS;  // heads
 constexpr int KEYS = 4;
 constexpr int LANES = 32 / KEYS;
 constexpr int DIM = LAYOUT::head_dim;
-constexpr int VALUES_PER_THREAD = V_DIM / THREADS;
+constexpr int VALUES_PER_THREAD = V_DIM / EXACT_THREADS;
+
+// The threads that take part: a kernel that recomputes its own tiles has more.
+#ifndef EXACT_FIRST_THREAD
+#define EXACT_FIRST_THREAD 0
+#endif
+__device__ inline uint32 exact_thread() { return threadIdx.x - EXACT_FIRST_THREAD; }
+// Synchronise them.
+__device__ inline void exact_sync() { asm volatile("bar.sync %0, %1;" ::"r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory"); }
+// The same; whether x holds for any of them.
+__device__ inline bool exact_any(bool x) {
+    uint32 y;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(y) : "r"(uint32(x)), "r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory");
+    return y;
+}
 
 template <class A, class B> constexpr bool is_same = false;
 template <class A> constexpr bool is_same<A, A> = true;
@@ -89,16 +105,16 @@ __device__ inline void load_key(const SegmentEntries& entries, int slot, int fir
 
 template <class Layout>
 __device__ inline void load_keys(const SegmentEntries& entries, int first_entry, ExactShared& shared) {
-    __syncthreads();  // all threads are done with the previous tile
-    if (threadIdx.x < KEYS) shared.slots[threadIdx.x] = entries.slot(first_entry + threadIdx.x);
-    __syncthreads();
-    for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
+    exact_sync();  // all threads are done with the previous tile
+    if (exact_thread() < KEYS) shared.slots[exact_thread()] = entries.slot(first_entry + exact_thread());
+    exact_sync();
+    for (int i = exact_thread(); i < KEYS * (DIM / 8); i += EXACT_THREADS) {
         int key = i / (DIM / 8), first = i % (DIM / 8) * 8;
         double values[8] = {};
         if (shared.slots[key] >= 0) load_key<Layout>(entries, shared.slots[key], first, values);
         for (int j = 0; j < 8; ++j) shared.keys[key][first + j] = values[j];
     }
-    __syncthreads();
+    exact_sync();
 }
 
 __device__ inline double warp_max(double x) {
@@ -129,11 +145,11 @@ __device__ inline double store_lse(const SparseProblem& problem, int b, int s, i
 
 // Attention of heads first_head .. first_head + UNIT - 1 of token (b, s). Called by all threads of the block.
 __device__ inline void attend_in_float64(const SparseProblem& problem, int b, int s, int first_head, ExactShared& shared) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = exact_thread() / 32, lane = exact_thread() % 32;
 
-    __syncthreads();  // the shared memory was in use for other data
+    exact_sync();  // the shared memory was in use for other data
     const bf16* q = problem.q + b * problem.q_stride_b + s * problem.q_stride_s;
-    for (int i = threadIdx.x; i < UNIT * DIM; i += THREADS) {
+    for (int i = exact_thread(); i < UNIT * DIM; i += EXACT_THREADS) {
         int head = first_head + i / DIM;
         shared.q[i / DIM][i % DIM] = head < problem.heads ? q[head * problem.q_stride_h + i % DIM] : bf16{0};
     }
@@ -161,28 +177,28 @@ __device__ inline void attend_in_float64(const SparseProblem& problem, int b, in
             top = new_top;
             if (part == 0) shared.weights[warp][key] = weight;
             if (lane == 0) shared.rescale[warp] = rescale;
-            __syncthreads();
+            exact_sync();
             for (int head = 0; head < UNIT; ++head)
                 for (int i = 0; i < VALUES_PER_THREAD; ++i) sums[head][i] *= shared.rescale[head];
             for (int k = 0; k < KEYS; ++k) {
                 if (shared.slots[k] < 0) continue;
                 for (int i = 0; i < VALUES_PER_THREAD; ++i) {
-                    double value = shared.keys[k][threadIdx.x + i * THREADS];
+                    double value = shared.keys[k][exact_thread() + i * EXACT_THREADS];
                     for (int head = 0; head < UNIT; ++head) sums[head][i] += shared.weights[head][k] * value;
                 }
             }
         }
     }
-    __syncthreads();
+    exact_sync();
     if (lane == 0 && first_head + warp < problem.heads)
         shared.rescale[warp] = store_lse(problem, b, s, first_head + warp, any, top, total);
-    __syncthreads();
+    exact_sync();
     for (int h = 0; h < UNIT && first_head + h < problem.heads; ++h) {
         bf16* row = problem.out + b * problem.out_stride_b + s * problem.out_stride_s + (first_head + h) * problem.out_stride_h;
         for (int i = 0; i < VALUES_PER_THREAD; ++i) {
             float value = to_float(sums[h][i] * shared.rescale[h]);
-            row[threadIdx.x + i * THREADS] = bf16{uint16(pack(bf16{}, value, 0.0f))};
+            row[exact_thread() + i * EXACT_THREADS] = bf16{uint16(pack(bf16{}, value, 0.0f))};
         }
     }
-    __syncthreads();  // before the next heads
+    exact_sync();  // before the next heads
 }

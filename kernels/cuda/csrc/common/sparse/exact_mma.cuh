@@ -43,14 +43,14 @@ struct WideAttention {
 
     __device__ WideAttention(const SparseProblem& problem, Wide& shared, int b, int s, int first_head)
         : problem(problem), shared(shared), b(b), s(s), first_head(first_head) {
-        warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+        warp = exact_thread() / 32, g = exact_thread() % 32 / 4, c = exact_thread() % 4;
         scale = to_double(problem.softmax_scale) * 1.4426950408889634;
     }
 
     // ---- Q, 16 threads a head
 
     __device__ void load_q() {
-        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        int row = exact_thread() / 16, part = exact_thread() % 16;
         bool here = first_head + row < problem.heads;
         const bf16* q = problem.q + b * problem.q_stride_b + s * problem.q_stride_s + (first_head + row) * problem.q_stride_h;
         uint2 x[SLICES];
@@ -64,8 +64,8 @@ struct WideAttention {
             sum = over_head(sum, [](float x, float y) { return x + y; });
             if (part == 0) shared.q_sums[row][slice] = sum;
         }
-        if (threadIdx.x < ROWS) shared.top[threadIdx.x] = -double(infinity()), shared.total[threadIdx.x] = 0.0f;
-        if (threadIdx.x == 0) shared.any = shared.out_of_range = 0;
+        if (exact_thread() < ROWS) shared.top[exact_thread()] = -double(infinity()), shared.total[exact_thread()] = 0.0f;
+        if (exact_thread() == 0) shared.any = shared.out_of_range = 0;
         for (int j = 0; j < SLICE / 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
     }
 
@@ -87,12 +87,12 @@ struct WideAttention {
     __device__ void find_slot(LookUp& to, int block) const {
         int first;
         const Segment& list = list_of(block, first);
-        to.slot = SegmentEntries(list, b, s).slot(first + threadIdx.x / 4);
+        to.slot = SegmentEntries(list, b, s).slot(first + exact_thread() / 4);
     }
 
     __device__ void find_row(LookUp& to, int block) const {
         if (to.slot < 0) return;
-        int first, part = threadIdx.x % 4;
+        int first, part = exact_thread() % 4;
         const Segment& list = list_of(block, first);
         Token token = token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, to.slot);
         to.row = token.row;
@@ -103,7 +103,7 @@ struct WideAttention {
     }
 
     __device__ void put(const LookUp& from, Keys& keys) {
-        int key = threadIdx.x / 4, part = threadIdx.x % 4;
+        int key = exact_thread() / 4, part = exact_thread() % 4;
         if (part == 0) keys.rows[key] = from.row;
         if (from.slot >= 0) shared.any = 1;
 #pragma unroll
@@ -117,13 +117,13 @@ struct WideAttention {
         }
     }
 
-    // ---- weights, 16 threads a head: keys threadIdx.x % 16 + 16 i
+    // ---- weights, 16 threads a head: keys exact_thread() % 16 + 16 i
 
     // Smallest score of a head whose weight is not negligible. NaN is ignored.
     __device__ double least_score(const Keys& keys) const {
-        int row = threadIdx.x / 16;
+        int row = exact_thread() / 16;
         double least = shared.top[row];
-        for (int key = threadIdx.x % 16; key < BLOCK; key += 16)
+        for (int key = exact_thread() % 16; key < BLOCK; key += 16)
             if (keys.rows[key]) least = fmax(least, shared.scores[row][key] - shared.doubts[row][key]);
         return over_head(least, [](double x, double y) { return fmax(x, y); }) - BEATEN;
     }
@@ -131,7 +131,7 @@ struct WideAttention {
     // Bitmap of this thread's scores that are too coarse and not negligible. After a NaN in a head, no score of it
     // matters.
     __device__ uint32 coarse_scores(const Keys& keys) const {
-        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        int row = exact_thread() / 16, part = exact_thread() % 16;
         uint32 coarse = 0;
 #pragma unroll
         for (int i = 0; i < BLOCK / 16; ++i)
@@ -145,12 +145,12 @@ struct WideAttention {
     }
 
     __device__ void score_again(const Keys& keys, uint32 coarse) {
-        int lane = threadIdx.x % 32;
+        int lane = exact_thread() % 32;
 #pragma unroll 1
         while (uint32 left = __ballot_sync(~0u, coarse)) {
             int of_lane = __ffs(left) - 1, i = __ffs(__shfl_sync(~0u, coarse, of_lane)) - 1;
             int row = 2 * warp + of_lane / 16, key = of_lane % 16 + 16 * i;
-            double score = Scores::in_float64(shared, keys, row, key) * scale;
+            double score = WideScores::in_float64(shared, keys, row, key) * scale;
             if (lane == of_lane) shared.scores[row][key] = score, coarse &= coarse - 1;
             if (score != score && lane / 16 == of_lane / 16) coarse = 0;
         }
@@ -158,7 +158,7 @@ struct WideAttention {
     }
 
     __device__ void weigh(const Keys& keys) {
-        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        int row = exact_thread() / 16, part = exact_thread() % 16;
         double scores[BLOCK / 16], top = shared.top[row], new_top = top;
         auto higher = [](double x, double y) { return x != x || x > y ? x : y; };  // NaN wins
 #pragma unroll
@@ -260,12 +260,12 @@ struct WideAttention {
     __device__ void attend(int first, int last) {
         LookUp look_up;
         find_slot(look_up, first);
-        __syncthreads();  // the shared memory was in use for other data
+        exact_sync();  // the shared memory was in use for other data
         load_q();
         find_row(look_up, first);
-        __syncthreads();
+        exact_sync();
         put(look_up, shared.keys[0]);
-        __syncthreads();
+        exact_sync();
         bool careful = false;
 #pragma unroll 1
         for (int block = first; block < last; ++block) {
@@ -276,21 +276,21 @@ struct WideAttention {
             uint32 coarse;
 #pragma unroll 1
             for (;;) {
-                Scores(shared, keys).score(scale, careful);
-                __syncthreads();
+                WideScores(shared, keys).score(scale, careful);
+                exact_sync();
                 coarse = coarse_scores(keys);
                 int count = __reduce_add_sync(~0u, __popc(coarse));
-                if (!__syncthreads_or(count > MANY) || careful) break;
+                if (!exact_any(count > MANY) || careful) break;
                 careful = true;
             }
             if (more) find_row(next, block + 1);
             score_again(keys, coarse);
             weigh(keys);
             if (more) put(next, shared.keys[(block + 1 - first) % 2]);
-            __syncthreads();
+            exact_sync();
             mix(keys);
         }
-        __syncthreads();
+        exact_sync();
     }
 
     // First of this lane's 8 neighbouring values (4 lanes hold a row's 64), of head g + 8 r.
@@ -299,10 +299,10 @@ struct WideAttention {
     // Write the results in `shared` and `o`. False if float64 has to recompute them.
     __device__ bool store() {
         if (shared.out_of_range) return false;
-        int row = threadIdx.x;
+        int row = exact_thread();
         if (row < ROWS && first_head + row < problem.heads)
             shared.rescale[row] = float(store_lse(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
-        __syncthreads();
+        exact_sync();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int r = i / 2, e = i % 2, head = first_head + g + 8 * r;
@@ -323,14 +323,14 @@ struct WideAttention {
             to[0] = make_float4(o[0][2 * r + e], o[1][2 * r + e], o[2][2 * r + e], o[3][2 * r + e]);
             to[1] = make_float4(o[4][2 * r + e], o[5][2 * r + e], o[6][2 * r + e], o[7][2 * r + e]);
         }
-        if (threadIdx.x < ROWS) part.top[threadIdx.x] = shared.top[threadIdx.x], part.total[threadIdx.x] = shared.total[threadIdx.x];
-        if (threadIdx.x == 0) part.any = shared.any, part.out_of_range = shared.out_of_range;
+        if (exact_thread() < ROWS) part.top[exact_thread()] = shared.top[exact_thread()], part.total[exact_thread()] = shared.total[exact_thread()];
+        if (exact_thread() == 0) part.any = shared.any, part.out_of_range = shared.out_of_range;
     }
 
     // Combine the partial results of `count` parts. The parts' weights take the place of the keys' weights.
     __device__ void gather(const Part* parts, int count) {
-        __syncthreads();
-        int row = threadIdx.x / 16, lane = threadIdx.x % 16;
+        exact_sync();
+        int row = exact_thread() / 16, lane = exact_thread() % 16;
         double tops[MOST_PARTS / 16], top = -double(infinity());
         auto higher = [](double x, double y) { return x != x || x > y ? x : y; };  // NaN wins
 #pragma unroll
@@ -349,10 +349,10 @@ struct WideAttention {
         total = over_head(total, [](float x, float y) { return x + y; });
         if (lane == 0) shared.top[row] = top, shared.total[row] = total;
         bool any = false, out_of_range = false;
-        if (threadIdx.x < count) any = parts[threadIdx.x].any, out_of_range = parts[threadIdx.x].out_of_range;
-        any = __syncthreads_or(any), out_of_range = __syncthreads_or(out_of_range);
-        if (threadIdx.x == 0) shared.any = any, shared.out_of_range = out_of_range;
-        __syncthreads();
+        if (exact_thread() < count) any = parts[exact_thread()].any, out_of_range = parts[exact_thread()].out_of_range;
+        any = exact_any(any), out_of_range = exact_any(out_of_range);
+        if (exact_thread() == 0) shared.any = any, shared.out_of_range = out_of_range;
+        exact_sync();
 #pragma unroll
         for (int j = 0; j < 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
 #pragma unroll 2

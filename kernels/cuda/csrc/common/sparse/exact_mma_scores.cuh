@@ -48,7 +48,7 @@ template <class T, class Combine> __device__ inline T over_head(T x, Combine com
 }
 
 // Column g of a product is a key; the lane holds its values 16 c .. 16 c + 15 of each slice.
-struct Scores {
+struct WideScores {
     Wide& shared;
     const Keys& keys;
     int warp, lane, g, c;
@@ -56,8 +56,8 @@ struct Scores {
     float x[4], doubts[4];
     double exact[4];  // the part summed in float64
 
-    __device__ Scores(Wide& shared, const Keys& keys) : shared(shared), keys(keys) {
-        warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    __device__ WideScores(Wide& shared, const Keys& keys) : shared(shared), keys(keys) {
+        warp = exact_thread() / 32, lane = exact_thread() % 32, g = lane / 4, c = lane % 4;
         row = keys.rows[8 * warp + g];
     }
 
@@ -182,7 +182,7 @@ struct Scores {
     // A score in float64. Called by a whole warp.
     __device__ static double in_float64(const Wide& shared, const Keys& keys, int row, int key) {
         double sum = 0.0;
-        for (int first = 8 * (threadIdx.x % 32); first < DIM; first += 8 * 32) {
+        for (int first = 8 * (exact_thread() % 32); first < DIM; first += 8 * 32) {
             double values[8];
             load_values<LAYOUT>(keys.rows[key], keys.scales[min(first / LAYOUT::scale_tile, SCALES)][key], first, values);
             for (int i = 0; i < 8; ++i) sum += to_double(to_float(shared.q[row][first + i])) * values[i];

@@ -50,6 +50,7 @@ struct SharedMemory {
     uint64 q_ready[Q_PIECES], q_free[Q_PIECES];
     uint64 weights_ready[WEIGHT_SLOTS], weights_free[WEIGHT_SLOTS];
     uint64 result_ready[2];                      // [tile % 2]
+    uint32 flagged;                              // non-zero once a tile of this CTA was flagged
     uint32 raised[WEIGHT_SLOTS];                 // whether a block raised a reference
     uint32 present[MOST_SLOTS];                  // [slot of rows]: a bit for each row, see Producer
     alignas(16) float reference[HEADS];
@@ -64,7 +65,7 @@ constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHA
 constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), WEIGHTS_FREE = SHARED_AT(weights_free);
 constexpr uint32 RESULT_READY = SHARED_AT(result_ready), RAISED_AT = SHARED_AT(raised), PRESENT_AT = SHARED_AT(present);
 constexpr uint32 REFERENCE_AT = SHARED_AT(reference), LOWER_AT = SHARED_AT(lower), HIGHEST_AT = SHARED_AT(highest);
-constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits);
+constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits), FLAGGED = SHARED_AT(flagged);
 constexpr uint32 WEIGHTS_AT = SHARED_AT(weights), Q_AT = SHARED_AT(q), RING_AT = Q_AT + sizeof(SharedMemory::q);
 constexpr int SHARED_BYTES = MOST_SHARED_BYTES, FITTING_SLOTS = (SHARED_BYTES + 1024 - RING_AT) / SLOT_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;

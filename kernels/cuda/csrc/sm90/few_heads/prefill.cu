@@ -22,13 +22,18 @@
 //     ring of slots: 16 rows   12 x 16.25 11 x 16.25      11 x 18.25 9 x 18.25
 //     in all                   217        221.75          224.75     211.25
 //
-// Limits: one list of keys; q needs a tensor map; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact
-// kernel if a score, a sum or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
+// Limits: one list of keys; q needs a tensor map; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh), and
+// recomputed before the CTA ends (sm90/flagged_tiles.cuh), if a score, a sum or a result is not finite, or if its highest score exceeds
+// MAX_PRECISE_SCORE.
 //
 // Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row), TILE_HEADS (16 or 32).
+#define EXACT_FIRST_THREAD 128  // the values
+#include "sm90/flagged_tiles.cuh"
 #include "sm90/few_heads/producer.cuh"
 #include "sm90/few_heads/scores.cuh"
 #include "sm90/few_heads/values.cuh"
+
+static_assert(sizeof(UnitMemory) <= SLOTS * SLOT_BYTES);
 
 // The address of q's tensor map is a multiple of 64, because parameters begin 16 bytes after one and SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -44,10 +49,12 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
         for (int i = 0; i < WEIGHT_SLOTS; ++i)
             barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(WEIGHTS_FREE + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) barrier_init(RESULT_READY + 8 * i, 4 * WARP_ARRIVALS);
+        sts32(FLAGGED, 0);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     pdl_wait();
+    pdl_release();  // nothing fits beside this CTA: the next kernel's CTAs start as these end
     int role = threadIdx.x / 128;
     if (role == 0) {
         warpgroup_reg_dealloc<SCORES_REGISTERS>();  // no change, but it lets the compiler use all of them
@@ -58,5 +65,6 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     } else {
         warpgroup_reg_alloc<VALUES_REGISTERS>();
         Values(problem, role - 1).run();
+        recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<uint8*>(memory) + (RING_AT - SHARED_START));
     }
 }

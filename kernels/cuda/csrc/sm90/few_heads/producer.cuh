@@ -35,10 +35,6 @@ struct Producer {
         if (lane == 0) {
             barrier_arrive_expecting(barrier, (end - first) * HEAD_TILE_BYTES);
             for (int i = first; i < end; ++i) tma_load(Q_AT + i * HEAD_TILE_BYTES, q_map, 64 * i, head, token, barrier);
-            // Prefetch the next tile's Q into L2: it is loaded between two tiles, when the other roles are idle.
-            int next = tile + gridDim.x, next_token = next / problem.groups, next_head = next % problem.groups * HEADS;
-            if (next < problem.tiles())
-                for (int i = first; i < end; ++i) tma_prefetch(q_map, 64 * i, next_head, next_token);
         } else if (WARP_ARRIVALS > 1) {
             barrier_arrive(barrier);
         }

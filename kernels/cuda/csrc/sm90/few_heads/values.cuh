@@ -107,7 +107,9 @@ struct Values {
             float x = lds_float(LOGITS_AT + (2 * parity + half) * (HEADS * 4) + 4 * thread);
             float* to = half ? problem.lse + at.b * problem.lse_stride_b + head * problem.lse_stride_h
                              : problem.max_logits + at.b * problem.max_stride_b + head * problem.max_stride_h;
+            bad |= __float_as_uint(x) == UNSAFE_BITS;
             *to = bad ? __uint_as_float(UNSAFE_BITS) : x;
+            if (bad) sts32(FLAGGED, 1);
         }
         // Each warp copies four rows of 128 bytes at a time. The vote above has synchronised its lanes.
         uint32 from = lane / 8 * PITCH + own_values() * 2 + lane % 8 * 16;

@@ -253,6 +253,7 @@ template <int CONSUMER> struct Consumer {
             if (fabsf(rows[r].reference) > MAX_PRECISE_SCORE && rows[r].reference != -infinity()) check = 1.0f;
         }
         bool bad = __any_sync(~0u, check != 0.0f);
+        if (bad && lane == 0) sts32(FLAGGED, 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int own_head = at.first_head + head + 8 * r;

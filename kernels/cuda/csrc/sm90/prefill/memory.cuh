@@ -52,6 +52,7 @@ struct SharedMemory {
     uint2 present[2];                          // [buffer]: a bit for each key
     float reference[2][HEADS];                 // [consumer]: reference of its weights
     float2 totals[2][2][HEADS];                // [tile % 2][consumer]: sum and maximum
+    uint32 flagged;                            // non-zero once a tile of this CTA was flagged
     alignas(1024) uint8 q[TILES][TILE_BYTES];
     uint8 k[2][TILES][TILE_BYTES];             // [buffer]
     uint8 weights[TILE_BYTES];                 // of one block at a time
@@ -60,5 +61,5 @@ constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
 constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
 constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
-constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);
+constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals), FLAGGED = SHARED_AT(flagged);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), K_BYTES = TILES * TILE_BYTES, WEIGHTS_AT = SHARED_AT(weights);

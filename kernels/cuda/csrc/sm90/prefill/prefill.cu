@@ -23,12 +23,15 @@
 // so that each continues from the other's running maximum. A *piece* of a buffer is refilled as soon as it has been used
 // (sm90/prefill/memory.cuh). Weights are bfloat16, like the rows.
 //
-// Limits: one list of keys; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum
-// or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
+// Limits: one list of keys; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh), and recomputed before the CTA ends
+// (sm90/flagged_tiles.cuh), if a score, a sum or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
 //
 // Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row); TRACE (sm90/prefill/trace.cuh).
 #include "sm90/prefill/producer.cuh"
 #include "sm90/prefill/consumer.cuh"
+#include "sm90/flagged_tiles.cuh"
+
+static_assert(sizeof(UnitMemory) <= sizeof(SharedMemory::q));
 
 // The tensor map of q has a null address if q has none. Its own address is a multiple of 64, because parameters begin 16 bytes
 // after such a multiple and SparseProblem has 368 bytes.
@@ -44,11 +47,13 @@ sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_c
         for (int i = 0; i < PIECES; ++i)
             barrier_init(Q_READY + 8 * i, q_map.start ? WARP_ARRIVALS : PRODUCERS * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        sts32(FLAGGED, 0);
         for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     pdl_wait();
+    pdl_release();  // nothing fits beside this CTA: the next kernel's CTAs start as these end
     if (group >= 2) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         Producer(problem, q_map).run();
@@ -56,5 +61,6 @@ sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_c
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         if (group == 0) Consumer<0>(problem).run();
         else Consumer<1>(problem).run();
+        recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<SharedMemory*>(memory)->q);
     }
 }

@@ -50,10 +50,6 @@ struct Producer {
                 int tile_of_q = i < PIECE_TILES ? first_tile(warp) + i : TILES - 1;
                 tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp);
             }
-            // Prefetch the next tile's Q into L2: it is loaded between two tiles, when the other roles are idle.
-            int next = tile + gridDim.x, next_token = next / problem.groups, next_head = next % problem.groups * HEADS;
-            if (next < problem.tiles())
-                for (int i = 0; i < PIECE_TILES; ++i) tma_prefetch(q_map, 64 * (first_tile(warp) + i), next_head, next_token);
         } else if (WARP_ARRIVALS > 1) {
             barrier_arrive(Q_READY + 8 * warp);
         }
