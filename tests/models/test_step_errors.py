@@ -152,6 +152,7 @@ def test_what_does_not_fit_is_named_before_anything_is_written(started, case, wr
     assert of.held() == before
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("activations", ["bfloat16", "float32"])
 @pytest.mark.parametrize("case", [2, 3, 8, 13])
 def test_poison_stays_with_its_request(case, activations):
@@ -164,9 +165,8 @@ def test_poison_stays_with_its_request(case, activations):
         if poison is not None:
             x[1] = poison  # a decode of request 2
             x[2 + 4 :] = poison  # the last tokens of request 1
-        with np.errstate(all="ignore"):
-            first = of.made.layer.step(x, of.caches, of.metadata(BATCH))
-            second = of.made.layer.step(of.hidden(following), of.caches, of.metadata(following))
+        first = of.made.layer.step(x, of.caches, of.metadata(BATCH))
+        second = of.made.layer.step(of.hidden(following), of.caches, of.metadata(following))
         return [first[0], first[2 : 2 + 4], second[0]]
 
     want = run(None)
@@ -184,6 +184,7 @@ def test_a_batch_without_requests(case):
     assert of.held() == before
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("case", [2, 3, 8, 13])
 def test_padding_is_not_read(case):
     """Slots of -1 after the tokens: whatever hidden states are there, the same bits, and zeros for the padding.
@@ -198,8 +199,7 @@ def test_padding_is_not_read(case):
         batch, tables = padded.made.paged.batch(decodes)
         batch = dataclasses.replace(batch, num_actual_tokens=4, slot_mapping=np.append(batch.slot_mapping, [-1, -1]))
         x = np.concatenate([padded.hidden(decodes), np.full((2, want.shape[1]), padding, BF16)])
-        with np.errstate(all="ignore"):
-            got = padded.made.layer.step(x, padded.caches, padded.made.build(batch, tables))
+        got = padded.made.layer.step(x, padded.caches, padded.made.build(batch, tables))
         results.append((got.tobytes(), padded.held()))
         assert (got[2:] == 0).all()
         np.testing.assert_allclose(
