@@ -59,7 +59,7 @@ def test_special_rows(lab):
     [
         ("many", 256), ("many", 512), ("wide", 256), ("few", (128, 1, 4)), ("few", (128, 4, 2)),
         ("few", (128, 2, 8, 2)), ("few", (256, 1, 8, 1, 1)), ("few", (512, 1, 4, 1, 2)), ("held", (128, 4)),
-        ("held", (512, 2)), ("held", (512, 2, 2)),
+        ("held", (512, 4)), ("held", (512, 2, 2)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("aligned", [True, False])

@@ -163,8 +163,12 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
     }
 }
 
-// Completes k columns, of which the buffer has those above `order`, by the first columns equal to it. False if they are fewer.
+// Completes k columns, of which the buffer has those above `order`, by the first columns equal to it. False if they are fewer, or
+// seem to be: an order that many columns share is the bound of several warps.
 __device__ __noinline__ bool add_equal(Memory& memory, const Row& row, int k, uint32 order) {
+    const int lane = int(threadIdx.x) % 32;
+    const uint32 sharing = __ballot_sync(~0u, lane < WARPS && memory.scratch.most[min(lane, WARPS - 1)] == ~order);
+    if (order > MINUS_INFINITY && __popc(sharing) < 2) return false;
     __syncthreads();  // all have read the count
     int count = memory.scratch.count;
     for (uint32 from = 0; from < row.end && count < k; from += CHUNK) {

@@ -28,6 +28,7 @@
 
 constexpr int VALUES = 4 * READS;
 constexpr int STEP = 128, CHUNK = 32 * VALUES;  // columns of a warp's read, and of all of its reads
+constexpr bool LISTS = READS > 2 || BLOCKS > 1;  // with few columns a thread a list is no faster
 constexpr int FEW = BLOCKS > 1 ? 512 : 256;     // keys that are compared each with each
 constexpr uint32 MINUS_INFINITIES = 0xfc00fc00;  // as two float16
 
@@ -223,7 +224,7 @@ __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 
 __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int column) {
     uint32 chosen = 0;
     int rest = shared.bounds.rest;
-    if (shared.most_tied <= LISTED) {
+    if (LISTS && shared.most_tied <= LISTED) {
         Narrowed left = narrow_list(shared, own_columns - column, tied, rest, column);
         chosen = shared.chosen[threadIdx.x];
         if (left.here <= FEW) return {chosen, uint32(left.here), left.rest, left.here};
