@@ -20,6 +20,7 @@ GROUP, PROMPT_TILE, PROMPT_THREADS, PROMPT_BYTES = (
     constant(PROMPTS, name, HEADS=PROMPT_HEADS) for name in ("QUERIES", "KEYS", "THREADS", "SHARED_BYTES")
 )
 PROMPT_WAVES = 4  # of CTAs, at least
+MOST_BY_LENGTHS = 1024  # queries, whose lengths each warp reads
 MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
 NO_CANDIDATES = (0, 0, *division(1))  # blocks, their stride, and positions of a block
 
@@ -65,14 +66,15 @@ def index_scores(
         prompt_scores(q, weights, seen, keys, logits, compressed_width)
         return
     shared_bytes = constant(SOURCE, "SHARED_BYTES", LAYOUT=layout)
-    parts = query_parts(len(weights), columns, device_sms(device) * REGISTER_HEADS.get(heads, CTAS))
+    ctas = device_sms(device) * REGISTER_HEADS.get(heads, CTAS)
+    parts = query_parts(len(weights), columns, ctas)
     run = large_kernel(
         device, shared_bytes, SOURCE, "index_scores", QUERY=query, LAYOUT=layout.name,
         HEADS=heads if heads in REGISTER_HEADS else 0, PAGED=int(isinstance(keys, Pages)),
         CANDIDATES=int(candidates is not None), ALIGNED=int(aligned),
     )  # fmt: skip
     run(
-        (-(-len(weights) * parts // WARPS),),
+        (-(-len(weights) * parts // WARPS) if parts else ctas,),
         (32 * WARPS,),
         (
             q, *strides(q)[:3], heads, weights, strides(weights)[0], *seen, len(weights),
@@ -114,6 +116,7 @@ def layout_of_packed(k: Any) -> CacheLayout:
 
 
 def query_parts(queries: int, columns: int, ctas: int) -> int:
-    """Work ranges of a query: one for each warp of the CTAs that the device holds, or several waves of them."""
-    parts = ctas * WARPS // queries
-    return min(-(-columns // TILE), parts if parts >= 4 else MANY_PARTS)
+    """Work ranges of a query, several waves of warps where there are many; 0: one for each warp, by lengths."""
+    if queries <= min(MOST_BY_LENGTHS, ctas * WARPS // 4):
+        return 0
+    return min(-(-columns // TILE), MANY_PARTS)

@@ -1,7 +1,8 @@
 // Indexer scores by tensor cores of any device: logits = scale * sum of weights * relu(q . k). The keys are those of a paged cache,
 // of candidate blocks of one, or packed. Float32 queries take common/indexer_logits.cu and common/candidate_logits.cu.
 //
-// Grid: (CTAs). Block: 128 threads, four warps that work alone: each has a work range of one query, `parts` of which cover it.
+// Grid: (CTAs). Block: 128 threads, four warps that work alone: each has a work range of one query, `parts` of which cover it; with
+// `parts` 0 longer queries have more (divide_by_lengths).
 // Shared memory: a ring of 3 stages for each warp, 50 KiB for FP8 keys. A lane copies to it only what this lane reads, so no thread
 // waits for another one.
 //
@@ -153,6 +154,37 @@ struct Cursor {
     }
 };
 
+__device__ inline int64 tiles_of(const Cursor& cursor) { return (cursor.columns + KEYS - 1) / KEYS; }
+
+// What a warp computes: one of the parts of a query's keys.
+struct WorkItem {
+    int query, part, parts;  // parts: 0 if there is nothing
+};
+
+// Item `item` of as many as the grid has warps: queries have parts of nearly the same length, whatever theirs is.
+__device__ inline WorkItem divide_by_lengths(const Keys& keys, int num_queries, int item) {
+    int lane = threadIdx.x % 32;
+    int64 total = 0;
+    for (int query = lane; query < num_queries; query += 32) total += tiles_of(Cursor(keys, query));
+    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+    int64 most = int64(gridDim.x) * WARPS - num_queries;  // a query's last part may be shorter
+    int64 length = max(int64(1), (total + most - 1) / most);
+    for (int first = 0, before = 0; first < num_queries; first += 32) {
+        int parts = first + lane < num_queries ? int((tiles_of(Cursor(keys, first + lane)) + length - 1) / length) : 0, up_to = parts;
+        for (int step = 1; step < 32; step *= 2) {
+            int left = __shfl_up_sync(~0u, up_to, step);
+            if (lane >= step) up_to += left;
+        }
+        uint32 after = __ballot_sync(~0u, item < before + up_to);
+        if (after) {
+            int found = __ffs(after) - 1, own = __shfl_sync(~0u, parts, found);
+            return {first + found, item - before - __shfl_sync(~0u, up_to, found) + own, own};
+        }
+        before += __shfl_sync(~0u, up_to, 31);
+    }
+    return {0, 0, 0};
+}
+
 constexpr int CTAS = HEADS == 64 || BY_BITS ? 2 : 3;  // on an SM
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
@@ -167,15 +199,17 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
     int lane = threadIdx.x % 32, c = lane % 4, key = 8 * c + lane / 4;
     Stage* ring = reinterpret_cast<Stage*>(memory) + threadIdx.x / 32 * STAGES;
     int64 item = int64(blockIdx.x) * WARPS + threadIdx.x / 32;
-    if (item >= int64(num_queries) * parts) return;
-    int query = int(item / parts), part = int(item - int64(query) * parts);
+    if (parts && item >= int64(num_queries) * parts) return;
     pdl_wait();
     const Keys keys{starts, ends, lens_stride, per_query, next_n, candidates, candidates_stride,
                     {block, block_multiplier, block_shift}, columns, count, compressed_width,
                     {block_table, table_stride, table_rows, table_columns}, bytes, stride, num_slots,
                     {block_size, block_size_multiplier, block_size_shift}, scales};
+    WorkItem work = parts ? WorkItem{int(item / parts), int(item % parts), parts} : divide_by_lengths(keys, num_queries, int(item));
+    if (work.parts == 0) return;
+    int query = work.query;
     Cursor cursor(keys, query);
-    int64 tiles = (cursor.columns + KEYS - 1) / KEYS, first = tiles * part / parts, end = tiles * (part + 1) / parts;
+    int64 tiles = tiles_of(cursor), first = tiles * work.part / work.parts, end = tiles * (work.part + 1) / work.parts;
     if (first == end) return;
     int entry = cursor.entry, j = query - entry * next_n;
     const QUERY* own_q = q + entry * q_stride_b + j * q_stride_s;
@@ -223,19 +257,22 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         factors[i] = scale_pair(__shfl_sync(~0u, scale, (lane & ~3) + 2 * half + i) >> 8 * c & 0xff);
+uint32 a[STEPS][4];  // before all products, which then wait for nothing
 #pragma unroll
                 for (int h = 0; h < PIECES; ++h) {
                     uint4 low = now.rows[2 * half][h][lane], high = now.rows[2 * half + 1][h][lane];
 #pragma unroll
-                    for (int step = 0; step < PIECE_STEPS; ++step) {
-                        uint32 a[4];
-                        key_pairs(low, step, factors[0], a[0], a[2], nan[0]);
-                        key_pairs(high, step, factors[1], a[1], a[3], nan[1]);
-#pragma unroll
-                        for (int n = 0; n < CHUNK_HEADS / 8; ++n)
-                            mma(Product{}, x[n], a, of_query.b[n][h * PIECE_STEPS + step]);
+                    for (int step = h * PIECE_STEPS; step < (h + 1) * PIECE_STEPS; ++step) {
+                        key_pairs(low, step % PIECE_STEPS, factors[0], a[step][0], a[step][2], nan[0]);
+                        key_pairs(high, step % PIECE_STEPS, factors[1], a[step][1], a[step][3], nan[1]);
                     }
                 }
+#pragma unroll
+                for (int i = 0; i < 4 * STEPS; ++i) asm volatile("" : "+r"(a[i / 4][i % 4]));
+#pragma unroll
+                for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                    for (int n = 0; n < CHUNK_HEADS / 8; ++n) mma(Product{}, x[n], a[step], of_query.b[n][step]);
 #pragma unroll
                 for (int n = 0; n < CHUNK_HEADS / 8; ++n)
 #pragma unroll
