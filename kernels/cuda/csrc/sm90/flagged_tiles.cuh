@@ -21,3 +21,7 @@ __device__ inline void recompute_flagged_tiles(const SparseProblem& problem, uin
             if (wanted) Unit(problem, unit_memory, tile, unit).attend(0, 1, nullptr, nullptr);
         }
 }
+// The same by a call: what always runs then has the registers that it has without.
+__device__ __noinline__ void call_recompute_flagged_tiles(const SparseProblem& problem, uint32 flagged, void* memory) {
+    recompute_flagged_tiles(problem, flagged, memory);
+}

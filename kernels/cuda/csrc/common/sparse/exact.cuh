@@ -21,11 +21,15 @@ constexpr int VALUES_PER_THREAD = V_DIM / EXACT_THREADS;
 #define EXACT_FIRST_THREAD 0
 #endif
 __device__ inline uint32 exact_thread() { return threadIdx.x - EXACT_FIRST_THREAD; }
-// Synchronise them.
-__device__ inline void exact_sync() { asm volatile("bar.sync %0, %1;" ::"r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory"); }
+// Synchronise them. The lanes of a warp arrive together.
+__device__ inline void exact_sync() {
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory");
+}
 // The same; whether x holds for any of them.
 __device__ inline bool exact_any(bool x) {
     uint32 y;
+    __syncwarp();
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
                  : "=r"(y) : "r"(uint32(x)), "r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory");
     return y;

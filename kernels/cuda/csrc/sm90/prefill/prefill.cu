@@ -61,6 +61,8 @@ sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_c
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         if (group == 0) Consumer<0>(problem).run();
         else Consumer<1>(problem).run();
-        recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<SharedMemory*>(memory)->q);
+        // As measured: 1% faster by a call with 512 values, 1.5% slower with 576.
+        if (HAS_ROPE) recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<SharedMemory*>(memory)->q);
+        else call_recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<SharedMemory*>(memory)->q);
     }
 }

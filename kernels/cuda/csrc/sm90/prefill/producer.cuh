@@ -40,7 +40,8 @@ struct Producer {
         copies_commit();
     }
 
-    // Start TMA copies of this warp's piece of a tile's Q: as many pieces as warps. The boxes signal their own completion.
+    // Start TMA copies of this warp's piece of a tile's Q: as many pieces as warps. The boxes signal their own completion. Q leaves the L2
+    // cache first: rows, which are read again, stay.
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int rope = HAS_ROPE && warp == PIECES - 1;
@@ -48,7 +49,7 @@ struct Producer {
             barrier_arrive_expecting(Q_READY + 8 * warp, (PIECE_TILES + rope) * TILE_BYTES);
             for (int i = 0; i < PIECE_TILES + rope; ++i) {
                 int tile_of_q = i < PIECE_TILES ? first_tile(warp) + i : TILES - 1;
-                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp);
+                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp, EVICT_FIRST);
             }
         } else if (WARP_ARRIVALS > 1) {
             barrier_arrive(Q_READY + 8 * warp);
