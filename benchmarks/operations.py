@@ -98,7 +98,7 @@ FAMILIES = {
     "metadata": Family(step_suites.recorded_metadata, NUMBA),
     "mla": Family(step_suites.recorded_dense),
     "poisoned": Family(poisoned.recorded),
-    "portable": Family(portable.recorded, extra=lambda: {"instructions": portable.shares}),
+    "portable": Family(portable.compiling, extra=lambda: {"instructions": portable.shares}),
     "products": Family(products.recorded),
     "prefill": Family(sparse.recorded_prefills),
     "prefill_chunks": Family(chunks.recorded),

@@ -128,6 +128,33 @@ def with_limits(capability: int, call: Callable[[], Any]) -> Any:
         return call()
 
 
+def compiling() -> list[Any]:
+    """The recorded cases, while threads compile what they call: one program after another takes minutes."""
+    from ..kernels.cuda import compile as compiler
+
+    cases = recorded()
+    for case in cases:
+        if isinstance(case, WithLimits):
+            compile_ahead(case, Sizes("cuda"))
+    compiler.look_first_in(*compiler.FOLDERS[:-1])  # forgets the placeholders of kernels that were not launched
+    return cases
+
+
+def compile_ahead(case: WithLimits, sizes: Sizes) -> None:
+    """Start to compile, in threads, what a case calls; what fails here is compiled when it is called."""
+    from ..kernels.cuda.compile import programs_asked_for
+
+    own = case.case.problem(sizes).impls["cumla"][1][0]
+    for call in (own, *(functools.partial(with_limits, x, own) for x in case.capabilities)):
+        try:
+            with programs_asked_for():
+                call()
+        except AttributeError:  # decodes first ask the device how many clusters a kernel has
+            call()
+        except Exception:
+            continue
+
+
 def shares(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Add `share` to rows; the pace of the instructions, which the rows of `instructions` have measured."""
     rows = list(rows)
