@@ -51,7 +51,7 @@ struct Sums {
     }
 
     // Rescale the sums of heads whose `top` this step has raised.
-    __device__ void rescale(int number) {
+    __device__ void rescale(uint32 number) {
         int slot = number % WEIGHED_SLOTS;
         uint32 raised = *reinterpret_cast<const uint32*>(shared.raised[slot]);
         if (raised == 0) return;
@@ -66,7 +66,7 @@ struct Sums {
     }
 
     // O += P V of a step, V of float16 or bfloat16. Returns whether a value of bfloat16 is not zero.
-    template <bool FLOAT16> __device__ bool mix(int number) {
+    template <bool FLOAT16> __device__ bool mix(uint32 number) {
         uint32 seen = 0;
         int thread = thread_index(), at = thread % 16, half = thread % 32 / 16;
         const uint8* p = shared.p[number % WEIGHED_SLOTS][at] + 16 * half;
@@ -82,7 +82,7 @@ struct Sums {
                 load_transposed(b, v + 16 * k * ROW_STRIDE + 32 * j);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    if (!FLOAT16) seen |= b[i] & 0x7fff7fff, b[i] = bf16x2_to_f16x2(b[i]);
+                    if (!FLOAT16) seen |= b[i], b[i] = bf16x2_to_f16x2(b[i]);
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
                     multiply_add(f16{}, o[m][2 * j], a[m], b[0], b[1]);
@@ -90,7 +90,7 @@ struct Sums {
                 }
             }
         }
-        return seen;
+        return seen & 0x7fff7fff;
     }
 
     // Partial results of a split tile.
@@ -152,7 +152,7 @@ struct Sums {
         copies_wait<AHEAD - LEAD>();
         __syncthreads();
         for (int i = 0; i < LEAD; ++i) shared.ring.barriers.arrive_arrived(i);
-        for (int number = 0; shared.ring.step(number).kind() != NONE;) {
+        for (uint32 number = 0; shared.ring.step(number).kind() != NONE;) {
             begin();
             for (bool last = false; !last; ++number) {
                 loader.copy(number + AHEAD);

@@ -14,6 +14,9 @@ template <class Layout> __device__ inline bool is_imprecise(float scale) {
     return !(scale >= least && scale <= 128.0f) && !(fabsf(scale) <= 0x1p-87f);
 }
 
+// Bytes of a row's quantised values in a place.
+template <class Layout> constexpr int code_bytes() { return Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16; }
+
 struct RowLoader {
     StepRing& ring;
 
@@ -32,21 +35,24 @@ struct RowLoader {
         ring.has_value[parity][warp] = ring.is_unsafe[parity][warp] = 0;
     }
 
-    // Start copying BYTES of each row, from `offset` on to `to`.
-    template <int BYTES> __device__ void copy_places(int number, uint32 present, int to, int offset) {
-        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES;
-        int lane = thread_index() % 32, first = lane / LANES;
+    // Start copying BYTES of each row, from `offset` on to `to`. A lane reads the addresses of all its rows first: a copy may not precede a
+    // read, and each would wait for shared memory.
+    template <int BYTES> __device__ void copy_places(uint32 number, uint32 present, int to, int offset) {
+        constexpr int LANES = BYTES / 16, ROWS = KEYS * LANES >= 32 ? KEYS * LANES / 32 : 1;  // of a row; of a lane
+        int lane = thread_index() % 32, first = lane / LANES * ROWS;
         const uint64* sources = ring.sources[number % ROWS_LISTED] + first;
+        uint64 from[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) from[i] = sources[i];
         uint32 target = shared_address(ring.rows[number % STAGES][first]) + to + lane % LANES * 16;
-        uint64 from = offset + lane % LANES * 16;
         present >>= first;
 #pragma unroll
-        for (int i = 0; i < KEYS; i += ROWS)
-            copy_async_part(target + i * ROW_STRIDE, reinterpret_cast<const uint8*>(sources[i] + from), present >> i << 4 & 16);
+        for (int i = 0; i < ROWS; ++i)
+            copy_async_part(target + i * ROW_STRIDE, reinterpret_cast<const uint8*>(from[i] + (offset + lane % LANES * 16)), present >> i << 4 & 16);
     }
 
     // Likewise of what follows the values: a part of the rows for each warp.
-    __device__ void copy_tails(int number, uint32 present, int offset) {
+    __device__ void copy_tails(uint32 number, uint32 present, int offset) {
         constexpr int ROWS = KEYS / SUM_WARPS;
         int thread = thread_index(), lane = thread % 32, row = ROWS * (thread / 32) + lane / 8;
         if (lane < 8 * ROWS)
@@ -55,8 +61,8 @@ struct RowLoader {
                             present >> row << 4 & 16);
     }
 
-    template <class Layout> __device__ void copy_keys(int number, uint32 present) {
-        constexpr int CODES = Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16;  // bytes of a place
+    template <class Layout> __device__ void copy_keys(uint32 number, uint32 present) {
+        constexpr int CODES = code_bytes<Layout>();
         int warp = thread_index() / 32;
         if (VALUES * warp < Layout::quantized_dim) copy_places<CODES>(number, present, PLACE * warp + PLACE - CODES, CODES * warp);
         else copy_places<PLACE>(number, present, PLACE * warp, Layout::rope_offset + 2 * (VALUES * warp - Layout::quantized_dim));
@@ -64,7 +70,7 @@ struct RowLoader {
     }
 
     // Start copying this warp's part of a step: one group of copies, empty after the range's end.
-    __device__ void copy(int number) {
+    __device__ void copy(uint32 number) {
         Step step = ring.step(number);
         if (step.kind() == QUERIES) {
             int at = PLACE * (thread_index() / 32);
@@ -79,7 +85,8 @@ struct RowLoader {
     }
 
     // e4m3 or e2m1 values of a step, which have arrived, to float16.
-    template <class Layout> __device__ void expand_keys(int number, int parity) {
+    template <class Layout> __device__ void expand_keys(uint32 number, int parity) {
+        constexpr int CODES = code_bytes<Layout>();
         constexpr int TILES = Layout::scale_tile >= VALUES ? 1 : VALUES / Layout::scale_tile;  // of scales in a place
         constexpr bool BYTES = Layout::ue8m0 || Layout::e4m3_scales;
         int thread = thread_index(), lane = thread % 32, warp = thread / 32;
@@ -100,19 +107,27 @@ struct RowLoader {
         }
 #pragma unroll
         for (int i = 0; i < TILES + TILES % 2; i += 2) factors[i / 2] = pack(f16{}, values[i], values[i + 1]);
-        uint32 any = 0;
+        uint32 any = 0, codes[KEYS / 8][4];
         int chunk = lane / 8;  // of 16 values
-#pragma unroll 1
-        for (int i = 0; i < KEYS; i += 8) {
-            int row = i + lane % 8;
-            uint8* place = ring.rows[number % STAGES][row] + PLACE * warp;
-            uint32 codes[4];
+        uint8* place = ring.rows[number % STAGES][lane % 8] + PLACE * warp;
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; ++i) {
+            const uint8* from = place + 8 * i * ROW_STRIDE + PLACE - CODES + CODES / 4 * chunk;
             if constexpr (Layout::e2m1_values) {
-                uint2 v = *reinterpret_cast<const uint2*>(place + PLACE - 32 + 8 * chunk);
-                e2m1_to_e4m3(v.x, codes[0], codes[1]), e2m1_to_e4m3(v.y, codes[2], codes[3]);
+                uint2 v = *reinterpret_cast<const uint2*>(from);
+                codes[i][0] = v.x, codes[i][1] = v.y;
             } else {
-                uint4 v = *reinterpret_cast<const uint4*>(place + PLACE - 64 + 16 * chunk);
-                codes[0] = v.x, codes[1] = v.y, codes[2] = v.z, codes[3] = v.w;
+                uint4 v = *reinterpret_cast<const uint4*>(from);
+                codes[i][0] = v.x, codes[i][1] = v.y, codes[i][2] = v.z, codes[i][3] = v.w;
+            }
+        }
+        __syncwarp();  // all lanes have read what is overwritten now
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; ++i) {
+            int row = 8 * i + lane % 8;
+            if constexpr (Layout::e2m1_values) {
+                uint32 low = codes[i][0], high = codes[i][1];
+                e2m1_to_e4m3(low, codes[i][0], codes[i][1]), e2m1_to_e4m3(high, codes[i][2], codes[i][3]);
             }
             uint32 pair = __shfl_sync(~0u, factors[0], row);
             if (TILES > 2) {
@@ -122,25 +137,24 @@ struct RowLoader {
             // The scale of this chunk, and its rest.
             bool high = TILES == 2 ? chunk >= 2 : TILES > 2 && chunk % 2;
             uint32 factor = __byte_perm(pair, 0, high ? 0x3232 : 0x1010), rest = __byte_perm(pair, 0, 0x3232);
-            __syncwarp();  // all lanes have read what is overwritten now
             uint32 words[8];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                any |= codes[j] & 0x7f7f7f7f, bad |= has_nan(codes[j]);
-                codes_to_f16(codes[j], words[2 * j], words[2 * j + 1]);
+                any |= codes[i][j] & 0x7f7f7f7f, bad |= has_nan(codes[i][j]);
+                codes_to_f16(codes[i][j], words[2 * j], words[2 * j + 1]);
 #pragma unroll
                 for (int e = 2 * j; e < 2 * j + 2; ++e) {
                     if (TILES == 1 && !Layout::ue8m0) words[e] = multiply_add_f16(words[e], factor, multiply(words[e], rest));
                     else words[e] = multiply(words[e], factor);
                 }
             }
-            uint4* to = reinterpret_cast<uint4*>(place + 32 * chunk);
+            uint4* to = reinterpret_cast<uint4*>(place + 8 * i * ROW_STRIDE + 32 * chunk);
             to[0] = uint4{words[0], words[1], words[2], words[3]}, to[1] = uint4{words[4], words[5], words[6], words[7]};
         }
         find(parity, any, bad);
     }
 
-    __device__ void expand(int number) {
+    __device__ void expand(uint32 number) {
         if constexpr (LAYOUT::quantized_dim != 0) {
             Step step = ring.step(number);
             if (!step.has_keys() || VALUES * (thread_index() / 32) >= LAYOUT::quantized_dim) return;
@@ -150,7 +164,7 @@ struct RowLoader {
     }
 
     // A step's copies have arrived: expand them, and signal to the scores that they are ready.
-    __device__ void publish(int number) {
+    __device__ void publish(uint32 number) {
         copies_wait<AHEAD - LEAD>();
         __syncwarp();
         expand(number);

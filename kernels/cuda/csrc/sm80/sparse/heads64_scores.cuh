@@ -34,19 +34,18 @@ struct Scores {
     uint32 q[REGISTER_K][4];
     float x[KEYS / 8][4];              // scores of a step in base 2
     float top[2], total[2], most[2];   // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
-    float check;                       // NaN after a score that is not finite
-    uint32 largest[2];                 // magnitude of Q in both rows, as bfloat16 bits (this lane's part)
+    float check;                       // not 0 after a score that is not finite, or with a Q for which float16 is too coarse
 
     __device__ Scores(const SparseProblem& p, Heads64Shared& s) : problem(p), shared(s) {}
 
     static __device__ int warp_index() { return thread_index() / 32 - SUM_WARPS; }
 
     // Step `number`, the tile's `part`th, has heads KEYS * part and following.
-    __device__ void load_q(int number, int part) {
+    __device__ void load_q(uint32 number, int part) {
         int warp = warp_index(), lane = thread_index() % 32, first = 16 * warp - KEYS * part;
         if (first < 0 || first >= KEYS) return;
         const uint8* row = a_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, first, 0);
-        largest[0] = largest[1] = 0;
+        uint32 largest[2] = {};  // magnitude of Q in both rows, as bfloat16 bits (this lane's part)
 #pragma unroll
         for (int k = 0; k < K_STEPS; ++k) {
             uint32 a[4];
@@ -62,10 +61,11 @@ struct Scores {
                 shared.q[warp][k - REGISTER_K][lane] = uint4{a[0], a[1], a[2], a[3]};
             }
         }
+        check = beyond_f16(largest) ? infinity() : 0.0f;
     }
 
     // Whether float16 is too coarse for a row of Q. Zero is exact.
-    __device__ bool beyond_f16() const {
+    static __device__ bool beyond_f16(const uint32 (&largest)[2]) {
         bool found = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -79,7 +79,7 @@ struct Scores {
     // Before a tile's first step of keys.
     __device__ void begin() {
         top[0] = top[1] = most[0] = most[1] = -infinity();
-        total[0] = total[1] = 0.0f, check = beyond_f16() ? infinity() : 0.0f;
+        total[0] = total[1] = 0.0f;
     }
 
     // Operands of product k of all keys.
@@ -88,7 +88,7 @@ struct Scores {
         for (int n = 0; n < KEYS / 16; ++n) load_matrices(b[n], rows + 16 * n * ROW_STRIDE + 32 * k);
     }
 
-    __device__ void score(int number) {
+    __device__ void score(uint32 number) {
         int warp = warp_index(), lane = thread_index() % 32;
         float y[SPLITS][KEYS / 8][4] = {};
         const uint8* rows = b_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, 0, 0);
@@ -139,7 +139,7 @@ struct Scores {
     static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 
     // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave the range.
-    __device__ void weigh(int number) {
+    __device__ void weigh(uint32 number) {
         int slot = number % WEIGHED_SLOTS, warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
         bool above = false;
         float step_most[2];
@@ -204,7 +204,7 @@ struct Scores {
         __syncthreads();
         copies_wait<0>();
         __syncthreads();
-        for (int number = 0;;) {
+        for (uint32 number = 0;;) {
             for (int part = 0; part < Q_STEPS; ++part, ++number) {
                 shared.ring.barriers.wait_arrived(number);
                 if (shared.ring.step(number).kind() == NONE) return;
@@ -219,18 +219,15 @@ struct Scores {
                 list(lister, number);
                 weigh(number);
                 last = shared.ring.step(number).last();
-                if (last) {
-                    int tile = shared.ring.step(number).tile();
-                    finish(shared.ring.tile(tile));
-                    if (threadIdx.x == 32 * SUM_WARPS) shared.ring.list(problem, tile + TILES_AHEAD);
-                }
+                if (last) finish(shared.ring.tile(shared.ring.step(number).tile()));
                 shared.ring.barriers.arrive_weighed(number);
             }
+            if (threadIdx.x == 32 * SUM_WARPS) shared.ring.list(problem, shared.ring.step(number - 1).tile() + TILES_AHEAD);
         }
     }
 
     // The sums have left the step whose weights' place this step takes: list a later one.
-    __device__ void list(Lister& lister, int number) {
+    __device__ void list(Lister& lister, uint32 number) {
         if (number >= WEIGHED_SLOTS) shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
         copies_wait<0>();  // of scales listed at an earlier step
         if ((number + 1 + AHEAD) % SCORE_WARPS == warp_index()) lister.list(number + 1 + AHEAD);

@@ -29,7 +29,7 @@ static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_di
 __device__ inline int thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
+    return x & 511;  // not negative: divisions by powers of two are shifts
 }
 
 // A barrier in shared memory for a step, at which warps arrive one by one. Unlike named barriers it lets each warp of a role run ahead
@@ -45,7 +45,7 @@ struct StepBarrier {
             asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&state)) : "memory");
     }
     // Until all have arrived for the `round`th time, from 0 on.
-    __device__ void wait(int round) {
+    __device__ void wait(uint32 round) {
         asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(&state)),
                      "r"(round & 1)
                      : "memory");
@@ -62,12 +62,12 @@ struct StepBarriers {
         for (int i = 0; i < ARRIVED_SLOTS; ++i) arrived[i].init(SUM_WARPS);
         for (int i = 0; i < WEIGHED_SLOTS; ++i) weighed[i].init(SCORE_WARPS), summed[i].init(SUM_WARPS);
     }
-    __device__ void arrive_arrived(int step) { arrived[step % ARRIVED_SLOTS].arrive(); }
-    __device__ void arrive_weighed(int step) { weighed[step % WEIGHED_SLOTS].arrive(); }
-    __device__ void arrive_summed(int step) { summed[step % WEIGHED_SLOTS].arrive(); }
-    __device__ void wait_arrived(int step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
-    __device__ void wait_weighed(int step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
-    __device__ void wait_summed(int step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
+    __device__ void arrive_arrived(uint32 step) { arrived[step % ARRIVED_SLOTS].arrive(); }
+    __device__ void arrive_weighed(uint32 step) { weighed[step % WEIGHED_SLOTS].arrive(); }
+    __device__ void arrive_summed(uint32 step) { summed[step % WEIGHED_SLOTS].arrive(); }
+    __device__ void wait_arrived(uint32 step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
+    __device__ void wait_weighed(uint32 step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
+    __device__ void wait_summed(uint32 step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
 };
 
 // The part of a tile that is in the CTA's work range.
@@ -116,7 +116,7 @@ struct RangeTile {
     }
 
     // Whether a step of keys is of the second list.
-    __device__ bool is_second(int step) const { return step >= second && keys[1] > 0; }
+    __device__ bool is_second(uint32 step) const { return step >= second && keys[1] > 0; }
 };
 
 // What a step is. NONE: the range is at its end.
@@ -136,7 +136,7 @@ struct Step {
 struct StepRing {
     alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
     alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
-    alignas(8) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
+    alignas(16) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
     alignas(8) Step steps[STEPS_LISTED];
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
     WorkRange range;  // that is left
@@ -144,8 +144,8 @@ struct StepRing {
     uint8 has_value[2][SUM_WARPS], is_unsafe[2][SUM_WARPS];  // of tiles of even and odd number, see RowLoader::find
 
     // The tile of this number in the range.
-    __device__ RangeTile& tile(int number) { return reinterpret_cast<RangeTile&>(tiles[number % TILES_LISTED]); }
-    __device__ const Step& step(int number) const { return steps[number % STEPS_LISTED]; }
+    __device__ RangeTile& tile(uint32 number) { return reinterpret_cast<RangeTile&>(tiles[number % TILES_LISTED]); }
+    __device__ const Step& step(uint32 number) const { return steps[number % STEPS_LISTED]; }
 
     // The first tiles, by one warp: a lane has a tile, as each waits for memory.
     __device__ void list_first(const SparseProblem& problem) {
@@ -167,7 +167,7 @@ struct StepRing {
         if (lane == TILES_AHEAD - 1) range = mine;
     }
     // By one thread, one after another.
-    __device__ void list(const SparseProblem& problem, int number) { tile(number).take(problem, range, tile(number - 1).end); }
+    __device__ void list(const SparseProblem& problem, uint32 number) { tile(number).take(problem, range, tile(number - 1).end); }
 };
 
 constexpr int TILE_BYTES = 64, RANGE_BYTES = 16;
@@ -182,9 +182,9 @@ struct Lister {
     int tile;  // the number in the range of the tile of the step that it lists next
     int slot;  // of this lane's row in that step
 
-    __device__ Lister(const SparseProblem& p, StepRing& r, int step) : problem(p), ring(r), tile(0) { find(step); }
+    __device__ Lister(const SparseProblem& p, StepRing& r, uint32 step) : problem(p), ring(r), tile(0) { find(step); }
 
-    __device__ void find(int step) {
+    __device__ void find(uint32 step) {
         while (step >= ring.tile(tile).end) ++tile;
         const RangeTile& of = ring.tile(tile);
         bool second = of.is_second(step);
@@ -193,7 +193,7 @@ struct Lister {
     }
 
     // Lists a step and starts to copy its scales, one group of copies, and finds the next one.
-    __device__ void list(int step) {
+    __device__ void list(uint32 step) {
         const RangeTile& of = ring.tile(tile);
         if (of.tile < 0) {
             write(step, NONE, false, 0, nullptr, false);
@@ -209,7 +209,7 @@ struct Lister {
         find(step + SCORE_WARPS);
     }
 
-    template <class Layout> __device__ void list_keys(int step, Kind kind, const RangeTile& of, const Segment& list) {
+    template <class Layout> __device__ void list_keys(uint32 step, Kind kind, const RangeTile& of, const Segment& list) {
         bool here = uint32(slot) < uint32(list.num_slots);
         int at = here ? slot : 0, page = list.page_of(at), lane = thread_index() % 32;
         int in_page = at - page * list.block_size;
@@ -222,7 +222,7 @@ struct Lister {
         for (int i = 0; i < Layout::scale_bytes; i += PIECE) copy_async<PIECE>(ring.scales[step % ROWS_LISTED][lane] + i, scales + i, here);
     }
 
-    __device__ void write(int step, Kind kind, bool last, int part, const uint8* row, bool here) {
+    __device__ void write(uint32 step, Kind kind, bool last, int part, const uint8* row, bool here) {
         int lane = thread_index() % 32;
         uint32 present = __ballot_sync(~0u, here) & ALL_PRESENT;
         if (lane < KEYS) ring.sources[step % ROWS_LISTED][lane] = reinterpret_cast<uint64>(here ? row : problem.segments[0].pages);
