@@ -25,7 +25,7 @@ struct Heads64Shared {
     float inv_sum[HEADS], result_factor[HEADS];               // at a tile's end
     uint8 unsafe[SCORE_WARPS];
 };
-constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * (4 * HEADS + 3));
+constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * ((2 + WEIGHED_SLOTS) * HEADS + 1 + WEIGHED_SLOTS));
 static_assert(sizeof(Heads64Shared) == SHARED_BYTES);
 
 struct Scores {
