@@ -101,7 +101,7 @@ def _kernel(layout: CacheLayout, heads: int, prefill: bool) -> str:
     name = choice.fastest_prefill(0) if prefill else choice.fastest(0, layout, heads)
     if name != "portable":
         return name
-    size = choice.portable_size(0, (layout, layout), heads, prefill)
+    size = choice.portable_size(0, (layout, layout), heads)
     return f"{name} {size.heads} x {size.keys}"
 
 

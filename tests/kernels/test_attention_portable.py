@@ -27,16 +27,6 @@ def test_every_device_has_room(device, layout, heads):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", [cumla.MLA_BF16, cumla.DSV4_BF16], ids=lambda x: x.name)
-def test_every_device_has_room_for_prefill(device, layout):
-    block_limit = DEVICES[device][0] * KIB
-    size = sparse_portable.choose_for_prefill(layout, 64, block_limit)
-    assert size.heads == 64
-    assert sparse_portable.prefill_shared_bytes(layout, size) <= block_limit
-    assert sparse_portable.choose_for_prefill(layout, 32, block_limit) is None
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_assumed_limits_are_the_devices(device):
     number = int(device.replace(".", ""))
     with assumed(number) as found:

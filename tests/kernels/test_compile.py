@@ -29,9 +29,6 @@ SPILLS_ALLOWED = {
     "common/indexer_topk_held.cu-512-8-2-1-ToColumns-sm_100": 4,
     # Once a tile, beside 128 registers of queries.
     "sm80/index_scores.cu-uint8-INDEXER_MXFP4-64-1-1-1-sm_100": 8,
-    # Once a step, beside 128 registers of sums.
-    "sm80/sparse/prefill.cu-DSV4_BF16-32-4-96-sm_100": 12,
-    "sm80/sparse/prefill.cu-MLA_BF16-32-4-96-sm_100": 12,
     # Once a tile and once in four steps, of warps with 96 registers of queries; sm_100 also once a step.
     **{f"sm80/sparse/heads64.cu-{x}-16-4-96-sm_{y}": z for x, z in OF_16_KEYS.items() for y in (86, 89)},
     **{f"sm80/sparse/heads64.cu-V32_FP8-16-3-96-sm_{y}": 32 for y in (86, 89)},

@@ -35,7 +35,7 @@ def prefill_by(name):
         device, layout, heads = work.q.device.id, work.segments[0].pages.layout, int(work.q.shape[2])
         if kernel == "hopper":
             return sparse_kernels._hopper_prefill(device, layout, int(tile[0]))._replace(max_ranges=FEW_RANGES)
-        return sparse_kernels._portable_prefill(device, layout, heads)._replace(max_ranges=FEW_RANGES)
+        return sparse_kernels._portable(device, (layout, layout), heads)._replace(max_ranges=FEW_RANGES)
 
     kernel, *tile = name.split()
     with forced(kernel, name) as patch:

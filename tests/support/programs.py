@@ -399,12 +399,6 @@ def portable_attention(formats, heads, target):
     return size.file, sparse_portable.macros(formats, size), target
 
 
-def portable_prefill(layout, target):
-    """The portable prefill kernel of more than 32 heads as a device takes it."""
-    size = sparse_portable.choose_for_prefill(layout, 64, 1024 * SHARED_MEMORY[target][0])
-    return "sm80/sparse/prefill.cu", sparse_portable.prefill_macros(layout, size), target
-
-
 FIRST = dict(reversed(SOURCES))  # variant of each file
 FILES = list(FIRST)
 OUTPUTS = ("ToColumns", "ToSlots")
@@ -443,7 +437,6 @@ COMPILATIONS += [
     ("sm80/projection.cu", projection_macros(tokens, 128, splits, 4, 0, 1, 1, 1, 1, "bf16"), target)
     for tokens, splits, target in ((8, 8, "sm_90a"), (32, 4, "sm_90a"), (32, 2, "sm_100"))
 ]
-COMPILATIONS += [portable_prefill(x, target) for x in (cumla.DSV4_BF16, cumla.MLA_BF16) for target in TARGETS]
 COMPILATIONS += [  # clusters
     (
         "common/compressor.cu",

@@ -114,7 +114,7 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
         if few < HEADS and map_of_queries(work, few) != NO_MAP:
             return _hopper_prefill(device, layout, few)
         return fast
-    fast = _portable_prefill(device, layout, int(work.q.shape[2]))
+    fast = _portable(device, work.formats, int(work.q.shape[2]))
     return fast._replace(max_ranges=PREFILL_WAVES * fast.max_ranges)
 
 
@@ -222,11 +222,10 @@ def _portable(device: int, formats: Formats, heads: int) -> FastKernel:
     return _portable_within(limits(device), device, formats, heads)
 
 
-def portable_size(device: int, formats: Formats, heads: int, prefill: bool) -> sparse_portable.Size:
+def portable_size(device: int, formats: Formats, heads: int) -> sparse_portable.Size:
     """The sizes that the portable kernel takes on the device for queries of so many heads."""
     of = limits(device)
-    found = sparse_portable.choose_for_prefill(formats[0], heads, of.shared_bytes) if prefill else None
-    return found or sparse_portable.choose(formats, heads, of.shared_bytes, of.sm_shared_bytes)
+    return sparse_portable.choose(formats, heads, of.shared_bytes, of.sm_shared_bytes)
 
 
 def _portable_heads(work: AttentionCall, may_split: bool) -> int:
@@ -235,7 +234,7 @@ def _portable_heads(work: AttentionCall, may_split: bool) -> int:
     if may_split:
         blocks = int(work.q.shape[0]) * int(work.q.shape[1]) * work.most_blocks
         for height in sorted(sparse_portable.SIZES):
-            size = portable_size(device, work.formats, min(height, heads), prefill=False)
+            size = portable_size(device, work.formats, min(height, heads))
             if size.heads < heads and blocks * -(-heads // size.heads) <= size.blocks * device_sms(device):
                 return size.heads
     return heads
@@ -249,24 +248,6 @@ def _portable_within(limits: Limits, device: int, formats: Formats, heads: int) 
     shared_bytes = sparse_portable.shared_bytes(formats, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
     return FastKernel(function, size.threads, shared_bytes, size.heads, size.blocks * device_sms(device))
-
-
-def _portable_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
-    """For gathered rows."""
-    return _portable_prefill_within(limits(device), device, layout, heads)
-
-
-@functools.cache
-def _portable_prefill_within(limits: Limits, device: int, layout: CacheLayout, heads: int) -> FastKernel:
-    size = sparse_portable.choose_for_prefill(layout, heads, limits.shared_bytes)
-    if size is None:
-        return _portable_within(limits, device, (layout, layout), heads)
-    _start_others((layout, layout), size.heads)
-    macros = sparse_portable.prefill_macros(layout, size)
-    function = kernel("sm80/sparse/prefill.cu", "sparse_mla_prefill_mma", **macros)
-    shared_bytes = sparse_portable.prefill_shared_bytes(layout, size)
-    function.max_dynamic_shared_size_bytes = shared_bytes
-    return FastKernel(function, sparse_portable.PREFILL_THREADS, shared_bytes, size.heads, device_sms(device))
 
 
 def epilogue_ctas(units: int, device: int) -> int:

@@ -1,19 +1,16 @@
 """Sizes of csrc/sm80/sparse: heads and keys that its kernels take at a time, by formats and shared memory.
 
-heads64.cu takes tiles of 64 heads of paged caches, attention.cu smaller ones, prefill.cu gathered rows for more than
-32 heads.
+heads64.cu takes tiles of 64 heads, attention.cu smaller ones, both for paged caches and gathered rows.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....layout import CacheLayout
 from ..constants import constant
 from .formats import Formats, layout_macros
 
-PREFILL_THREADS = constant("sm80/sparse/prefill_rows.cuh", "THREADS")
-Q_REGISTERS = 96  # of a thread of the scores of heads64.cu and prefill.cu
+Q_REGISTERS = 96  # of a thread of the scores of heads64.cu
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
@@ -61,33 +58,6 @@ def choose(formats: Formats, heads: int, block_limit: int, multiprocessor_limit:
             if needed <= block_limit and size.blocks * (needed + RESERVED_BYTES) <= multiprocessor_limit:
                 return size
     raise ValueError(f"shared memory: got {block_limit} bytes a thread block, expected more for {formats[0].name}")
-
-
-# Sizes of prefill.cu, the fastest first.
-PREFILL_SIZES = (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1))
-PREFILL_MOST_OTHERS = 32  # heads up to which prefill takes attention.cu
-
-
-def choose_for_prefill(layout: CacheLayout, heads: int, block_limit: int) -> Size | None:
-    """The sizes of prefill.cu for gathered rows within the shared memory of a CTA; None: take attention.cu."""
-    fitting = (size for size in PREFILL_SIZES if prefill_shared_bytes(layout, size) <= block_limit)
-    return next(fitting, None) if heads > PREFILL_MOST_OTHERS else None
-
-
-def prefill_macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
-    """The macros for csrc/sm80/sparse/prefill.cu."""
-    return {
-        "LAYOUT": layout.name,
-        "KEYS": size.keys,
-        "STAGES": size.stages,
-        "Q_REGISTERS": Q_REGISTERS,
-    }
-
-
-def prefill_shared_bytes(layout: CacheLayout, size: Size) -> int:
-    """Shared memory of csrc/sm80/sparse/prefill.cu."""
-    given = prefill_macros(layout, size) | {"LAYOUT": layout}
-    return constant("sm80/sparse/prefill_scores.cuh", "SHARED_BYTES", **given)
 
 
 def macros(formats: Formats, size: Size) -> dict[str, str | int]:
