@@ -103,6 +103,9 @@ TABLE = {
     "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }": (
         "emulator::barrier_wait(%0, %1)"
     ),
+    "{ .reg .pred done; mbarrier.test_wait.parity.shared.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }": (
+        "%0 = emulator::barrier_passed(%1, %2)"
+    ),
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
     "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;": (
         "emulator::barrier_expect(%0, %1); emulator::barrier_arrive(%0, 1)"

@@ -27,10 +27,11 @@ __device__ inline void mma(double (&x)[4], const double (&a)[2], double b) {
 }
 
 // Four 8 x 8 matrices of 16-bit values; lanes 8 i to 8 i + 7 point to the rows of matrix i.
-__device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
+__device__ inline void load_matrices(uint32 (&x)[4], uint32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
 }
+__device__ inline void load_matrices(uint32 (&x)[4], const void* row) { load_matrices(x, shared_address(row)); }
 
 // e4m3 bytes to float16 pairs, in units of 1 / CODE_UNIT.
 #if E4M3_ARCH >= 890

@@ -55,7 +55,7 @@ struct Sums {
         int slot = number % WEIGHED_SLOTS;
         uint32 raised = *reinterpret_cast<const uint32*>(shared.raised[slot]);
         if (raised == 0) return;
-        int g = thread_index() % 32 / 4;
+        int g = sum_thread() % 32 / 4;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
             if (!(raised >> 8 * m & 1)) continue;
@@ -68,9 +68,9 @@ struct Sums {
     // O += P V of a step, V of float16 or bfloat16. Returns whether a value of bfloat16 is not zero.
     template <bool FLOAT16> __device__ bool mix(uint32 number) {
         uint32 seen = 0;
-        int thread = thread_index(), at = thread % 16, half = thread % 32 / 16;
+        int thread = sum_thread(), at = thread % 16, half = thread % 32 / 16;
         const uint8* p = shared.p[number % WEIGHED_SLOTS][at] + 16 * half;
-        const uint8* v = shared.ring.rows[number % STAGES][at] + 2 * VALUES * (thread / 32) + 16 * half;
+        uint32 v = shared_address(shared.ring.rows[number % STAGES][at]) + PLACE * (thread / 32) + place_in_row(at, 16 * half);
 #pragma unroll (FLOAT16 || LAYOUT::quantized_dim == 0 ? KEYS / 16 : 1)
         for (int k = 0; k < KEYS / 16; ++k) {
             uint32 a[M_TILES][4];
@@ -79,7 +79,7 @@ struct Sums {
 #pragma unroll
             for (int j = 0; j < VALUES / 16; ++j) {
                 uint32 b[4];
-                load_transposed(b, v + 16 * k * ROW_STRIDE + 32 * j);
+                load_transposed(b, (v ^ 32 * j) + 16 * k * ROW_STRIDE);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     if (!FLOAT16) seen |= b[i], b[i] = bf16x2_to_f16x2(b[i]);
@@ -95,9 +95,9 @@ struct Sums {
 
     // Partial results of a split tile.
     __device__ void store_partial(const RangeTile& of) {
-        int thread = thread_index(), g = thread % 32 / 4, c = thread % 4;
+        int thread = sum_thread(), g = thread % 32 / 4, c = thread % 4;
         int first = partial_at(g, VALUES * (thread / 32)) + c / 2 * PLANE;  // others follow as in partial_at
-        float* partial = problem.partial_out + int64(partial_slot(blockIdx.x, of.from_start)) * (HEADS * V_DIM) + 4 * first + c % 2 * 2;
+        float* partial = problem.partial_out + int64(partial_slot(blockIdx.x, of.work.first == 0)) * (HEADS * V_DIM) + 4 * first + c % 2 * 2;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -111,7 +111,7 @@ struct Sums {
 
     // Results of a whole tile, 16 bytes a lane.
     __device__ void store_whole(const RangeTile& of) {
-        int thread = thread_index(), g = thread % 32 / 4, c = thread % 4;
+        int thread = sum_thread(), g = thread % 32 / 4, c = thread % 4;
         bf16* out = of.out + g * problem.out_stride_h + VALUES * (thread / 32) + 8 * c;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -130,19 +130,22 @@ struct Sums {
             }
     }
 
-    // After the scores have finished the tile.
-    __device__ void store(const RangeTile& of, bool seen, bool unsafe) {
-        int lane = thread_index() % 32;
-        bool bad = too_small(o, shared.inv_sum, seen) || unsafe;
-        multiply_rows(o, shared.result_factor);
-        if (lane < SCORE_WARPS) bad |= shared.unsafe[lane] != 0;
+    // After the scores have finished the tile at this place.
+    __device__ void store(int place, RowLoader& loader) {
+        int thread = sum_thread(), lane = thread % 32, warp = thread / 32, parity = place % 2;
+        const RangeTile& of = shared.ring.tile(place);
+        __syncwarp();
+        bool bad = too_small(o, shared.inv_sum[parity], shared.ring.has_value[parity][warp]) || shared.ring.is_unsafe[parity][warp];
+        multiply_rows(o, shared.result_factor[parity]);
+        if (lane < SCORE_WARPS) bad |= shared.unsafe[parity][lane] != 0;
         float check = 0.0f;  // NaN after a value that is not finite
 #pragma unroll
         for (int i = 0; i < M_TILES * VALUES / 2; ++i) check = fmaf((&o[0][0][0])[i], 0.0f, check);
-        if (of.whole) store_whole(of);
+        if (of.work.whole()) store_whole(of);
         else store_partial(of);
         bad |= check != 0.0f;
-        if (bad) leave_to_exact_kernel(problem, of.tile);
+        if (bad) leave_to_exact_kernel(problem, of.work.tile);
+        loader.forget(parity);
     }
 
     __device__ void run() {
@@ -152,26 +155,28 @@ struct Sums {
         copies_wait<AHEAD - LEAD>();
         __syncthreads();
         for (int i = 0; i < LEAD; ++i) shared.ring.barriers.arrive_arrived(i);
-        for (uint32 number = 0; shared.ring.step(number).kind() != NONE;) {
-            begin();
-            for (bool last = false; !last; ++number) {
+        for (uint32 number = 0;; ++number) {
+            bool end = shared.ring.step(number).kind() == NONE, weighed = false;
+            if (!end) {
                 loader.copy(number + AHEAD);
+                weighed = shared.ring.barriers.is_weighed(number);
                 loader.publish(number + LEAD);
-                shared.ring.barriers.wait_weighed(number);
-                if (shared.ring.step(number).has_keys()) {
-                    rescale(number);
-                    if (LAYOUT::quantized_dim && VALUES * (thread_index() / 32) < LAYOUT::quantized_dim) mix<true>(number);
-                    else if (LAYOUT::quantized_dim < V_DIM && mix<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
-                }
-                asm volatile("" : "+r"(number));  // its remainders are computed again: they take no registers beside the sums
-                last = shared.ring.step(number).last();
-                shared.ring.barriers.arrive_summed(number);
             }
-            __syncwarp();
-            Step done = shared.ring.step(number - 1);
-            int warp = thread_index() / 32;
-            store(shared.ring.tile(done.tile()), shared.ring.has_value[done.parity()][warp], shared.ring.is_unsafe[done.parity()][warp]);
-            loader.forget(shared.ring.step(number - 1).parity());
+            bool has_keys = shared.ring.step(number).has_keys();
+            // A tile is stored once the next one's queries and first keys are on their way: scores do not wait for it.
+            if (end || (has_keys && shared.ring.step(number - 1).kind() == QUERIES)) {
+                if (number > Q_STEPS) store(shared.ring.step(number).place_before(), loader);
+                if (end) return;
+                begin();
+            }
+            if (!weighed) shared.ring.barriers.wait_weighed(number);
+            if (has_keys) {
+                rescale(number);
+                if (LAYOUT::quantized_dim && VALUES * (sum_thread() / 32) < LAYOUT::quantized_dim) mix<true>(number);
+                else if (LAYOUT::quantized_dim < V_DIM && mix<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
+            }
+            asm volatile("" : "+r"(number));  // its remainders are computed again: they take no registers beside the sums
+            shared.ring.barriers.arrive_summed(number);
         }
     }
 };
@@ -180,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_mma_64(const
     extern __shared__ uint8 memory[];
     pdl_wait();
     Heads64Shared& shared = *reinterpret_cast<Heads64Shared*>(memory);
-    if (threadIdx.x / 32 == SUM_WARPS) shared.ring.list_first(problem);
+    if (threadIdx.x < 32) shared.ring.list_first(problem);
     __syncthreads();
-    if (threadIdx.x < 32 * SUM_WARPS) Sums(problem, shared).run();
-    else Scores(problem, shared).run();
+    if (threadIdx.x < SUMS_FROM) Scores(problem, shared).run();
+    else Sums(problem, shared).run();
 }

@@ -24,13 +24,13 @@ struct RowLoader {
 
     // Note for a tile that a value of this warp is not zero, or that a scale is imprecise or a value NaN.
     __device__ void find(int parity, bool value, bool bad) {
-        int warp = thread_index() / 32;
+        int warp = sum_thread() / 32;
         if (value) ring.has_value[parity][warp] = 1;
         if (bad) ring.is_unsafe[parity][warp] = 1;
     }
     // After a tile: forget what was found.
     __device__ void forget(int parity) {
-        int warp = thread_index() / 32;
+        int warp = sum_thread() / 32;
         __syncwarp();
         ring.has_value[parity][warp] = ring.is_unsafe[parity][warp] = 0;
     }
@@ -38,32 +38,33 @@ struct RowLoader {
     // Start copying BYTES of each row, from `offset` on to `to`. A lane reads the addresses of all its rows first: a copy may not precede a
     // read, and each would wait for shared memory.
     template <int BYTES> __device__ void copy_places(uint32 number, uint32 present, int to, int offset) {
-        constexpr int LANES = BYTES / 16, ROWS = KEYS * LANES >= 32 ? KEYS * LANES / 32 : 1;  // of a row; of a lane
-        int lane = thread_index() % 32, first = lane / LANES * ROWS;
+        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES, COUNT = KEYS >= ROWS ? KEYS / ROWS : 1;  // of a row; at a time; of a lane
+        int lane = sum_thread() % 32, first = lane / LANES;
         const uint64* sources = ring.sources[number % ROWS_LISTED] + first;
-        uint64 from[ROWS];
+        uint64 from[COUNT];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) from[i] = sources[i];
-        uint32 target = shared_address(ring.rows[number % STAGES][first]) + to + lane % LANES * 16;
+        for (int i = 0; i < COUNT; ++i) from[i] = sources[i * ROWS];
+        uint32 target = shared_address(ring.rows[number % STAGES][first]) + place_in_row(first, to + lane % LANES * 16);
         present >>= first;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            copy_async_part(target + i * ROW_STRIDE, reinterpret_cast<const uint8*>(from[i] + (offset + lane % LANES * 16)), present >> i << 4 & 16);
+        for (int i = 0; i < COUNT; ++i)
+            copy_async_part((target ^ place_in_row(i * ROWS, 0)) + i * ROWS * ROW_STRIDE,
+                            reinterpret_cast<const uint8*>(from[i] + (offset + lane % LANES * 16)), present >> i * ROWS << 4 & 16);
     }
 
     // Likewise of what follows the values: a part of the rows for each warp.
     __device__ void copy_tails(uint32 number, uint32 present, int offset) {
         constexpr int ROWS = KEYS / SUM_WARPS;
-        int thread = thread_index(), lane = thread % 32, row = ROWS * (thread / 32) + lane / 8;
+        int thread = sum_thread(), lane = thread % 32, row = ROWS * (thread / 32) + lane / 8;
         if (lane < 8 * ROWS)
-            copy_async_part(shared_address(ring.rows[number % STAGES][row]) + 2 * V_DIM + lane % 8 * 16,
+            copy_async_part(shared_address(ring.rows[number % STAGES][row]) + place_in_row(row, 2 * V_DIM + lane % 8 * 16),
                             reinterpret_cast<const uint8*>(ring.sources[number % ROWS_LISTED][row] + (offset + lane % 8 * 16)),
                             present >> row << 4 & 16);
     }
 
     template <class Layout> __device__ void copy_keys(uint32 number, uint32 present) {
         constexpr int CODES = code_bytes<Layout>();
-        int warp = thread_index() / 32;
+        int warp = sum_thread() / 32;
         if (VALUES * warp < Layout::quantized_dim) copy_places<CODES>(number, present, PLACE * warp + PLACE - CODES, CODES * warp);
         else copy_places<PLACE>(number, present, PLACE * warp, Layout::rope_offset + 2 * (VALUES * warp - Layout::quantized_dim));
         if (Layout::head_dim > V_DIM) copy_tails(number, present, Layout::rope_offset + 2 * (V_DIM - Layout::quantized_dim));
@@ -73,7 +74,7 @@ struct RowLoader {
     __device__ void copy(uint32 number) {
         Step step = ring.step(number);
         if (step.kind() == QUERIES) {
-            int at = PLACE * (thread_index() / 32);
+            int at = PLACE * (sum_thread() / 32);
             copy_places<PLACE>(number, step.present, at, at);
             if (LAYOUT::head_dim > V_DIM) copy_tails(number, step.present, 2 * V_DIM);
         } else if (TWO_FORMATS && step.kind() == SECOND) {
@@ -89,7 +90,7 @@ struct RowLoader {
         constexpr int CODES = code_bytes<Layout>();
         constexpr int TILES = Layout::scale_tile >= VALUES ? 1 : VALUES / Layout::scale_tile;  // of scales in a place
         constexpr bool BYTES = Layout::ue8m0 || Layout::e4m3_scales;
-        int thread = thread_index(), lane = thread % 32, warp = thread / 32;
+        int thread = sum_thread(), lane = thread % 32, warp = thread / 32;
         int first = VALUES * warp / (Layout::scale_tile ? Layout::scale_tile : 1) * (BYTES ? 1 : 4);  // byte of the place's first scale
         uint32 word = *reinterpret_cast<const uint32*>(ring.scales[number % ROWS_LISTED][lane % KEYS] + first / 4 * 4);
         uint32 factors[TILES > 2 ? 2 : 1];  // of this lane's row, as float16
@@ -109,10 +110,10 @@ struct RowLoader {
         for (int i = 0; i < TILES + TILES % 2; i += 2) factors[i / 2] = pack(f16{}, values[i], values[i + 1]);
         uint32 any = 0, codes[KEYS / 8][4];
         int chunk = lane / 8;  // of 16 values
-        uint8* place = ring.rows[number % STAGES][lane % 8] + PLACE * warp;
+        uint8* place = ring.rows[number % STAGES][lane % 8] + PLACE * warp;  // rows 8 later have their chunks at the same bytes
 #pragma unroll
         for (int i = 0; i < KEYS / 8; ++i) {
-            const uint8* from = place + 8 * i * ROW_STRIDE + PLACE - CODES + CODES / 4 * chunk;
+            const uint8* from = place + 8 * i * ROW_STRIDE + place_in_row(lane, PLACE - CODES + CODES / 4 * chunk);
             if constexpr (Layout::e2m1_values) {
                 uint2 v = *reinterpret_cast<const uint2*>(from);
                 codes[i][0] = v.x, codes[i][1] = v.y;
@@ -148,8 +149,9 @@ struct RowLoader {
                     else words[e] = multiply(words[e], factor);
                 }
             }
-            uint4* to = reinterpret_cast<uint4*>(place + 8 * i * ROW_STRIDE + 32 * chunk);
-            to[0] = uint4{words[0], words[1], words[2], words[3]}, to[1] = uint4{words[4], words[5], words[6], words[7]};
+            uint8* to = place + 8 * i * ROW_STRIDE;
+            *reinterpret_cast<uint4*>(to + place_in_row(lane, 32 * chunk)) = uint4{words[0], words[1], words[2], words[3]};
+            *reinterpret_cast<uint4*>(to + place_in_row(lane, 32 * chunk + 16)) = uint4{words[4], words[5], words[6], words[7]};
         }
         find(parity, any, bad);
     }
@@ -157,7 +159,7 @@ struct RowLoader {
     __device__ void expand(uint32 number) {
         if constexpr (LAYOUT::quantized_dim != 0) {
             Step step = ring.step(number);
-            if (!step.has_keys() || VALUES * (thread_index() / 32) >= LAYOUT::quantized_dim) return;
+            if (!step.has_keys() || VALUES * (sum_thread() / 32) >= LAYOUT::quantized_dim) return;
             if (TWO_FORMATS && step.kind() == SECOND) expand_keys<EXTRA_LAYOUT>(number, step.parity());
             else expand_keys<LAYOUT>(number, step.parity());
         }

@@ -22,10 +22,10 @@ struct Heads64Shared {
     uint4 q[SCORE_WARPS][MEMORY_K][32];
     float factor[WEIGHED_SLOTS][HEADS];                       // of the sums before a step, where
     alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];      // this is not 0
-    float inv_sum[HEADS], result_factor[HEADS];               // at a tile's end
-    uint8 unsafe[SCORE_WARPS];
+    float inv_sum[2][HEADS], result_factor[2][HEADS];         // at a tile's end, of tiles at even and odd places
+    uint8 unsafe[2][SCORE_WARPS];
 };
-constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * ((2 + WEIGHED_SLOTS) * HEADS + 1 + WEIGHED_SLOTS));
+constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * ((4 + WEIGHED_SLOTS) * HEADS + 2 + WEIGHED_SLOTS));
 static_assert(sizeof(Heads64Shared) == SHARED_BYTES);
 
 struct Scores {
@@ -38,18 +38,18 @@ struct Scores {
 
     __device__ Scores(const SparseProblem& p, Heads64Shared& s) : problem(p), shared(s) {}
 
-    static __device__ int warp_index() { return thread_index() / 32 - SUM_WARPS; }
+    static __device__ int warp_index() { return thread_index() / 32; }
 
     // Step `number`, the tile's `part`th, has heads KEYS * part and following.
     __device__ void load_q(uint32 number, int part) {
         int warp = warp_index(), lane = thread_index() % 32, first = 16 * warp - KEYS * part;
         if (first < 0 || first >= KEYS) return;
-        const uint8* row = a_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, first, 0);
+        uint32 row = shared_address(shared.ring.rows[number % STAGES][first + lane % 16]) + place_in_row(lane, lane / 16 * 16);
         uint32 largest[2] = {};  // magnitude of Q in both rows, as bfloat16 bits (this lane's part)
 #pragma unroll
         for (int k = 0; k < K_STEPS; ++k) {
             uint32 a[4];
-            load_matrices(a, row + 32 * k);
+            load_matrices(a, (row ^ 32 * (k % 4)) + 128 * (k / 4));
             if (k < F16_K) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) largest[i % 2] = __vmaxu2(largest[i % 2], a[i] & 0x7fff7fff), a[i] = bf16x2_to_f16x2(a[i]);
@@ -83,15 +83,15 @@ struct Scores {
     }
 
     // Operands of product k of all keys.
-    static __device__ void load_keys(uint32 (&b)[KEYS / 16][4], const uint8* rows, int k) {
+    static __device__ void load_keys(uint32 (&b)[KEYS / 16][4], uint32 rows, int k) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) load_matrices(b[n], rows + 16 * n * ROW_STRIDE + 32 * k);
+        for (int n = 0; n < KEYS / 16; ++n) load_matrices(b[n], (rows ^ 32 * (k % 4)) + 128 * (k / 4) + 16 * n * ROW_STRIDE);
     }
 
     __device__ void score(uint32 number) {
         int warp = warp_index(), lane = thread_index() % 32;
         float y[SPLITS][KEYS / 8][4] = {};
-        const uint8* rows = b_row(shared.ring.rows[number % STAGES][0], ROW_STRIDE, 0, 0);
+        uint32 rows = shared_address(shared.ring.rows[number % STAGES][lane / 16 * 8 + lane % 8]) + place_in_row(lane, lane / 8 % 2 * 16);
         uint32 b[LOADED_AHEAD + 1][KEYS / 16][4];
 #pragma unroll
         for (int k = 0; k < LOADED_AHEAD; ++k) load_keys(b[k], rows, k);
@@ -122,7 +122,10 @@ struct Scores {
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                x[n][i] = (SPLITS == 1 ? y[0][n][i] : y[0][n][i] + y[SPLITS - 1][n][i]) * scale;
+                float sum = y[0][n][i];
+#pragma unroll
+                for (int split = 1; split < SPLITS; ++split) sum += y[split][n][i];
+                x[n][i] = sum * scale;
                 check = fmaf(x[n][i], 0.0f, check);
             }
         uint32 present = shared.ring.step(number).present;
@@ -176,8 +179,9 @@ struct Scores {
     }
 
     // After a tile's last step: LSE and maximum, and the factors of the sums.
-    __device__ void finish(const RangeTile& of) {
-        TileCoord at(problem, of.tile);
+    __device__ void finish(int place) {
+        const RangeTile& of = shared.ring.tile(place);
+        TileCoord at(problem, of.work.tile);
         int warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -185,21 +189,22 @@ struct Scores {
             if (c != 0) continue;
             int row = 16 * warp + 8 * r + g, head = at.first_head + row;
             RowResult result(top[r], sum);
-            shared.inv_sum[row] = result.inv_sum;
-            shared.result_factor[row] = result.inv_sum;
-            if (!of.whole) {
-                problem.partial_lse[partial_slot(blockIdx.x, of.from_start) * HEADS + row] = result.lse2;
+            shared.inv_sum[place % 2][row] = result.inv_sum;
+            shared.result_factor[place % 2][row] = result.inv_sum;
+            if (!of.work.whole()) {
+                problem.partial_lse[partial_slot(blockIdx.x, of.work.first == 0) * HEADS + row] = result.lse2;
             } else if (head < problem.heads) {
-                shared.result_factor[row] = result.write(problem, at, head);
+                shared.result_factor[place % 2][row] = result.write(problem, at, head);
                 if (problem.max_logits) problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = highest * LN_2;
             }
         }
         bool unsafe = __any_sync(~0u, check != 0.0f);
-        if (lane == 0) shared.unsafe[warp] = unsafe;
+        if (lane == 0) shared.unsafe[place % 2][warp] = unsafe;
     }
 
     __device__ void run() {
         Lister lister(problem, shared.ring, warp_index());
+        copies_wait<0>();
         if (warp_index() <= AHEAD) lister.list(warp_index());
         __syncthreads();
         copies_wait<0>();
@@ -209,26 +214,29 @@ struct Scores {
                 shared.ring.barriers.wait_arrived(number);
                 if (shared.ring.step(number).kind() == NONE) return;
                 load_q(number, part);
-                list(lister, number);
+                list(lister, number, number < WEIGHED_SLOTS);
                 shared.ring.barriers.arrive_weighed(number);
             }
             begin();
+            bool here = false;
             for (bool last = false; !last; ++number) {
-                shared.ring.barriers.wait_arrived(number);
+                if (!here) shared.ring.barriers.wait_arrived(number);
+                bool summed = shared.ring.barriers.is_summed(number - WEIGHED_SLOTS);
                 score(number);
-                list(lister, number);
+                list(lister, number, summed);
+                here = shared.ring.barriers.has_arrived(number + 1);
                 weigh(number);
                 last = shared.ring.step(number).last();
-                if (last) finish(shared.ring.tile(shared.ring.step(number).tile()));
+                if (last) finish(shared.ring.step(number).tile());
                 shared.ring.barriers.arrive_weighed(number);
             }
-            if (threadIdx.x == 32 * SUM_WARPS) shared.ring.list(problem, shared.ring.step(number - 1).tile() + TILES_AHEAD);
+            if (threadIdx.x == 0) shared.ring.list(problem, shared.ring.step(number - 1).tile() + TILES_AHEAD);
         }
     }
 
-    // The sums have left the step whose weights' place this step takes: list a later one.
-    __device__ void list(Lister& lister, uint32 number) {
-        if (number >= WEIGHED_SLOTS) shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
+    // Once the sums have left the step whose weights' place this step takes (`summed`: they have), list a later one.
+    __device__ void list(Lister& lister, uint32 number, bool summed) {
+        if (!summed) shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
         copies_wait<0>();  // of scales listed at an earlier step
         if ((number + 1 + AHEAD) % SCORE_WARPS == warp_index()) lister.list(number + 1 + AHEAD);
     }

@@ -16,7 +16,7 @@ constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
 constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps have at most four tiles, and scores are up to a step apart
 constexpr int WEIGHED_SLOTS = 2;
 constexpr int Q_STEPS = HEADS / KEYS;
-constexpr int ROW_STRIDE = row_stride(LAYOUT::head_dim);
+constexpr int ROW_STRIDE = 2 * LAYOUT::head_dim;
 constexpr bool TWO_FORMATS = LAYOUT::row_bytes != EXTRA_LAYOUT::row_bytes || LAYOUT::scale_tile != EXTRA_LAYOUT::scale_tile;
 constexpr int SCALE_BYTES = LAYOUT::scale_bytes > EXTRA_LAYOUT::scale_bytes ? LAYOUT::scale_bytes : EXTRA_LAYOUT::scale_bytes;
 constexpr int SCALED_ROWS = LAYOUT::quantized_dim ? KEYS : 1, SCALE_STRIDE = LAYOUT::quantized_dim ? SCALE_BYTES : 16;
@@ -31,6 +31,15 @@ __device__ inline int thread_index() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x & 511;  // not negative: divisions by powers of two are shifts
 }
+
+// Byte of a row in the ring. Of each 128 bytes, the 16-byte chunks are in an order that depends on the row: copies write whole lines of
+// shared memory, and the rows of a matrix are in different banks. Shared memory begins at a multiple of 128, so an exclusive or with 16, 32 or
+// 64 leads to another chunk of the 128 bytes.
+__device__ inline uint32 place_in_row(uint32 row, uint32 byte) { return byte ^ row % 8 * 16; }
+
+// Warps of scores come first.
+constexpr int SUMS_FROM = 32 * SCORE_WARPS;
+__device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; }  // among those of the sums
 
 // A barrier in shared memory for a step, at which warps arrive one by one. Unlike named barriers it lets each warp of a role run ahead
 // of the others: one lists a step, or expands rows, while the others go on.
@@ -50,6 +59,13 @@ struct StepBarrier {
                      "r"(round & 1)
                      : "memory");
     }
+    // Whether they have. The answer takes long: ask ahead of other work.
+    __device__ bool passed(uint32 round) const {
+        uint32 answer;
+        asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                     : "=r"(answer) : "r"(shared_address(&state)), "r"(round & 1) : "memory");
+        return answer;
+    }
 };
 
 // Between the sums, which copy, and the scores. A step's rows have arrived; its weights are written, and its rows no longer read by the
@@ -68,6 +84,9 @@ struct StepBarriers {
     __device__ void wait_arrived(uint32 step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
     __device__ void wait_weighed(uint32 step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
     __device__ void wait_summed(uint32 step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
+    __device__ bool has_arrived(uint32 step) const { return arrived[step % ARRIVED_SLOTS].passed(step / ARRIVED_SLOTS); }
+    __device__ bool is_weighed(uint32 step) const { return weighed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
+    __device__ bool is_summed(uint32 step) const { return summed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
 };
 
 // The part of a tile that is in the CTA's work range.
@@ -77,24 +96,23 @@ struct RangeTile {
     const int* indices[2];  // of both lists' first key
     int keys[2];            // that they have
     int heads;              // that the tile has
-    int tile;               // -1 after the range's end
     int first_keys, second, end;  // its first step of keys, the first one of the second list, the one after its last
-    bool whole, from_start;       // whether the range has all of the tile, whether it has its start
+    WorkTile work;          // what the range has of it; tile -1: the range is at its end
 
     // The next one of the range, whose first step is `first`.
     __device__ void take(const SparseProblem& problem, WorkRange& range, int first) {
-        WorkTile work;
         bool more = range.next(problem, work);
-        tile = more ? work.tile : -1, first_keys = first + Q_STEPS, second = end = INT32_LIMIT;
+        if (!more) work.tile = -1;
+        asm volatile("" ::: "memory");  // what follows reads it again: few registers are free where tiles are listed
+        first_keys = first + Q_STEPS, second = end = INT32_LIMIT;
         keys[0] = keys[1] = 0;
-        TileCoord at(problem, more ? tile : 0);
+        TileCoord at(problem, more ? work.tile : 0);
         if (more) {
             int blocks0 = blocks_of(work.lengths0);
             list(problem, at, 0, work.lengths0, work.first, work.last);
             list(problem, at, 1, work.lengths1, max(work.first - blocks0, 0), work.last - blocks0);
             second = first_keys + (keys[0] + KEYS - 1) / KEYS;
             end = max(first_keys + 1, second + (keys[1] + KEYS - 1) / KEYS);
-            whole = work.whole(), from_start = work.first == 0;
         }
         q = reinterpret_cast<const uint8*>(problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s +
                                            at.first_head * problem.q_stride_h);
@@ -112,7 +130,7 @@ struct RangeTile {
     // Let it begin so many steps later.
     __device__ void shift(int steps) {
         first_keys += steps;
-        if (tile >= 0) second += steps, end += steps;
+        if (work.tile >= 0) second += steps, end += steps;
     }
 
     // Whether a step of keys is of the second list.
@@ -130,6 +148,7 @@ struct Step {
     __device__ bool last() const { return bits & 4; }
     __device__ int tile() const { return bits >> 3 & 7; }
     __device__ int parity() const { return bits >> 3 & 1; }
+    __device__ int place_before() const { return (bits >> 3) - 1 & 7; }  // of the tile before its own
     __device__ int part() const { return bits >> 6; }
 };
 
@@ -137,6 +156,7 @@ struct StepRing {
     alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
     alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
     alignas(16) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
+    int slots[SCORE_WARPS][KEYS];                  // indices of the step that each warp of the scores lists next
     alignas(8) Step steps[STEPS_LISTED];
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
     WorkRange range;  // that is left
@@ -156,7 +176,7 @@ struct StepRing {
         if (lane > 0) mine.tile += lane, mine.first = 0;
         RangeTile& taken = tile(lane % TILES_LISTED);
         if (lane < TILES_AHEAD) taken.take(problem, mine, 0);
-        int steps = lane < TILES_AHEAD && taken.tile >= 0 ? taken.end : 0, before = 0;
+        int steps = lane < TILES_AHEAD && taken.work.tile >= 0 ? taken.end : 0, before = 0;
 #pragma unroll
         for (int i = 0; i < TILES_AHEAD - 1; ++i) {
             int its = __shfl_sync(~0u, steps, i);
@@ -170,9 +190,9 @@ struct StepRing {
     __device__ void list(const SparseProblem& problem, uint32 number) { tile(number).take(problem, range, tile(number - 1).end); }
 };
 
-constexpr int TILE_BYTES = 64, RANGE_BYTES = 16;
+constexpr int TILE_BYTES = 88, RANGE_BYTES = 16;
 constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_BYTES + 8 * (4 + 2 * WEIGHED_SLOTS) + 4 * SUM_WARPS;
-constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + LIST_BYTES);
+constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + SCORE_WARPS * KEYS * 4 + LIST_BYTES);
 static_assert(sizeof(RangeTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(StepRing) == RING_BYTES);
 
 // The steps that a warp of the scores lists: every SCORE_WARPS-th. A lane has a row.
@@ -180,22 +200,30 @@ struct Lister {
     const SparseProblem& problem;
     StepRing& ring;
     int tile;  // the number in the range of the tile of the step that it lists next
-    int slot;  // of this lane's row in that step
 
-    __device__ Lister(const SparseProblem& p, StepRing& r, uint32 step) : problem(p), ring(r), tile(0) { find(step); }
+    __device__ Lister(const SparseProblem& p, StepRing& r, uint32 step) : problem(p), ring(r), tile(0) {
+        find(step);
+        copies_commit();
+    }
 
+    // Finds the tile of the step that it lists next, and starts to copy this lane's index.
     __device__ void find(uint32 step) {
         while (step >= ring.tile(tile).end) ++tile;
         const RangeTile& of = ring.tile(tile);
-        bool second = of.is_second(step);
-        int key = (step - (second ? of.second : of.first_keys)) * KEYS + thread_index() % 32;
-        slot = key >= 0 && key < of.keys[second] ? of.indices[second][key] : -1;
+        int key = key_of(of, step), lane = thread_index() % 32;
+        if (lane < KEYS && key >= 0 && key < of.keys[of.is_second(step)])
+            copy_async<4>(&ring.slots[step % SCORE_WARPS][lane], of.indices[of.is_second(step)] + key, true);
     }
 
-    // Lists a step and starts to copy its scales, one group of copies, and finds the next one.
+    // This lane's key of the list; negative in a step of queries.
+    static __device__ int key_of(const RangeTile& of, uint32 step) {
+        return int(step - (of.is_second(step) ? of.second : of.first_keys)) * KEYS + thread_index() % 32;
+    }
+
+    // Lists a step, whose indices have arrived, and starts to copy its scales, and finds the next one: one group of copies.
     __device__ void list(uint32 step) {
         const RangeTile& of = ring.tile(tile);
-        if (of.tile < 0) {
+        if (of.work.tile < 0) {
             write(step, NONE, false, 0, nullptr, false);
         } else if (step < of.first_keys) {
             int part = step - of.first_keys + Q_STEPS, head = part * KEYS + thread_index() % 32;
@@ -205,13 +233,14 @@ struct Lister {
         } else {
             list_keys<LAYOUT>(step, FIRST, of, problem.segments[of.is_second(step)]);
         }
-        copies_commit();
         find(step + SCORE_WARPS);
+        copies_commit();
     }
 
     template <class Layout> __device__ void list_keys(uint32 step, Kind kind, const RangeTile& of, const Segment& list) {
-        bool here = uint32(slot) < uint32(list.num_slots);
-        int at = here ? slot : 0, page = list.page_of(at), lane = thread_index() % 32;
+        int lane = thread_index() % 32, slot = ring.slots[step % SCORE_WARPS][lane % KEYS];
+        bool here = lane < KEYS && key_of(of, step) < of.keys[of.is_second(step)] && uint32(slot) < uint32(list.num_slots);
+        int at = here ? slot : 0, page = list.page_of(at);
         int in_page = at - page * list.block_size;
         const uint8* pages = list.pages + page * list.page_stride;
         write(step, kind, step + 1 == of.end, 0, pages + int64(in_page) * Layout::row_bytes, here);
