@@ -10,17 +10,20 @@ from typing import NamedTuple
 from ..constants import constant
 from .formats import Formats, layout_macros
 
-Q_REGISTERS = 96  # of a thread of the scores of heads64.cu
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
 class Size(NamedTuple):
-    """heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM."""
+    """heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM.
+
+    q_registers  of a thread of the scores of heads64.cu that hold queries; the other queries are in shared memory
+    """
 
     heads: int
     keys: int
     stages: int
     blocks: int
+    q_registers: int = 96
 
     @property
     def file(self) -> str:
@@ -40,7 +43,7 @@ class Size(NamedTuple):
 
 # The fastest first, for each height (docs/kernels/portable.md).
 SIZES = {
-    64: (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1)),
+    64: (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 4, 1, q_registers=112), Size(64, 16, 3, 1)),
     32: (Size(32, 64, 3, 1), Size(32, 32, 3, 1), Size(32, 16, 3, 1)),
     16: (Size(16, 32, 3, 2), Size(16, 16, 3, 2), Size(16, 16, 3, 1)),
 }
@@ -64,7 +67,7 @@ def macros(formats: Formats, size: Size) -> dict[str, str | int]:
     """The macros for the source of these sizes."""
     sizes: dict[str, str | int] = {"KEYS": size.keys, "STAGES": size.stages}
     if size.heads == 64:
-        return {**layout_macros(formats), **sizes, "Q_REGISTERS": Q_REGISTERS}
+        return {**layout_macros(formats), **sizes, "Q_REGISTERS": size.q_registers}
     return {**layout_macros(formats), **sizes, "TILE_HEADS": size.heads, "CTAS": size.blocks}
 
 
