@@ -13,7 +13,15 @@ from support.programs import COMPILATIONS, TARGETS
 
 nvrtc = support.nvrtc.nvrtc()
 
-OF_16_KEYS = {"DSV4_FP8": 28, "DSV41_FP8": 8, "DSV41_FP8-DSV41_FP4": 8, "DSV41_FP8_SPLIT-DSV41_FP4_SPLIT": 8}
+V41 = ("DSV41_FP8-DSV41_FP4", "DSV41_FP8_SPLIT-DSV41_FP4_SPLIT")
+PORTABLE_SPILLS = {
+    "DSV4_FP8-32-4-96-sm_80": 4, "DSV41_FP8-32-4-96-sm_80": 12,
+    "V32_FP8-32-3-96-sm_80": 12, "V32_FP8-32-4-96-sm_90a": 12,
+    **{f"{x}-32-4-96-sm_80": 16 for x in V41},
+    **{f"{x}-32-4-96-sm_90a": 20 for x in V41},
+    **{f"V32_FP8-16-4-112-sm_{y}": 8 for y in (86, 89)},
+    **{f"{x}-16-4-96-sm_{y}": 8 for x in ("DSV41_FP8", *V41) for y in (86, 89)},
+}  # fmt: skip
 # Bytes: what is allowed to spill.
 SPILLS_ALLOWED = {
     # Once a tile: every register is given to a role.
@@ -29,10 +37,8 @@ SPILLS_ALLOWED = {
     "common/indexer_topk_held.cu-512-8-2-1-ToColumns-sm_100": 4,
     # Once a tile, beside 128 registers of queries.
     "sm80/index_scores.cu-uint8-INDEXER_MXFP4-64-1-1-1-sm_100": 8,
-    # Once a tile and once in four steps, of warps with 96 registers of queries; sm_100 also once a step.
-    **{f"sm80/sparse/heads64.cu-{x}-16-4-96-sm_{y}": z for x, z in OF_16_KEYS.items() for y in (86, 89)},
-    **{f"sm80/sparse/heads64.cu-V32_FP8-16-3-96-sm_{y}": 32 for y in (86, 89)},
-    "sm80/sparse/heads64.cu-DSV4_FP8-32-4-96-sm_100": 92,
+    # Once a tile, where queries are loaded.
+    **{f"sm80/sparse/heads64.cu-{x}": bytes_ for x, bytes_ in PORTABLE_SPILLS.items()},
 }
 if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registers
     # Once per tile, in a kernel that runs on Hopper only on request.

@@ -43,7 +43,13 @@ class Size(NamedTuple):
 
 # The fastest first, for each height (docs/kernels/portable.md).
 SIZES = {
-    64: (Size(64, 32, 4, 1), Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 4, 1, q_registers=112), Size(64, 16, 3, 1)),
+    64: (
+        Size(64, 32, 4, 1),
+        Size(64, 32, 3, 1),
+        Size(64, 16, 4, 1),
+        Size(64, 16, 4, 1, q_registers=112),
+        Size(64, 16, 3, 1),
+    ),
     32: (Size(32, 64, 3, 1), Size(32, 32, 3, 1), Size(32, 16, 3, 1)),
     16: (Size(16, 32, 3, 2), Size(16, 16, 3, 2), Size(16, 16, 3, 1)),
 }
