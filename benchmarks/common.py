@@ -68,11 +68,11 @@ class Report:
             f"{'-':>{form.partition('.')[0]}}" if row.get(key) is None else f"{row[key]:{form}}"
             for key, form in columns
         )
-        print(f"{row['op']:38} {row['config']:44} {row['impl']:16} {text}", flush=True)
+        print(f"{row['op']:38} {row['config']:44} {row['impl']:16} {text} {row.get('error', '')}".rstrip(), flush=True)
 
     def fail(self, op, config, impl, error):
         """A row of what could not be measured."""
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        text = rows.reason(error)
         self.rows.append({"op": op, "config": config, "impl": impl, "us": None, "us_graph": None, "error": text})
         print(f"{op:38} {config:44} {impl:16} {text}", flush=True)
 

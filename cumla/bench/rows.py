@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dispatch.values import shown
-from ..errors import InputError
+from ..errors import InputError, RunError
 from . import (
     NAMES,
     caches,
@@ -66,21 +66,34 @@ def rows_of(problem: Problem, on_device: bool = True) -> Iterator[Row]:
     us_low, us_high  quartiles of the time that counts: us_graph, or us where that is None
     limit_us      the least that an H200's memory and products allow
     peer          the function and version of another library's implementation
+    error         what is wrong with another library's result, which is timed all the same
 
-    Raises RunError or AssertionError for a result beyond its bounds.
+    Raises RunError or AssertionError for a result of cumla's beyond its bounds.
     """
     errors: dict[str, float | None] = {}
+    wrong: dict[str, Row] = {}
     for impl, (_, calls) in problem.impls.items():
         if problem.clear is not None:
             problem.clear()
         result = calls[0]()
         checks = problem.check is not None and impl not in problem.unchecked
-        errors[impl] = problem.check(result) if checks and problem.check is not None else None
+        try:
+            errors[impl] = problem.check(result) if checks and problem.check is not None else None
+        except (AssertionError, RunError) as error:
+            if impl not in problem.functions:
+                raise
+            errors[impl], wrong[impl] = None, {"error": reason(error)}
     times = _times(problem, on_device)
     for impl, (_, calls) in problem.impls.items():
         in_graph = on_device and not problem.from_host
         host = host_us(calls[0], 100) / (problem.queued or 1) if in_graph else None
-        yield _row(problem, impl, times[impl], host, errors[impl])
+        yield _row(problem, impl, times[impl], host, errors[impl]) | wrong.get(impl, {})
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in a line: its type and the first line that is not empty."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def _times(problem: Problem, on_device: bool) -> dict[str, list[float]]:

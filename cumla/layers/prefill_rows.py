@@ -39,7 +39,8 @@ def gather_prefill_rows(
 ) -> tuple[Any, Any]:
     """Gather the rows of R requests, and list those of each of their T tokens.
 
-    out                    [R, M, 512], written: N compressed rows of each request, then its last gather_lens rows
+    out                    [R, M, 512], written: at most N compressed rows of each request and, from row N on, its last
+                           gather_lens rows
     swa_cache              of `layout`; swa_block_table [R, B] int32, pages of swa_block_size positions
     seq_lens, gather_lens  [R] int32
     query_start_loc        [R + 1] int32
@@ -73,9 +74,10 @@ def gather_prefill_rows(
     )
     compressed = None
     if compressed_cache is not None and compressed_layout is not None and N:
+        # Within their N rows: those beyond would be windows' as well, in the same launch.
         compressed = _gathered(
-            call, "compressed", out, compressed_cache, compressed_layout, None, seq_lens, None, compressed_block_table,
-            0, max(compress_ratio, 1),
+            call, "compressed", out[:, :N], compressed_cache, compressed_layout, None, seq_lens, None,
+            compressed_block_table, 0, max(compress_ratio, 1),
         )  # fmt: skip
     width, tokens = -(-(topk + window_size) // 128) * 128, call.size("T")
     indices = call.output("indices", None, INT32, (tokens, width))

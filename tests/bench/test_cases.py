@@ -22,7 +22,7 @@ from cumla.bench import (
     sparse,
     step_suites,
 )
-from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
+from cumla.bench.problem import Problem, Sizes, contexts, selected_rows, window_lists
 from cumla.errors import RunError
 from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
 from support import peers as stand_ins
@@ -243,3 +243,18 @@ def test_selected_rows_are_distinct_and_seen_and_neighbours_share_them():
     assert 0.87 < np.mean(shared) < 0.94
     alone = selected_rows(np.random.default_rng(0), visible, 64)
     assert np.mean([len(set(a) & set(b)) / 64 for a, b in itertools.pairwise(alone[40:])]) < 0.2
+
+
+def test_what_another_library_gets_wrong_is_timed_and_said():
+    def check(result):
+        np.testing.assert_array_equal(result, 3)
+        return 0.0
+
+    impls = {name: ("cupy", [lambda x=x: np.array([x])]) for name, x in (("cumla", 3), ("peer", 4))}
+    problem = Problem("op", "config", impls, 1, check=check, functions={"peer": "f, Library 1"})
+    ours, theirs = rows.rows_of(problem, on_device=False)
+    assert (ours["checked"], ours.get("error")) == (True, None)
+    assert (theirs["checked"], theirs["error"]) == (False, "AssertionError: Arrays are not equal")
+    assert theirs["us"] > 0
+    with pytest.raises(AssertionError):
+        list(rows.rows_of(Problem("op", "config", {"cumla": impls["peer"]}, 1, check=check), on_device=False))

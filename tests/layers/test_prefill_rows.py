@@ -63,6 +63,20 @@ def test_rows_and_lists(lab, rng, layout, ratio, gap):
         np.testing.assert_array_equal(lab.get(got), expected)
 
 
+def test_compressed_rows_end_where_windows_begin(lab):
+    """Also of a request whose length says that it has more: a launch writes no row twice."""
+    out, n = lab.put(np.full((1, 12, 512), 7, BF16)), 3
+    swa, table = lab.put(cumla.DSV4_FP8.allocate(8, BLOCK)), lab.put(np.zeros((1, 8), np.int32))
+    lens, gather_lens = (lab.put(np.array([x], np.int32)) for x in (60, 2))
+    starts, local = lab.put(np.array([0, 1], np.int32)), lab.put(np.zeros((1, 4), np.int32))
+    gather_prefill_rows(
+        out, swa, table, BLOCK, lens, gather_lens, starts, local, 4, WINDOW, 4, n, compact=True, layout=cumla.DSV4_FP8,
+        compressed_cache=swa, compressed_layout=cumla.DSV4_FP8, compressed_block_table=table, backend=lab.backend,
+    )  # fmt: skip
+    written = (lab.get(out)[0].astype(np.float32) != 7).any(axis=1)
+    assert written.tolist() == [True] * (n + 2) + [False] * 7
+
+
 def test_lists_that_do_not_fit_are_named(rng):
     lens, starts = np.array([9], np.int32), np.array([0, 3], np.int32)
     swa, table = cumla.DSV4_FP8.allocate(2, BLOCK), np.zeros((1, 2), np.int32)
