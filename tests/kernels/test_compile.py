@@ -37,6 +37,8 @@ SPILLS_ALLOWED = {
     "common/indexer_topk_held.cu-512-8-2-1-ToColumns-sm_100": 4,
     # Once a tile, beside 128 registers of queries.
     "sm80/index_scores.cu-uint8-INDEXER_MXFP4-64-1-1-1-sm_100": 8,
+    # A size that takes 163 KB: devices of 8.9 have 99, and get another one (dense_attention.PORTABLE_SIZES).
+    "sm80/dense/decode.cu-bf16-bf16-32-3-96-1-1-sm_89": 92,
     # Once a tile, where queries are loaded.
     **{f"sm80/sparse/heads64.cu-{x}": bytes_ for x, bytes_ in PORTABLE_SPILLS.items()},
 }
