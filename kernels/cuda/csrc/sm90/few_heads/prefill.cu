@@ -65,6 +65,6 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     } else {
         warpgroup_reg_alloc<VALUES_REGISTERS>();
         Values(problem, role - 1).run();
-        call_recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<uint8*>(memory) + (RING_AT - SHARED_START));
+        recompute_flagged_tiles(problem, FLAGGED, reinterpret_cast<uint8*>(memory) + (RING_AT - SHARED_START));
     }
 }
