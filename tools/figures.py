@@ -49,7 +49,7 @@ CALLS = [
         "flash_mla",
     ),
     (
-        "a C4A layer's prefill", "h200/prefill_chunks", "prefill chunk", ["1 x 512 new, 128K context, lengths"], "vllm"
+        "a C4A layer's prefill", "h200/prefill_chunks", "prefill chunk", ["1 x 512 new, 128K context, equal contexts"], "vllm"
     ),
     (
         "8 x 256 tokens", "h200/prefill_chunks", "prefill chunk",
@@ -79,11 +79,11 @@ OWN = {"prefill chunk": "cumla (", "call: decode": "torch"}  # cumla's rows wher
 TABLE = [  # rows of the trace: label, heads and names of steps
     ("64 heads: decode, 8", [("h64", "decode8")]), ("16 |", [("h64", "decode16")]), ("64 |", [("h64", "decode64")]),
     ("256 |", [("h64", "decode256")]), ("64 running, 2,048", [("h64", "mixed64x2048")]),
-    ("128 running", [("h64", "mixed128x2048")]), ("64 running, 8,192", [("h64", "mixed64x8192")]),
+    ("128 running", [("h64", "mixed128x2048")]),
     ("64 requests of 2 / 4", [("h64", "mtp2x64"), ("h64", "mtp4x64")]),
-    ("128 heads: decode", [("h128", "decode64"), ("h128", "decode256")]),
-    ("16 heads: decode", [("h16", "decode64"), ("h16", "decode256")]),
-    ("128 / 16 heads", [("h128", "mixed128x2048"), ("h16", "mixed128x2048")]),
+    ("128 heads: decode", [("h128", "decode8"), ("h128", "decode64"), ("h128", "decode256")]),
+    ("128 heads: 64 running", [("h128", "mixed64x2048")]),
+    ("16 heads: decode", [("h16", "decode8"), ("h16", "decode64"), ("h16", "decode256")]),
 ]  # fmt: skip
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
 
