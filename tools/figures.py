@@ -49,7 +49,8 @@ CALLS = [
         "flash_mla",
     ),
     (
-        "a C4A layer's prefill", "h200/prefill_chunks", "prefill chunk", ["1 x 512 new, 128K context, equal contexts"], "vllm"
+        "a C4A layer's prefill", "h200/prefill_chunks", "prefill chunk", ["1 x 512 new, 128K context, equal contexts"],
+        "vllm",
     ),
     (
         "8 x 256 tokens", "h200/prefill_chunks", "prefill chunk",
