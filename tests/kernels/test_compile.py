@@ -51,6 +51,9 @@ if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registe
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
     SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToColumns-sm_80"] = 16
     SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToSlots-sm_120"] = 4  # with a row's columns in registers
+    # Beside 128 registers of queries, on Hopper only on request; and beside the queries of decodes.
+    SPILLS_ALLOWED["sm80/index_scores.cu-uint8-INDEXER_FP8-64-1-0-1-sm_90a"] = 4
+    SPILLS_ALLOWED["sm80/sparse/heads64.cu-DSV4_FP8-32-4-96-sm_80"] = 32
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-MLA_BF16-sm_90a"] = 12  # once in two blocks of keys
 
