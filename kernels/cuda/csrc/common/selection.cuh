@@ -4,6 +4,7 @@
 // Macros: THREADS, DIGIT_BITS.
 #pragma once
 #include "common/numbers.cuh"
+#include "common/prefix_sum.cuh"
 
 #ifndef DIGIT_BITS
 #define DIGIT_BITS 10
@@ -104,16 +105,6 @@ struct Scratch {
 };
 constexpr int SCRATCH_BYTES = 4 * BINS + 12 * WARPS + 16;
 static_assert(sizeof(Scratch) == SCRATCH_BYTES);
-
-__device__ inline int sum_to(int x) {  // inclusive prefix sum over the lanes
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        int left = __shfl_up_sync(~0u, x, step);
-        if (lane >= step) x += left;
-    }
-    return x;
-}
 
 // The sum of x over the threads before this one. Called by all threads, with a barrier before the next call.
 __device__ inline int sum_before(Scratch& scratch, int x, int& total) {

@@ -4,6 +4,7 @@
 // token, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes.
 #pragma once
 #include "sm80/dense/rows.cuh"
+#include "sm80/quad_lanes.cuh"
 
 constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
 constexpr int K_STEPS = LATENT_DIM / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
@@ -21,16 +22,6 @@ struct DenseShared {
 };
 constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * (3 * HEADS + 2));
 static_assert(sizeof(DenseShared) == SHARED_BYTES);
-
-// The four lanes that have a row of a product share its maximum or sum.
-__device__ inline float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
 
 struct Scores {
     const DecodeProblem& problem;

@@ -1,20 +1,11 @@
-// Maxima and sums of rows in sm80/sparse; the end of a tile: log-sum-exp, the factor of the sums, and whether float16 was too
+// The end of a tile in sm80/sparse: log-sum-exp, the factor of the sums, and whether float16 was too
 // coarse for them.
 #pragma once
 #include "common/f16.cuh"
 #include "common/sparse/work.cuh"
+#include "sm80/quad_lanes.cuh"
 
 constexpr float MIN_RESULT = 1.0f / 16384.0f;  // below this, float16's steps of 2^-24 are too coarse
-
-// The four lanes that have a row of a product share its maximum or sum.
-__device__ inline float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-__device__ inline float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
 
 // What a row's weights sum to. Heads that the tile lacks have one too.
 struct RowResult {

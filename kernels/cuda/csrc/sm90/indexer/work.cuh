@@ -3,6 +3,7 @@
 #define ALIGNED 1
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
+#include "common/prefix_sum.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -149,16 +150,6 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-__device__ inline Count sum_of_lanes_to(Count x) {  // inclusive prefix sum
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        Count left = __shfl_up_sync(~0u, x, step);
-        if (lane >= step) x += left;
-    }
-    return x;
-}
-
 // The work range of a CTA: what costs `cost`, after `skipped` of group `group`, which has `tiles` tiles for keys [first_key, end). A
 // group's own cost comes first.
 struct WorkRange {
@@ -175,7 +166,7 @@ __device__ inline Count part_of(Count total, Count& cost) {
 // The range, found by a warp alone, if groups are at most 32.
 __device__ inline WorkRange work_range_of_warp(const Problem& problem) {
     int lane = threadIdx.x % 32, first_key = 0, end = 0, tiles = lane < problem.groups() ? problem.tiles_of(lane, first_key, end) : 0;
-    Count own = problem.cost_of(tiles), up_to = sum_of_lanes_to(own), cost, first = part_of(__shfl_sync(~0u, up_to, 31), cost);
+    Count own = problem.cost_of(tiles), up_to = sum_to(own), cost, first = part_of(__shfl_sync(~0u, up_to, 31), cost);
     int group = max(__ffs(__ballot_sync(~0u, up_to > first)) - 1, 0);
     auto of_group = [&](auto x) { return __shfl_sync(~0u, x, group); };
     return {group, int(first - of_group(up_to - own)), of_group(tiles), of_group(first_key), of_group(end), cost};
@@ -188,7 +179,7 @@ __device__ inline WorkRange work_range_of(const Problem& problem) {
     int behind = min(begin + run, groups), first_key = 0, end = 0;
     Count own = 0;
     for (int group = begin; group < behind; ++group) own += problem.cost_of(problem.tiles_of(group, first_key, end));
-    Count up_to = sum_of_lanes_to(own), sum = 0;
+    Count up_to = sum_to(own), sum = 0;
     if (lane == 31) put(SUMS_AT + sizeof(Count) * warp, up_to);
     __syncthreads();
     if (lane < THREADS / 32) get(SUMS_AT + sizeof(Count) * lane, sum);
