@@ -62,8 +62,8 @@ def select_candidate_blocks(
 
     Returns int32 [M, topk_blocks]: blocks in ascending order, then -1. A block's score is its largest valid logit; NaN
     is left out, and +inf counts as the largest finite value. The newest block, which has the row's last valid column,
-    is always selected; other blocks only if their score is above -inf. Among equal scores the lowest blocks are
-    selected, so every backend selects the same.
+    is always selected; other blocks only if their score is above -inf. Scores are compared by value, subnormal ones,
+    too; -0 equals 0. Among equal scores the lowest blocks are selected, so every backend selects the same.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM select_candidate_blocks (DeepSeek V4.1), which leaves order and ties open.
     """

@@ -45,8 +45,8 @@ def top_k_per_row(
     out         to write instead of allocating
 
     Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Among equal logits the
-    lowest indices are selected, so every backend selects the same columns; -0 equals 0, -inf is a value like any other,
-    and NaN is never selected.
+    lowest indices are selected, so every backend selects the same columns. Logits are compared by value, subnormal
+    ones, too; -0 equals 0, -inf is a value like any other, and NaN is never selected.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM top_k_per_row_prefill and top_k_per_row_decode, which leave order and ties open.
     """

@@ -112,7 +112,7 @@ def dequantize_and_gather_k_cache(
     out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
                  out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
     k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes], or rows
-                 [num_blocks, block_size, head_dim]
+                 [num_blocks, block_size, head_dim] bfloat16, on the host also float32
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
@@ -123,9 +123,9 @@ def dequantize_and_gather_k_cache(
     layout       a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the
                  width of `out` (formats of V3.2 and V4)
 
-    A value is e4m3 or e2m1 times scale in float32, rounded once to out's type; bfloat16 holds V4.1's exactly. Lengths
-    are clamped to what exists and to the rows of `out`; a position whose block is absent gives zeros; other rows are
-    not written.
+    A value is e4m3 or e2m1 times scale in float32, or a float32 row's, rounded once to out's type, to nearest even;
+    bfloat16 holds V4.1's exactly. Values that a cache holds in bfloat16 keep their bits. Lengths are clamped to what
+    exists and to the rows of `out`; a position whose block is absent gives zeros; other rows are not written.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM dequantize_and_gather_k_cache.

@@ -58,13 +58,14 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
         len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
         values, pages.bytes, seq_lens - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
-    kept = pages.layout.quantized_dim  # the rest is bfloat16 in the cache
+    kept = pages.layout.quantized_dim
+    holds_bfloat16 = pages.layout.value_type != "float32"  # from `kept` on
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
             target = out[request, offset : offset + rows[request]]
             source = values[starts[request] : starts[request + 1]]
             target[:] = source
-            if out.dtype == BFLOAT16:  # NaN's bits, too
+            if out.dtype == BFLOAT16 and holds_bfloat16:  # NaN's bits, too
                 target.view(np.uint16)[:, kept:] = source.view(np.uint32)[:, kept:] >> 16
 
 

@@ -34,7 +34,7 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
         rows, slots = rows[present], slots[present]
         with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
             out[request, rows] = read_tokens(pages, slots).astype(np.float32).astype(out.dtype)
-        if out.dtype == BFLOAT16:  # NaN's bits, too
+        if out.dtype == BFLOAT16 and pages.layout.value_type != "float32":  # NaN's bits, too
             out.view(np.uint16)[request, rows, pages.layout.quantized_dim :] = rope_bits(pages, slots)
 
 

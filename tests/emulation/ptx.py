@@ -33,6 +33,9 @@ TABLE = {
     "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
     "max.NaN.f32 %0, %1, 0f00000000;": "%0 = (%1) < 0 ? 0.0f : (%1)",
+    "max.f32 %0, %1, %2;": (
+        "float a_ = %1, b_ = %2; %0 = a_ != a_ || emulator::to_double(a_) < emulator::to_double(b_) ? b_ : a_"
+    ),
     "fma.rn.bf16x2 %0, %1, %2, %3;": "%0 = emulator::fma_bf16x2(%1, %2, %3)",
     "fma.rn.f16x2 %0, %1, %2, %3;": "%0 = emulator::fma_f16x2(%1, %2, %3)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",

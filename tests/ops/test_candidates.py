@@ -69,6 +69,18 @@ def test_the_newest_block_is_selected_beside_infinite_scores(lab):
     np.testing.assert_array_equal(lab.get(found), [[4, -1]])
 
 
+@pytest.mark.parametrize("block", [8, 5])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_subnormal_scores_are_compared_by_value(lab, rng, block, gap):
+    """On CUDA, where -ftz=true takes them for zeros elsewhere, too: rows at multiples of 16 bytes, and others."""
+    width = 40 if lab.tiny else 240
+    x = (rng.normal(size=(3, width + gap)) * 1e-40).astype(np.float32)[:, :width]
+    x[1] = np.abs(x[1])
+    x[2, : width // 2] = np.nan
+    found = cumla.select_candidate_blocks(lab.put(x), 3, candidate_block_size=block, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), [selected(row, 3, block) for row in x])
+
+
 def test_nothing_to_select(lab):
     for shape, topk in (((0, 40), 3), ((2, 0), 3), ((2, 40), 0)):
         logits = lab.put(np.zeros(shape, np.float32))
@@ -348,6 +360,24 @@ def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n, heads, layout):
             q, cache, weights, topk, context_lens=lens, block_table=table, candidate_blocks=written,
             backend=lab.backend, max_workspace_bytes=row_bytes * next_n - 1,
         )  # fmt: skip
+
+
+def test_blocks_of_subnormal_scores(lab, rng):
+    """Weights of a few 2^-126: whatever a kernel makes of such scores, its blocks are those of its logits."""
+    heads, columns, block_size = (1, 3, 8) if lab.tiny else (32, 6, 16)
+    cache, _ = cache_of(rng, cumla.INDEXER_FP8, columns, block_size, 16)
+    cumla.INDEXER_FP8.parts(cache)[1][:] = np.array([2.0**-6], np.float32).view(np.uint8)
+    q = e4m3(rng.normal(size=(1, 1, heads, HEAD_DIM)).astype(np.float32) / 64)
+    weights = (rng.normal(size=(1, heads)) * 2.0**-124).astype(np.float32)
+    lens, table = np.array([columns * block_size - 3], np.int32), np.arange(columns, dtype=np.int32)[None]
+    q, cache, weights, lens, table = (lab.put(x) for x in (q, cache, weights, lens, table))
+    logits = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, backend=lab.backend)
+    written = lab.put(np.full((1, 2), 7, np.int32))
+    cumla.indexer_topk(
+        q, cache, weights, 3, context_lens=lens, block_table=table, candidate_blocks=written, backend=lab.backend
+    )
+    want = cumla.select_candidate_blocks(logits, 2, seq_lens=lens, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(written), lab.get(want))
 
 
 def test_top_k_of_packed_keys_writes_blocks(lab, rng):

@@ -273,6 +273,29 @@ def test_gather_rounds_once(lab, rng):
         np.testing.assert_array_equal(to_float(lab.get(out)[0, :, :512]), to_float(product.astype(dtype)))
 
 
+FLOAT32_VALUES = np.array([1.5, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-40], np.float32)  # 3.4e38 becomes infinite
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@layouts(cumla.DSV4_F32, cumla.MLA_F32, cumla.INDEXER_F32)
+def test_gather_of_float32_rows_rounds_to_nearest_even(lab, rng, layout, dtype):
+    """Of numbers above, below and at the middle of two bfloat16 neighbours, too; devices refuse such rows."""
+    bits = rng.integers(0, 0x7F00, (2, 3, layout.head_dim), np.uint32) << 16
+    cache = (bits | rng.choice(np.array([0x7FFF, 0x8000, 0x8001, 0], np.uint32), bits.shape)).view(np.float32)
+    cache[1, 0, : len(FLOAT32_VALUES)] = FLOAT32_VALUES
+    out = lab.put(np.zeros((1, 5, layout.head_dim), dtype))
+    given = lab.put(np.array([5], np.int32)), None, lab.put(np.array([[1, 0]], np.int32))
+    options = {"layout": layout, "backend": lab.backend}
+    if lab.backend in ("numba_cuda", "cuda"):
+        with pytest.raises(ValueError, match="layout: got float32 for a device's kernels"):
+            cumla.dequantize_and_gather_k_cache(out, lab.put(cache), *given, **options)
+        return
+    cumla.dequantize_and_gather_k_cache(out, cache, *given, **options)
+    with np.errstate(over="ignore"):
+        want = cache[[1, 0]].reshape(1, 6, -1)[:, :5].astype(dtype)
+    np.testing.assert_array_equal(to_float(out), to_float(want))
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_gather_reads_every_code_at_every_scale(lab, dtype):
     layout = cumla.DSV4_FP8

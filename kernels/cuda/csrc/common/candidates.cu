@@ -13,7 +13,8 @@
 constexpr int SEGMENT = 8192;  // blocks of a row that a CTA masks
 
 // NaN, which top_k_per_row never selects, for blocks beyond the row, and for those without a logit above -inf. +inf for the
-// newest block; for another one it counts as the largest finite value, so that the newest is always selected.
+// newest block; for another one it counts as the largest finite value, so that the newest is always selected. Subnormal logits
+// keep their values (fmaxf and fminf would flush them, -ftz=true).
 extern "C" __global__ void __launch_bounds__(THREADS)
 candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
                  const int* lens, int64 lens_stride, int next_n, int per_row, int block, float* maxima,
@@ -30,13 +31,13 @@ candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, c
             int first = i <= newest ? i * block : 0, end = i <= newest ? min(block, count - first) : 0;
             if (eight && end == 8) {
                 float4 low = *reinterpret_cast<const float4*>(row + first), high = *reinterpret_cast<const float4*>(row + first + 4);
-                best = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), best);  // which leaves NaN out
-                best = fmaxf(fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)), best);
+                best = larger(larger(larger(low.x, low.y), larger(low.z, low.w)), best);
+                best = larger(larger(larger(high.x, high.y), larger(high.z, high.w)), best);
             } else {
-                for (int j = 0; j < end; ++j) best = fmaxf(best, row[first + j]);
+                for (int j = 0; j < end; ++j) best = larger(best, row[first + j]);
             }
-            float largest_finite = __uint_as_float(0x7f7fffff);
-            best = best == -infinity() ? __uint_as_float(0x7fc00000) : fminf(best, largest_finite);
+            if (best == infinity()) best = __uint_as_float(0x7f7fffff);  // the largest finite value
+            if (best == -infinity()) best = __uint_as_float(0x7fc00000);
             maxima[m * maxima_stride + i] = i == newest ? infinity() : best;
         }
     }

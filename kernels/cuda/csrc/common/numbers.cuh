@@ -52,6 +52,12 @@ __device__ inline float div(float a, float b) {
     asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
+// The larger of two numbers; a NaN is left out.
+__device__ inline float larger(float a, float b) {
+    float y;
+    asm("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
 
 // 2^e as float32 for -149 <= e <= 127.
 __device__ inline float exp2i(int e) {
