@@ -1,4 +1,4 @@
-"""What `cumla` on the command line starts: a Ctrl-C while the package is imported is no traceback either."""
+"""Entry point of `cumla`; exits quietly on Ctrl-C while the package is imported, which `cumla.__main__` cannot."""
 
 import os
 import signal

@@ -1,6 +1,5 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
-from . import _checkout as _checkout  # first: it makes the other packages importable
 from . import layers, metadata  # after the operations, which they use
 from .dispatch import self_test as _self_test
 from .dispatch.debug import debug

@@ -17,7 +17,6 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = (
-    "cumla._checkout",
     "cumla.layout",
     "cumla.bounds",
     "cumla.errors",

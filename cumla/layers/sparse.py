@@ -12,7 +12,6 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
-from ..dispatch.deprecated import renamed_argument
 from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, CacheLayout
@@ -76,7 +75,6 @@ class SparseMLALayer:
         """The format of the compressed cache."""
         return self.layout if self.extra_layout is None else self.extra_layout
 
-    @renamed_argument("prefill_road", "prefill_path")
     def step(
         self,
         q: Any,

@@ -1,9 +1,7 @@
 """Several devices: a context's tokens and the heads are sharded across ranks, and partial results are merged."""
 
-from ..dispatch.deprecated import renamed_names
 from ..kernels.types.shard import Shard
 from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, localise_indices, merge_partials
-from . import queries as _queries
 from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
@@ -42,5 +40,3 @@ __all__ = [
     "run_threads",
     "shard_queries",
 ]
-
-__getattr__ = renamed_names(__name__, _queries, {"QueryShares": "QueryShards", "share_queries": "shard_queries"})

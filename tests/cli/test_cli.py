@@ -115,9 +115,6 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(
             ["replay", "--ranks", "2", "--prefill-path", "rows"], "--prefill-path: got rows with --ranks", id="path"
         ),
-        pytest.param(
-            ["replay", "--layers", "c4a", "--prefill-road", "sea"], "--prefill-road: invalid choice", id="old-option"
-        ),
         pytest.param(["replay", "--heads", "129"], "expected an integer from 1 to 128", id="heads"),
         pytest.param(["replay", "--requests", "0"], "from 1 to 2147483647", id="no-requests"),
         pytest.param(["replay", "--max-len", "1"], "from 2 to 2147483647", id="max-len"),
@@ -396,10 +393,3 @@ def test_replay_on_ranks(capsys):
     out = capsys.readouterr().out
     assert "2 ranks that share the rows of long contexts" in out
     assert "0 beyond bounds" in out
-
-
-def test_an_option_under_its_old_name(capsys):
-    assert main(["replay", "--layers", "mla", "--prefill-road", "pages"]) == 2
-    warning, error = capsys.readouterr().err.splitlines()
-    assert warning == "cumla: warning: --prefill-road is deprecated, use --prefill-path"
-    assert error.startswith("cumla: error: --prefill-path: does not apply")
