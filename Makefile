@@ -1,6 +1,6 @@
 # Targets that CI runs. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
-FAMILIES = decode formats poisoned prefill prefill_chunks indexer candidates compressor mla attention_backends cache indices metadata
+FAMILIES = decode formats prefill indexer candidates compressor mla attention_backends cache indices metadata
 
 .PHONY: lint types test test-gpu bench
 
@@ -15,7 +15,8 @@ types:
 	$(PYTHON) -m pip install --quiet --no-deps --target build/types .
 	cd build/types && PYTHONPATH=. $(PYTHON) ../../tools/seam.py > seam.py
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml -p cumla -m seam
-	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml ../../benchmarks/*.py
+	cd build/types && MYPYPATH=../../benchmarks $(PYTHON) -m mypy --config-file ../../pyproject.toml --explicit-package-bases \
+		$(patsubst %,../../%,$(filter-out %/__init__.py,$(wildcard benchmarks/*.py)))
 
 test:
 	$(PYTHON) -m pytest

@@ -8,10 +8,7 @@ cache does not answer; `us` is the host's time for one call, launch included; `l
 
 import argparse
 import contextlib
-import json
 import pathlib
-
-import cupy
 
 from cumla.bench import rows
 from cumla.bench.measure import L2_BYTES, copy_gbps, environment
@@ -20,7 +17,7 @@ from cumla.bench.problem import Sizes
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-__all__ = ["L2_BYTES", "Report", "arguments", "case_arguments", "copy_gbps", "has_peer", "run"]
+__all__ = ["L2_BYTES", "Report", "arguments", "case_arguments", "copy_gbps", "has_peer", "run", "write"]
 
 
 def arguments(description):
@@ -78,18 +75,24 @@ class Report:
 
     def finish(self, **extra):
         if self.args.json:
-            self.args.json.parent.mkdir(parents=True, exist_ok=True)
-            record = {"environment": environment(), **extra, "rows": self.rows}
-            self.args.json.write_text(json.dumps(record, indent=1) + "\n")
+            write(self.args.json, {"environment": environment(), **extra, "rows": self.rows})
 
 
-def run(args, cases, beside=(), **extra):
-    """Measure cases of cumla.bench, one after another, and write what came of each.
+def write(path, record):
+    """Write a record as JSON, a row a line, so that versions of a file can be compared."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(rows.text(record))
 
-    args    of a parser that `case_arguments` made
-    beside  backends that are measured beside the CUDA sources
-    extra   what the file has beside the rows, by name; functions are called with all rows in the end
+
+def run(args, cases, backends=(), **extra):
+    """Measure cases, one after another, and write a row for each implementation.
+
+    args      of a parser that `case_arguments` made
+    backends  measured in addition to the CUDA sources
+    extra     further entries of the file, by name; functions are called with all rows in the end
     """
+    import cupy
+
     report, failed = Report(args), False
     known = {name: x for name, x in extra.items() if not callable(x)}
     for case in cases:
@@ -97,7 +100,7 @@ def run(args, cases, beside=(), **extra):
             continue
         try:
             with sparse_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext():
-                for row in rows.rows_of(case.problem(Sizes("cuda", beside=tuple(beside)))):
+                for row in rows.rows_of(case.problem(Sizes("cuda", beside=tuple(backends)))):
                     report.add_row(row)
         except Exception as error:  # the next one may do
             report.fail(case.op, str(case), "cumla", error)

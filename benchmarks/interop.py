@@ -8,9 +8,8 @@ last, since CUPTI slows launches down from then on.
 """
 
 import common
-import cupy
+import recorded
 
-from cumla.bench.framework_calls import recorded
 from cumla.bench.problem import Sizes
 
 
@@ -18,10 +17,11 @@ def copies(_):
     """By call and framework, memory copies and sets of a call."""
     if not common.has_peer("torch"):
         return {}
+    import cupy
     import torch
 
     found = {}
-    for case in recorded():
+    for case in recorded.interop():
         for impl, (_, (call,)) in case.problem(Sizes("cuda")).impls.items():
             call()
             cupy.cuda.Device().synchronize()
@@ -36,4 +36,4 @@ def copies(_):
 
 
 if __name__ == "__main__":
-    raise SystemExit(common.run(common.case_arguments(__doc__).parse_args(), recorded(), copies=copies))
+    raise SystemExit(common.run(common.case_arguments(__doc__).parse_args(), recorded.interop(), copies=copies))

@@ -73,18 +73,6 @@ class Store(argparse.Action):
             namespace.given = (*namespace.given, self.option_strings[-1])
 
 
-class Renamed(Store):
-    """The old name of an option, for one more release: stores the value as the new one does, and warns on stderr."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        new = f"--{self.dest.replace('_', '-')}"
-        setattr(namespace, self.dest, values)
-        namespace.given = (*namespace.given, new)
-        print(f"cumla: warning: {self.option_strings[-1]} is deprecated, use {new}", file=sys.stderr)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all errors of cumla's commands."""
 
@@ -194,10 +182,6 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
         "(default: the faster path for each chunk)",
     )
-    model.add_argument(
-        "--prefill-road", action=Renamed, dest="prefill_path", choices=PATHS, default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )  # fmt: skip
     _add_number(
         model, "--ranks", 1, 64, "shard the rows of long contexts across N GPUs, or N threads on the CPU", default=1
     )  # fmt: skip
@@ -216,11 +200,10 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench import LAYOUT_NAMES, NAMES, TRACE
+    from .bench import LAYOUT_NAMES, NAMES
 
     parser.add_argument(
-        "suite", nargs="*", type=OneOf((*NAMES, TRACE)), metavar="SUITE",
-        help=f"{', '.join(NAMES)} (default: all of these), or {TRACE}: steps of a request trace, layer by layer",
+        "suite", nargs="*", type=OneOf(NAMES), metavar="SUITE", help=f"{', '.join(NAMES)} (default: all of these)",
     )  # fmt: skip
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
@@ -228,12 +211,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help=f"of the cache: {', '.join(LAYOUT_NAMES)} (default: DSV4_FP8); beside DSV41_FP8 and DSV41_FP8_SPLIT the "
         "second cache has FP4 rows",
     )  # fmt: skip
-    sizes.add_argument(
-        "--heads",
-        type=ListOf(Between(1, MAX_HEADS)),
-        metavar="N",
-        help=f"1 to {MAX_HEADS} (default: 64); of a trace also N,N,...",
-    )
+    _add_number(sizes, "--heads", 1, MAX_HEADS, default=64)
     _add_number(sizes, "--batch", 1, MAX_BATCH, "requests", default=[1, 32])
     _add_number(sizes, "--tokens", 1, MAX_SIZE, "tokens of insert, gather and prefill", default=[1024])
     _add_number(sizes, "--topk", 1, MAX_SIZE, "keys of the first cache", default=128)
@@ -243,16 +221,6 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_number(sizes, "--context", 64, MAX_SIZE, unit="TOKENS", default=8192)
     sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
-    steps = parser.add_argument_group("trace")
-    steps.add_argument(
-        "--steps", type=_names, metavar="NAME,...",
-        help="decodeN, mtpKxN (decodes of K tokens), mixedRxT (R requests run, T tokens a step); all if not given",
-    )  # fmt: skip
-    steps.add_argument(
-        "--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a, v32 (default: all)"
-    )
-    _add_number(steps, "--layers", 1, 64, "timed at once", default=8)
-    steps.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
     output = parser.add_argument_group("results")
     output.add_argument("--json", metavar="FILE", help="write the rows, with versions and device; - for stdout")
     output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
@@ -262,10 +230,6 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.set_defaults(run=_bench)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
 
 
 def _bench(args: argparse.Namespace) -> int:

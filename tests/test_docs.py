@@ -76,7 +76,6 @@ def test_commands_run(path, tmp_path, monkeypatch, capsys):
     config = {"compress_ratios": [4], "num_attention_heads": 64, "index_topk": 512, "sliding_window": 128}
     pathlib.Path("config.json").write_text(json.dumps(config))
     monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args: record)
-    monkeypatch.setattr("cumla.cli.bench_trace.measured", lambda options, requests: [])
     for name in ("cli.replay", "cli.check", "cli.warmup"):
         monkeypatch.setattr(f"cumla.{name}.run", lambda *args: 0)
     lines = list(commands(path.read_text()))

@@ -6,7 +6,7 @@
 #     tools/with_cumla.sh tools/device_check.sh DIR [PART ...]
 #
 # Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 5 to 9 minutes depending on the
-# number of cores) fences decode formats poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
+# number of cores) fences decode formats prefill indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); only when named: tests, soak (operations
 # repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, or
 # parallel, on a machine with several GPUs
@@ -57,7 +57,7 @@ correct() {
     wait
 }
 
-for name in ${*:-correct fences decode formats poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
+for name in ${*:-correct fences decode formats prefill indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
     case $name in
     correct) correct ;;
     tests) part tests 480 1 python3 -m pytest -m gpu -v --tb=short -p no:cacheprovider ;;
@@ -71,7 +71,7 @@ for name in ${*:-correct fences decode formats poisoned prefill prefill_chunks i
         replay replay_v32 --layers v32
         replay replay_v41 --layers v41 --requests 12 --max-output 6 --cache-tokens 200704
         ;;
-    trace) part trace 590 60 python3 -m cumla bench trace $TRACE --json "$logs/trace.json" ;; # split into options
+    trace) part trace 590 60 python3 -m benchmarks.trace $TRACE --json "$logs/trace.json" ;; # split into options
     layers) part layers 240 0 python3 benchmarks/layers.py --json "$logs/layers.json" ;;
     interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     decode | formats | prefill | indexer | cache | portable)

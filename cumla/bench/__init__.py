@@ -7,4 +7,3 @@ NAMES = (  # of the suites
 LAYOUT_NAMES = (  # of caches
     "DSV4_FP8", "V32_FP8", "DSV41_FP8", "DSV41_FP4", "DSV41_FP8_SPLIT", "DSV41_FP4_SPLIT", "V32_NOPE_FP8",
 )  # fmt: skip
-TRACE = "trace"  # steps of a request trace, which are measured in a way of their own

@@ -86,52 +86,6 @@ class DenseDecode:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class DensePrefill:
-    """New tokens of a request among themselves, causal, or over a context, which is not."""
-
-    heads: int
-    new: int
-    context: int = 0
-
-    op: ClassVar[str] = "mha_varlen"
-
-    def __str__(self) -> str:
-        return f"h{self.heads} {self.new} x {self.context or self.new}" + ("" if self.context else " causal")
-
-    def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, new, keys = Arrays(sizes), sizes.xp, self.new, self.context or self.new
-        q, kv = arrays.rows(new, self.heads, NOPE + ROPE), arrays.rows(keys, self.heads, NOPE + V)
-        k_pe, scale = arrays.rows(keys, ROPE), (NOPE + ROPE) ** -0.5
-        starts = [xp.asarray(np.array([0, n], np.int32)) for n in (new, keys)]
-        out, lse = xp.empty((new, self.heads, V), BFLOAT16), xp.empty((self.heads, new), np.float32)
-        samples = np.linspace(0, new - 1, SAMPLES).astype(int)
-
-        def check(_: Any) -> float:
-            """Some tokens, each with other heads."""
-            worst = 0.0
-            for number, token in enumerate(samples):
-                one, heads = slice(token, token + 1), slice(number % self.heads, None, SAMPLES)
-                seen = keys if self.context else token + 1
-                of_keys = [to_host(x) for x in (kv[:seen, heads, :NOPE], kv[:seen, heads, NOPE:], k_pe[:seen])]
-                want = cumla.mha_varlen(
-                    to_host(q[one, heads]), *of_keys[:2], *(np.array([0, n], np.int32) for n in (1, seen)),
-                    k_pe=of_keys[2], softmax_scale=scale, backend="reference",
-                )  # fmt: skip
-                want = want[0] if isinstance(want, tuple) else want
-                worst = max(worst, error_within(to_host(out[one, heads]), want, BOUND))
-            return worst
-
-        calls = by_backend(
-            cumla.mha_varlen, [(q, kv[..., :NOPE], kv[..., NOPE:], *starts)], k_pe=k_pe, softmax_scale=scale,
-            causal=not self.context, out=out, lse=lse,
-        )  # fmt: skip
-        pairs = new * keys if self.context else new * (new + 1) // 2
-        moved = 2 * (self.heads * (new * (NOPE + ROPE + V) + keys * (NOPE + V)) + keys * ROPE)
-        flop = 2 * self.heads * pairs * (NOPE + ROPE + V)
-        return problem_of(self, sizes, calls, moved, check, lambda: out.fill(0), flop=flop)
-
-
 def dense(sizes: Sizes) -> Iterator[DenseDecode]:
     for lengths in (True, False):
         yield from (DenseDecode(sizes.heads, batch, sizes.context, lengths) for batch in sizes.batch)

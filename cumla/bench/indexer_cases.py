@@ -16,10 +16,8 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
-from ..kernels.types.indexer import QueryFormat
 from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from . import peers
-from .caches import Insert
 from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
 
 HEADS, V41_HEADS, DIM = 64, 32, 128
@@ -313,117 +311,9 @@ class Selection:
         return replace(found, impls={**found.impls, "two steps": ("cupy", [two_steps])})
 
 
-@dataclass(frozen=True)
-class QueryQuant:
-    """Queries rotated and quantised; in MXFP4 as many heads as DeepSeek V4.1 has."""
-
-    tokens: int
-    q_format: QueryFormat = "fp8"
-
-    op: ClassVar[str] = "fused_indexer_q_rope_quant"
-
-    def __str__(self) -> str:
-        return f"T {self.tokens}" + ("" if self.q_format == "fp8" else f" {self.q_format}")
-
-    def problem(self, sizes: Sizes) -> Problem:
-        x, xp, count, heads = Inputs(sizes), sizes.xp, self.tokens, HEADS if self.q_format == "fp8" else V41_HEADS
-        q, weights = x.uniform(count, heads, DIM).astype(np.float16), x.uniform(count, heads)
-        table, positions = x.uniform(4096, 64), xp.arange(count, dtype=np.int64) % 4096
-        out = xp.empty((count, heads, DIM), np.uint8), xp.empty((count, heads), np.float32)
-        want = cumla.fused_indexer_q_rope_quant(
-            to_host(positions[:8]), to_host(q[:8]), to_host(table), to_host(weights[:8]), q_format=self.q_format,
-            backend="reference",
-        )  # fmt: skip
-
-        def check(result: Any) -> float:
-            for got, right in zip(result, want, strict=True):
-                np.testing.assert_array_equal(to_host(got[:8]), right)
-            return 0.0
-
-        given = [(positions, q, table, weights)]
-        calls = by_backend(cumla.fused_indexer_q_rope_quant, given, [out], q_format=self.q_format)
-        return problem_of(self, sizes, calls, q.nbytes + out[0].nbytes, check)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Work ranges of decodes by multiprocessor. The installed peer orders the splits otherwise."""
-
-    batch: int
-
-    op: ClassVar[str] = "get_paged_mqa_logits_metadata"
-
-    def __str__(self) -> str:
-        return f"b {self.batch}, lengths"
-
-    def problem(self, sizes: Sizes) -> Problem:
-        lens = sizes.xp.asarray(contexts(np.random.default_rng(0), self.batch, 1 << 15)[:, None])
-        out = sizes.xp.empty((133, 2), np.int32)
-        want = cumla.get_paged_mqa_logits_metadata(to_host(lens), BLOCK, 132, backend="reference")
-
-        def check(result: Any) -> float:
-            np.testing.assert_array_equal(to_host(result), want)
-            return 0.0
-
-        given = [(lens, BLOCK, 132)]
-        theirs = Peer("deep_gemm", peers.DEEP_GEMM_SCHEDULE, peers.deep_gemm_schedule, given)
-        calls = by_backend(cumla.get_paged_mqa_logits_metadata, given, [out])
-        return replace(problem_of(self, sizes, calls, lens.nbytes, check, peer=theirs), unchecked=("deep_gemm",))
-
-
 def indexer(sizes: Sizes) -> Iterator[Any]:
     for lengths in (True, False):
         for batch in sizes.batch:
             yield PagedLogits(batch, sizes.context, lengths=lengths)
             yield Choice("decode", batch, sizes.context, sizes.extra, lengths)
             yield Selection(PagedLogits(batch, sizes.context, lengths=lengths), sizes.extra)
-
-
-def recorded() -> list[Any]:
-    k = 1024
-    return [
-        *(Logits(*shape, lengths=True) for shape in ((2 * k, 8 * k), (8 * k, 8 * k), (8 * k, 32 * k))),
-        *(
-            PagedLogits(b, c * k, n, lengths=True)
-            for b, c, n in ((32, 8, 1), (64, 16, 1), (128, 32, 1), (64, 32, 2))
-        ),
-        *(Choice("decode", rows, 8 * k, 512, lengths=True) for rows in (1, 8, 32, 64, 128)),
-        *(Choice("decode", rows, 32 * k, topk, lengths=True) for rows in (32, 128) for topk in (512, 2 * k)),
-        *(Choice("decode", 32, 8 * k, 512, lengths=True, scores=scores) for scores in SCORES if scores != "normal"),
-        *(
-            Choice("decode", *size, scores=scores)
-            for size in ((32, 32 * k, 512), (128, 32 * k, 2 * k)) for scores in ("95% zeros", "99% zeros", "1,000 +- 5")
-        ),
-        *(Choice("decode", 4 * k, 8 * k, 512, scores=scores) for scores in ("normal", "95% zeros", "1,000 +- 5")),
-        *(Choice("decode", *size, scores="1,000 +- 5") for size in ((64, 16 * k, 512), (4, 128 * k, 2 * k))),
-        Choice("prefill", 8 * k, 32 * k, 512, lengths=True),
-        Selection(Logits(8 * k, 32 * k, lengths=True), 512),
-        Selection(PagedLogits(128, 32 * k, lengths=True), 512),
-        *(
-            Logits(queries * k, keys * k)
-            for queries, keys in ((2, 8), (2, 64), (4, 16), (8, 8), (8, 32), (8, 64))
-        ),
-        *(
-            PagedLogits(b, c * k, n)
-            for b, c, n in ((1, 32, 1), (32, 8, 1), (128, 32, 1), (16, 128, 1), (128, 32, 2), (128, 32, 4))
-        ),
-        *(
-            PagedLogits(128, 32 * k, next_n, heads=32, layout=layout)
-            for layout in (INDEXER_FP8, INDEXER_MXFP4)
-            for next_n in (1, 2, 4, 6)
-        ),
-        *(
-            Choice("decode", rows, columns * k, topk)
-            for rows, columns, topk in (
-                (4, 8, 512), (4, 32, 512), (4, 128, 2048), (128, 8, 512), (128, 32, 512), (128, 32, 2048),
-                (1024, 32, 512),
-            )
-        ),
-        Choice("prefill", 8 * k, 32 * k, 512),
-        Selection(Logits(8 * k, 32 * k), 512),
-        Selection(PagedLogits(128, 32 * k), 512),
-        Schedule(128),
-        *(QueryQuant(tokens) for tokens in (1, 128, 4096)),
-        *(QueryQuant(tokens, "mxfp4") for tokens in (1, 128, 4096)),
-        *(Insert(tokens, INDEXER_FP8) for tokens in (1, 128, 512, 4096, 32768)),
-    ]  # fmt: skip

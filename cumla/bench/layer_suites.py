@@ -238,14 +238,3 @@ def norms(sizes: Sizes) -> Iterator[QueryNormInsert | InverseRope]:
 def merge(sizes: Sizes) -> Iterator[Merge]:
     """Parts of a dense layer's prefill."""
     yield from (Merge(tokens, sizes.heads, 128) for tokens in sizes.tokens)
-
-
-def recorded() -> list[Any]:
-    return [
-        *(Compress(ratio, tokens, tokens == 4096) for ratio in STATE_BLOCK for tokens in (1, 32, 128, 4096)),
-        *(CompressLatents(2, tokens) for tokens in (1, 32, 128)),
-        CompressLatents(2, 768, 6),
-        *(CompressLatents(ratio, 4096, prompt=True) for ratio in (2, 1)),
-        *(QueryNormInsert(tokens, 128) for tokens in (1, 17, 4096)),
-        InverseRope(128, 128),
-    ]

@@ -95,8 +95,3 @@ class BlockLinear:
 def products(sizes: Sizes) -> Iterator[BlockLinear]:
     for groups, rows, columns in FLASH.values():
         yield from (BlockLinear(tokens, rows, columns, groups) for tokens in sizes.batch)
-
-
-def recorded() -> list[BlockLinear]:
-    sizes = FLASH.values()
-    return [BlockLinear(tokens, rows, columns, groups) for groups, rows, columns in sizes for tokens in (1, 8, 32, 128)]

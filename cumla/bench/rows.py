@@ -170,6 +170,18 @@ def read(path: str) -> dict[str, Any]:
     return dict(record)
 
 
+def text(record: dict[str, Any]) -> str:
+    """A record as JSON: an entry a line, and of lists (rows, a table) an item a line."""
+    entries = []
+    for name, value in record.items():
+        if isinstance(value, list):
+            items = ",\n".join("  " + json.dumps(item) for item in value)
+            entries.append(f" {json.dumps(name)}: [\n{items}\n ]" if value else f" {json.dumps(name)}: []")
+        else:
+            entries.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
 def _is_time(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
         return False

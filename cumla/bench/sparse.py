@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -323,52 +323,3 @@ def prefill(sizes: Sizes) -> Iterator[Prefill]:
     for lengths in (True, False):
         for tokens in sizes.tokens:
             yield Prefill(sizes.layout.head_dim, sizes.heads, topk, sizes.context, tokens, lengths)
-
-
-def with_slots(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
-    """A decode over caches of some GiB."""
-    return replace(Decode(layout, *args, **options), slots=RECORDED_SLOTS[layout.name])
-
-
-def recorded_decodes() -> list[Decode]:
-    v4, v32 = (functools.partial(with_slots, layout) for layout in (DSV4_FP8, V32_FP8))
-    return [
-        *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
-        *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
-        *(v4(64, b, 1, 128, 1024, 256, 2, lengths=True, ratio=128) for b in (1, 8, 32, 128)),
-        *(v4(128, b, 1, 128, 1024, 256, lengths=True) for b in (1, 2, 8, 32, 128)),
-        *(v4(16, b, 1, 128, 1024, 256, lengths=True) for b in (1, 8, 32, 128)),
-        *(v32(128, b, 1, 2048, lengths=True) for b in (1, 2, 8, 32, 128)),
-        *(v4(64, b, s_q, 128, 512, 256, lengths=True) for b, s_q in ((32, 2), (32, 4), (128, 2))),
-        v32(128, 32, 2, 2048, lengths=True),
-        *(v4(64, b, 2, 128, 512, 256) for b in (64, 128)),
-        *(v4(128, b, 2, 128, 1024, 256) for b in (2, 64, 128, 256)),
-        *(v32(128, b, 2, 2048) for b in (2, 8, 64, 128)),
-        *(make(heads, 148, 2, 16384) for make in (v4, v32) for heads in (64, 128)),
-        *(v4(64, b, 1, 128, 0, 256) for b in (1, 8, 32)),
-        *(v4(64, b, 1, 128, 512, 256) for b in (1, 2, 8, 32)),
-        *(v4(128, b, 1, 128, 1024, 256) for b in (1, 2, 8, 32)),
-        *(v32(128, b, 1, 2048) for b in (1, 2, 8, 32)),
-        *(v4(heads, b, 1, 128, 1024, 256) for heads in (8, 16, 32) for b in (1, 32, 128)),
-        *(v4(heads, 128, 2, 128, 512, 256) for heads in (8, 16, 32)),
-    ]
-
-
-def recorded_prefills() -> list[Prefill]:
-    k = 1024
-    return [
-        *(Prefill(512, 64, 640, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
-        *(Prefill(512, 64, 640, 32 * k, tokens, lengths=True) for tokens in (512, 2004)),
-        *(Prefill(512, 128, topk, 32 * k, lengths=True) for topk in (640, 1152, 2048)),
-        *(
-            Prefill(512, h, topk, 32 * k, lengths=True, precision="fp8")
-            for h, topk in ((64, 640), (128, 1152), (128, 2048))
-        ),
-        *(Prefill(512, heads, 1152, 32 * k, lengths=True) for heads in (8, 16, 32)),
-        *(Prefill(576, 128, 2048, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
-        *(Prefill(512, 64, 640, rows) for rows in (8 * k, 32 * k, 128 * k)),
-        *(Prefill(512, 128, topk, 32 * k) for topk in (640, 1152)),
-        *(Prefill(512, 128, 2048, rows) for rows in (8 * k, 32 * k, 128 * k)),
-        *(Prefill(576, 128, 2048, rows) for rows in (2 * k, 8 * k, 32 * k, 128 * k)),
-        *(Prefill(512, heads, 2048, 32 * k) for heads in (8, 16, 32)),
-    ]

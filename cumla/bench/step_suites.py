@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from ..metadata import (
     ServingConfig,
 )
 from ..ops.sparse_attention import PARTNERS
-from .dense import NOPE, ROPE, DenseDecode, DensePrefill, V
+from .dense import NOPE, ROPE, V
 from .problem import BLOCK, WINDOW, Arrays, Problem, Sizes, problem_of
 from .sparse import WINDOWED
 
@@ -138,35 +138,6 @@ def dense_layer_calls(
 
 
 @dataclass(frozen=True)
-class DenseLayerPrefill:
-    """A dense layer's prefill of one request, its context in one chunk or in several."""
-
-    heads: int
-    new: int
-    context: int
-    workspace: int
-
-    op: ClassVar[str] = "mla_layer prefill"
-
-    def __str__(self) -> str:
-        return f"h{self.heads} {self.new} new, ctx {self.context}, workspace {self.workspace}"
-
-    def problem(self, sizes: Sizes) -> Problem:
-        length = self.new + self.context
-        calls = dense_layer_calls(sizes, self.heads, [self.new], [length], self.workspace, 1)
-        flop = 2 * self.heads * (NOPE + ROPE + V) * (self.new * self.context + self.new * (self.new + 1) // 2)
-        return Problem(self.op, str(self), {"cumla": ("cupy", calls)}, length * MLA_BF16.row_bytes, flop, queued=1)
-
-
-def recorded_dense() -> list[Any]:
-    return [
-        *(DenseDecode(128, batch, 8192, lengths) for lengths in (True, False) for batch in (1, 16, 64, 128)),
-        DensePrefill(16, 8192), DensePrefill(16, 8192, 65536),
-        *(DenseLayerPrefill(16, 8192, *x) for x in ((0, 65536), (65536, 65536), (65536, 16384), (65536, 4096))),
-    ]  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Build:
     """Metadata of a step: decodes of `each` tokens, and prefills of so many new tokens at the end of a context."""
 
@@ -234,7 +205,3 @@ def metadata(sizes: Sizes) -> Iterator[Build]:
     new = sizes.tokens[0]
     for batch in sizes.batch:
         yield Build(WINDOWS, batch, 1, 1, new, sizes.context, new, sizes.topk)
-
-
-def recorded_metadata() -> list[Build]:
-    return [Build(op, *x) for x in ((256, 1, 4), (1024, 3)) for op in (WINDOWS, INDEXER)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench import NAMES, TRACE, plot, rows
+from ..bench import NAMES, plot, rows
 from ..bench.measure import environment
 from ..bench.problem import Sizes
 from ..errors import InputError, RunError
@@ -21,30 +20,23 @@ from ..layout import LAYOUTS
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
 from ..timing import limit_blas_threads
-from . import bench_trace, given
+from . import given
 from .files import check_outputs
 
 HEADING = f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}"
-SIZES = ("--layout", "--batch", "--tokens", "--topk", "--extra", "--context")
-TRACE_SIZES = ("--steps", "--kinds", "--layers", "--trace")
+SIZES = ("--layout", "--heads", "--batch", "--tokens", "--topk", "--extra", "--context")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
     check_outputs({"--json": None if args.json is None else Path(args.json), "--plot": args.plot})
-    if TRACE in args.suite:
-        given.refuse(args, SIZES, f"to {TRACE}")
-        return bench_trace.run(args)
-    given.refuse(args, TRACE_SIZES, f"without the suite {TRACE}")
     if args.results is not None or (args.compare is not None and len(args.compare) == 2):
         which = "with --results" if args.results is not None else "with two files to compare"
         if args.suite:
             raise InputError(f"SUITE: got {', '.join(args.suite)}, which does not apply {which}: nothing is measured")
-        given.refuse(args, (*SIZES, "--heads", "--backend"), f"{which}: nothing is measured")
+        given.refuse(args, (*SIZES, "--backend"), f"{which}: nothing is measured")
     if args.compare is not None and len(args.compare) == 2:
         given.refuse(args, ["--results"], "with two files to compare")
-    if args.heads is not None and len(args.heads) > 1:
-        raise InputError(f"--heads: got {len(args.heads)} numbers, expected one")
     if args.plot is not None:
         check_can_plot(args.plot)
     # What is written to stdout is for a program; a person reads stderr then.
@@ -74,7 +66,7 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for, a line a row."""
     backend = choose_backend(args.backend)
     sizes = Sizes(
-        backend, LAYOUTS[args.layout], (args.heads or (64,))[0], tuple(args.batch), tuple(args.tokens), args.topk,
+        backend, LAYOUTS[args.layout], args.heads, tuple(args.batch), tuple(args.tokens), args.topk,
         args.extra, args.context,
     )  # fmt: skip
     where = environment(sizes.on_device)
@@ -138,7 +130,7 @@ def _write(args: argparse.Namespace, record: dict[str, Any]) -> str | None:
     path: Any = args.json
     try:
         if args.json is not None:
-            text = json.dumps(record, indent=1) + "\n"
+            text = rows.text(record)
             if args.json == "-":
                 sys.stdout.write(text)
             else:

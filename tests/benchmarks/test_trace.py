@@ -1,20 +1,25 @@
-"""`cumla bench trace`: steps of a trace, the peers' chains on cumla's inputs, and the table."""
+"""`python -m benchmarks.trace`: steps of a trace, the peers' chains on cumla's inputs, and the table."""
 
 import json
+import pathlib
+import subprocess
+import sys
+import trace as command
 import types
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import trace_rows as trace
+import trace_table
+from trace_layers import Place, Shape
+from trace_steps import repeated, steps_of
 
-from cumla.__main__ import main
-from cumla.bench import trace, trace_table
-from cumla.bench.trace_layers import Place, Shape
-from cumla.bench.trace_steps import repeated, steps_of
 from cumla.errors import InputError
 from cumla.replay.trace import TraceRequest
 from support import peers as stand_ins
 
+ROOT = pathlib.Path(__file__).parents[2]
 REQUESTS = [
     TraceRequest(0.0, 700, 40, (1, 2)), TraceRequest(1.0, 90, 300, (3,)), TraceRequest(2.0, 1100, 30, (1, 2, 4)),
     TraceRequest(3.0, 300, 500, (5,)),
@@ -23,8 +28,8 @@ REQUESTS = [
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("cumla.bench.trace.call_times", lambda calls, seconds: [(call(), 3.0)[1] for call in calls] * 5)
-    monkeypatch.setattr("cumla.cli.bench_trace.limit_blas_threads", lambda: None)
+    monkeypatch.setattr("trace_rows.call_times", lambda calls, seconds: [(call(), 3.0)[1] for call in calls] * 5)
+    monkeypatch.setattr("trace.limit_blas_threads", lambda: None)
 
 
 def blocks_of(step):
@@ -206,7 +211,7 @@ def test_what_fails_leaves_a_row_and_the_others_go_on(monkeypatch):
 def test_the_command_on_a_cpu(tmp_path, capsys):
     path = tmp_path / "trace.json"
     options = ["--backend", "cpu", "--steps", "decode4,mtp2x2", "--heads", "2,4", "--layers", "1", "--json", str(path)]
-    assert main(["bench", "trace", *options]) == 0
+    assert command.main(options) == 0
     done = json.loads(path.read_text())
     assert {row["config"] for row in done["rows"]} == {
         f"{kind} h{heads} {steps}, lengths"
@@ -219,18 +224,16 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
     assert "c4a h2 mtp2x2 (1)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["trace", "insert"], "SUITE: got trace, insert, expected trace alone"),
-        (["trace", "--kinds", "mla"], "--kinds: got 'mla'"),
-        (["trace", "--compare", "x"], "--compare: a trace has no such results"),
-        (["insert", "--heads", "2,4"], "--heads: got 2 numbers, expected one"),
-    ],
-)
-def test_what_cannot_be_done(options, says, capsys):
-    assert main(["bench", "--backend", "cpu", *options]) == 2
-    assert says in capsys.readouterr().err
+def test_kinds_that_are_none():
+    with pytest.raises(InputError, match="--kinds: got 'mla'"):
+        command.main(["--backend", "cpu", "--kinds", "mla"])
+
+
+@pytest.mark.parametrize("start", [["-m", "benchmarks.trace"], ["benchmarks/trace.py"]], ids=["module", "script"])
+def test_it_starts_as_a_module_and_as_a_script(start):
+    done = subprocess.run([sys.executable, *start, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mixedRxT" in done.stdout
 
 
 class Captured(trace.StepRows):

@@ -1,27 +1,18 @@
-"""The cases that `cumla bench` and benchmarks/ share: inputs as layers make them, checks, and what peers are given."""
+"""The measured cases: inputs as layers make them, checks, and what peers are given."""
 
 import itertools
 
+import cache_cases
+import candidate_cases
+import dense_cases
+import index_cases
+import indexer_inputs
 import numpy as np
+import operations
 import pytest
+import recorded
 
-from cumla.bench import (
-    caches,
-    candidate_cases,
-    chunks,
-    dense,
-    format_cases,
-    framework_calls,
-    index_maps,
-    indexer_cases,
-    layer_suites,
-    poisoned,
-    portable,
-    products,
-    rows,
-    sparse,
-    step_suites,
-)
+from cumla.bench import caches, dense, index_maps, indexer_cases, layer_suites, products, rows, sparse, step_suites
 from cumla.bench.problem import Problem, Sizes, contexts, selected_rows, window_lists
 from cumla.errors import RunError
 from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
@@ -48,12 +39,12 @@ SMALL = [
     caches.Gather(2, 100),
     caches.Gather(2, 100, DSV41_FP4),
     caches.Insert(70, MLA_BF16),
-    caches.DenseGather(2, 100),
-    caches.KeyGather(2, 100),
-    caches.KeyGather(2, 100, INDEXER_MXFP4),
+    cache_cases.DenseGather(2, 100),
+    cache_cases.KeyGather(2, 100),
+    cache_cases.KeyGather(2, 100, INDEXER_MXFP4),
     caches.Insert(70, INDEXER_MXFP4),
-    caches.CopyBlocks(3),
-    caches.AdvanceStep(9),
+    cache_cases.CopyBlocks(3),
+    cache_cases.AdvanceStep(9),
     indexer_cases.Logits(20, 100, lengths=True),
     indexer_cases.Logits(3, 100),
     indexer_cases.PagedLogits(3, 500, lengths=True),
@@ -69,13 +60,13 @@ SMALL = [
     candidate_cases.CandidateTopk(2, 200, 9),
     candidate_cases.CandidateTopk(2, 200, 9, layout=INDEXER_MXFP4),
     candidate_cases.CandidateSource(2, 200, 9),
-    indexer_cases.QueryQuant(9),
-    indexer_cases.QueryQuant(9, "mxfp4"),
-    indexer_cases.Schedule(5),
+    indexer_inputs.QueryQuant(9),
+    indexer_inputs.QueryQuant(9, "mxfp4"),
+    indexer_inputs.Schedule(5),
     dense.DenseDecode(16, 3, 300, lengths=True),
     dense.DenseDecode(16, 2, 128),
-    dense.DensePrefill(4, 40),
-    dense.DensePrefill(5, 20, 100),
+    dense_cases.DensePrefill(4, 40),
+    dense_cases.DensePrefill(5, 20, 100),
     products.BlockLinear(5, 200, 256),
     layer_suites.Compress(4, 9),
     layer_suites.Compress(128, 130),
@@ -86,21 +77,15 @@ SMALL = [
     layer_suites.InverseRope(9, 4),
     layer_suites.Merge(9, 4),
     layer_suites.Merge(150, 2, 128),
-    index_maps.Windows(9),
+    index_cases.Windows(9),
     index_maps.GlobalTopk(200, 16, lengths=True),
     index_maps.GlobalTopk(9, 16),
-    index_maps.Combine(80, 16, lengths=True),
-    index_maps.Combine(8, 16),
-    index_maps.Mixed(60, 0, 16),
-    index_maps.Mixed(0, 60, 16),
+    index_cases.Combine(80, 16, lengths=True),
+    index_cases.Combine(8, 16),
+    index_cases.Mixed(60, 0, 16),
+    index_cases.Mixed(0, 60, 16),
     step_suites.Build(step_suites.WINDOWS, 5, 1, 2, 20, 100, 60),
     step_suites.Build(step_suites.INDEXER, 5, 3),
-    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10),
-    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 2, 64, 64, slots=1 << 10, values="1 x NaN", requests=1, value=np.nan),
-    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10, values="3 x 1e6", requests=3, value=1e6),
-    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10, values=poisoned.TINY_NAME),
-    poisoned.PoisonedPrefill(512, 8, 64, 512, 5, values="1e6", value=1e6),
-    poisoned.PoisonedPrefill(576, 8, 64, 512, 5, values=poisoned.TINY_NAME),
 ]
 UNREAD_BY_PEERS = (DSV41_FP8, DSV41_FP4, INDEXER_MXFP4)
 WITHOUT_PEERS = {
@@ -129,8 +114,7 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     assert all(row["limit_us"] > 0 and row["us"] == 3.0 for row in found)
     assert all(row["checked"] for row in found if row["impl"] not in problem.unchecked)
     unchecked = {
-        indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla",
-        poisoned.PoisonedPrefill: "flash_mla", candidate_cases.CandidateTopk: "all positions",
+        indexer_inputs.Schedule: "deep_gemm", candidate_cases.CandidateTopk: "all positions",
         candidate_cases.CandidateSource: "without blocks", products.BlockLinear: ("deep_gemm", "bfloat16"),
     }  # fmt: skip
     left_out = unchecked.get(type(case), "copy")
@@ -147,8 +131,7 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     assert [row["impl"] for row in found if "peer" not in row] == impls
     named = [row for row in found if "peer" in row]
     layout = getattr(case, "layout", None)
-    alone = isinstance(case, poisoned.PoisonedPrefill) or layout in UNREAD_BY_PEERS
-    alone = alone or (case.op == "sparse_mla_decode" and layout is MLA_BF16)
+    alone = layout in UNREAD_BY_PEERS or (case.op == "sparse_mla_decode" and layout is MLA_BF16)
     assert len(named) == (case.op not in WITHOUT_PEERS and not alone)
     assert all("vLLM" in row["peer"] for row in named)
 
@@ -176,13 +159,7 @@ def spoil(result):
             array.view(np.uint8)[...] = 0x41
 
 
-RECORDED = {
-    "decode": sparse.recorded_decodes(), "prefill": sparse.recorded_prefills(), "cache": caches.recorded(),
-    "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(), "compressor": layer_suites.recorded(),
-    "indices": index_maps.recorded(), "mla": step_suites.recorded_dense(), "poisoned": poisoned.recorded(),
-    "products": products.recorded(), "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
-    "portable": portable.recorded(), "formats": format_cases.recorded(),
-}  # fmt: skip
+RECORDED = {name: getattr(recorded, name)() for name in (*operations.FAMILIES, "interop")}
 
 
 @pytest.mark.parametrize("cases", RECORDED.values(), ids=RECORDED)
@@ -196,21 +173,6 @@ def test_recorded_cases_have_names_of_their_own_and_begin_with_calls_of_layers(c
         if len(set(kinds)) > 1 and "lengths" in kinds:
             assert kinds == sorted(kinds, key=lambda kind: kind != "lengths")
             assert kinds[0] == "lengths"
-
-
-@pytest.mark.parametrize("case", [chunks.Chunk(3, 40, 600, 16, lengths=True), chunks.Chunk(5, 9, 300)], ids=str)
-def test_a_chunk_is_the_same_over_both_paths_and_by_vllms_chain(case, monkeypatch):
-    pytest.importorskip("torch")
-    stand_ins.install(monkeypatch)
-    monkeypatch.setattr(Sizes, "with_peers", True)
-    monkeypatch.setattr(chunks.Place, "of", lambda backend: chunks.Place(backend, "torch"))
-    found = list(rows.rows_of(case.problem(Sizes("cpu", extra=64)), on_device=False))
-    assert found[0]["impl"].startswith("cumla (rows")
-    assert [row["impl"] for row in found[1:]] == ["cumla pages", "cumla rows", "vllm"]
-    assert all(row["checked"] and row["us"] == 3.0 / chunks.LAYERS for row in found)
-    assert "FlashMLA" in found[-1]["peer"]
-    ends = [s.end for s in case.steps().steps[0]]
-    assert ends == ([200, 400, 600] if case.lengths else [300] * 5)
 
 
 def test_contexts_differ_and_one_is_shorter_than_the_window():

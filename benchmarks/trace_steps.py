@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..errors import InputError
-from ..replay.blocks import BLOCK_TOKENS, BlockPool
-from ..replay.scheduler import Scheduled, Scheduler
-from ..replay.scheduler import Sequence as Running
-from ..replay.trace import TraceRequest
+from cumla.errors import InputError
+from cumla.replay.blocks import BLOCK_TOKENS, BlockPool
+from cumla.replay.scheduler import Scheduled, Scheduler
+from cumla.replay.scheduler import Sequence as Running
+from cumla.replay.trace import TraceRequest
 
 MIXED_STEPS = 10
 MTP_REQUESTS = 64

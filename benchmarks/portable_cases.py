@@ -1,22 +1,20 @@
 """Portable kernels on a stand-in: the same calls with the limits of other devices, beside this device's own kernels.
 
 Rows `sm_80`, `sm_86` and `sm_89` are of kernels that a device of that compute capability gets, run on this one
-(docs/kernels/portable.md says what that shows). `share` is the part of the instructions' pace that a row reaches: its
-FLOP at the pace of mma.sync or its bytes at the memory's, whichever takes longer, over its time.
+(docs/kernels/portable.md says what that shows).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RunError
-from ..layout import DSV4_FP8, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
-from . import caches, dense, indexer_cases, instructions, layer_suites, peers, products, sparse
-from .measure import BYTES_PER_US
-from .problem import Calls, Problem, Sizes
+from cumla.bench import peers, sparse
+from cumla.bench.problem import Calls, Problem, Sizes
+from cumla.errors import RunError
+from cumla.layout import MLA_BF16
 
 # Shared memory of 163 and 99 KB; of the latter with e4m3 converted by bits and by the instruction.
 CAPABILITIES = (80, 86, 89)
@@ -121,28 +119,26 @@ def _rows_of(case: Any, call: Any) -> tuple[Any, Any, Any] | None:
 
 def with_limits(capability: int, call: Callable[[], Any]) -> Any:
     """The call as a device of this capability would make it."""
-    from ..kernels.cuda.device import assumed
-    from ..kernels.cuda.launch import recorded_launches
+    from cumla.kernels.cuda.device import assumed
+    from cumla.kernels.cuda.launch import recorded_launches
 
     with assumed(capability), recorded_launches():
         return call()
 
 
-def compiling() -> list[Any]:
-    """The recorded cases, while threads compile what they call: one program after another takes minutes."""
-    from ..kernels.cuda import compile as compiler
+def compiling(cases: list[Any]) -> list[Any]:
+    """The cases, after threads have started to compile what they call: one program after another takes minutes."""
+    from cumla.kernels.cuda import compile as compiler
 
-    cases = recorded()
     for case in cases:
-        if isinstance(case, WithLimits):
-            compile_ahead(case, Sizes("cuda"))
+        compile_ahead(case, Sizes("cuda"))
     compiler.look_first_in(*compiler.FOLDERS[:-1])  # forgets the placeholders of kernels that were not launched
     return cases
 
 
 def compile_ahead(case: WithLimits, sizes: Sizes) -> None:
     """Start to compile, in threads, what a case calls; what fails here is compiled when it is called."""
-    from ..kernels.cuda.compile import programs_asked_for
+    from cumla.kernels.cuda.compile import programs_asked_for
 
     own = case.case.problem(sizes).impls["cumla"][1][0]
     for call in (own, *(functools.partial(with_limits, x, own) for x in case.capabilities)):
@@ -153,55 +149,3 @@ def compile_ahead(case: WithLimits, sizes: Sizes) -> None:
             call()
         except Exception:
             continue
-
-
-def shares(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Add `share` to rows; the pace of the instructions, which the rows of `instructions` have measured."""
-    rows = list(rows)
-    paces = [row["tflops"] for row in rows if row["op"] == instructions.Products.op and row.get("tflops")]
-    pace = min(paces) if paces else None
-    for row in rows:
-        us = row.get("us_graph")
-        if not us or pace is None or row["op"] in (instructions.Products.op, instructions.Copies.op):
-            continue
-        flop, moved = (row.get("tflops") or 0) * us * 1e6, (row.get("gbps") or 0) * us * 1e3
-        row["limit_us"] = max(flop / pace / 1e6, moved / BYTES_PER_US)
-        row["share"] = row["limit_us"] / us
-    return {"mma_sync_tflops": pace}
-
-
-def recorded() -> list[Any]:
-    k = 1024
-    v4, v32, bf16 = (functools.partial(sparse.Decode, x, slots=1 << 19) for x in (DSV4_FP8, V32_FP8, MLA_BF16))
-    v41 = functools.partial(sparse.Decode, DSV41_FP8, slots=1 << 19)
-    of_16_bits = functools.partial(WithLimits, capabilities=OF_16_BITS)
-    beside = functools.partial(of_16_bits, beside=True)
-    by_bits = functools.partial(WithLimits, capabilities=BY_BITS)
-    return [
-        *instructions.recorded(),
-        beside(sparse.Prefill(512, 64, 640, 32 * k)),
-        of_16_bits(sparse.Prefill(512, 64, 2 * k, 32 * k)),
-        beside(sparse.Prefill(576, 128, 2 * k, 32 * k, 2 * k)),
-        of_16_bits(sparse.Prefill(512, 16, 640, 32 * k)),
-        *(
-            WithLimits(v4(64, b, s, 128, 512, 256, lengths=True))
-            for b, s in ((1, 1), (8, 1), (32, 1), (128, 1), (128, 2))
-        ),
-        *(WithLimits(v4(heads, 128, 1, 128, k, 256, lengths=True)) for heads in (16, 128)),
-        *(WithLimits(v32(128, b, 1, 2 * k, lengths=True)) for b in (1, 32, 128)),
-        *(WithLimits(v41(64, b, 1, 128, 512, 32, lengths=True, ratio=2)) for b in (1, 32, 128)),
-        of_16_bits(bf16(128, 1, 1, 2 * k, lengths=True)),
-        *(beside(bf16(128, b, 1, 2 * k, lengths=True)) for b in (32, 128)),
-        *(WithLimits(dense.DenseDecode(128, b, 8 * k, lengths=True)) for b in (16, 128)),
-        of_16_bits(dense.DensePrefill(16, 8 * k)),
-        WithLimits(indexer_cases.Logits(8 * k, 32 * k, lengths=True)),
-        *(WithLimits(indexer_cases.PagedLogits(*x, 1, lengths=True)) for x in ((32, 8 * k), (128, 32 * k))),
-        WithLimits(indexer_cases.PagedLogits(32, 8 * k, 1, lengths=True, layout=INDEXER_MXFP4)),
-        *(of_16_bits(indexer_cases.Choice("decode", rows, 32 * k, 512, lengths=True)) for rows in (32, 128)),
-        of_16_bits(indexer_cases.Choice("prefill", 8 * k, 32 * k, 512, lengths=True)),
-        *(of_16_bits(layer_suites.Compress(*x)) for x in ((4, 32), (4, 4096), (128, 4096))),
-        *(by_bits(products.BlockLinear(tokens, 1536, 4 * k)) for tokens in (32, 128)),
-        *(by_bits(caches.Insert(32 * k, layout)) for layout in (DSV4_FP8, INDEXER_FP8)),
-        by_bits(caches.Gather(16, 8 * k)),
-        by_bits(caches.KeyGather(16, 8 * k)),
-    ]

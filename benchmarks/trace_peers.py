@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import peers
-from .trace_layers import INDEX_HEADS, V32, WINDOW, StepInputs
-from .trace_steps import Steps
+from trace_layers import INDEX_HEADS, V32, WINDOW, StepInputs
+from trace_steps import Steps
+
+from cumla.bench import peers
 
 PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
 WORKSPACE_BYTES = 1 << 20  # of the top-k operations

@@ -1,14 +1,14 @@
-"""Stand-ins: the same calls with the limits of other devices, and shares of the instructions' pace."""
+"""Stand-ins: the same calls with the limits of other devices."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from portable_cases import WithLimits, compiling
 
 import cumla
 import emulation
 from cumla.arrays.memory import to_host
-from cumla.bench import instructions, portable
 from cumla.bench.problem import Problem, Sizes
 from support.lab import BF16
 
@@ -41,7 +41,7 @@ class Asks:
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 def test_calls_see_the_limits_of_their_device():
     with emulation.devices():
-        problem = portable.WithLimits(Asks(), (80, 89)).problem(Sizes("cuda"))
+        problem = WithLimits(Asks(), (80, 89)).problem(Sizes("cuda"))
         seen = {}
         for name, (_, calls) in problem.impls.items():
             seen[name] = calls[0]()
@@ -69,26 +69,11 @@ class Attends(Asks):
 
 
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
-def test_what_is_compiled_ahead_is_launched_later(monkeypatch):
+def test_what_is_compiled_ahead_is_launched_later():
     """No placeholder of a kernel is kept."""
-    cases = [portable.WithLimits(Attends(), (80,))]
-    monkeypatch.setattr(portable, "recorded", lambda: cases)
+    cases = [WithLimits(Attends(), (80,))]
     with emulation.devices():
-        assert portable.compiling() == cases
+        assert compiling(cases) == cases
         problem = cases[0].problem(Sizes("cuda"))
         for _, calls in problem.impls.values():
             problem.check(calls[0]())
-
-
-def test_shares():
-    rows = [
-        {"op": instructions.Products.op, "tflops": 500.0, "us_graph": 1.0},
-        {"op": instructions.Products.op, "tflops": 600.0, "us_graph": 1.0},
-        {"op": instructions.Copies.op, "gbps": 4000.0, "us_graph": 1.0},
-        {"op": "products", "tflops": 250.0, "gbps": 100.0, "us_graph": 10.0},
-        {"op": "copies", "tflops": None, "gbps": 2150.0, "us_graph": 10.0},
-        {"op": "failed", "us_graph": None},
-    ]
-    assert portable.shares(rows) == {"mma_sync_tflops": 500.0}
-    assert [row.get("share") for row in rows] == [None, None, None, pytest.approx(0.5), pytest.approx(0.5), None]
-    assert portable.shares([]) == {"mma_sync_tflops": None}

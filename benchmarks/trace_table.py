@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .trace import PARTS, PLANNED_LAYERS, Row
+from trace_rows import PARTS, PLANNED_LAYERS, Row
 
 PLAN = "plan"
 WIDTH = 10  # of a column of times

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from trace_layers import BF16, StepInputs
+from trace_peers import PREFILL_REQUESTS, PeerStep
 
-from ..arrays import dlpack, streams
-from ..layers.selected_attention import SelectedAttention
-from ..layout import V32_FP8
-from ..ops.dense_cache import concat_and_cache_mla
-from ..ops.sparse_cache import dequantize_and_gather_k_cache, indexer_k_quant_and_cache
-from . import peers
-from .trace_layers import BF16, StepInputs
-from .trace_peers import PREFILL_REQUESTS, PeerStep
+from cumla.arrays import dlpack, streams
+from cumla.bench import peers
+from cumla.layers.selected_attention import SelectedAttention
+from cumla.layout import V32_FP8
+from cumla.ops.dense_cache import concat_and_cache_mla
+from cumla.ops.sparse_cache import dequantize_and_gather_k_cache, indexer_k_quant_and_cache
 
 LATENT = 512
 UPCONVERTED_HEADS = 32  # from which on vLLM attends with prompts over rows gathered as bfloat16, else as with decodes

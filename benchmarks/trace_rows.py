@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from trace_layers import KINDS, V32, Caches, Place, Shape, StepInputs, Tokens, shared
+from trace_peers import FUNCTIONS, PeerStep, missing
+from trace_steps import Steps, steps_of
+from trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
 
-from ..arrays import dlpack
-from ..dispatch import backends
-from ..replay.trace import TraceRequest
-from . import peers
-from .measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
-from .trace_layers import KINDS, V32, Caches, Place, Shape, StepInputs, Tokens, shared
-from .trace_peers import FUNCTIONS, PeerStep, missing
-from .trace_steps import Steps, steps_of
-from .trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
+from cumla.arrays import dlpack
+from cumla.bench import peers
+from cumla.bench.measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
+from cumla.dispatch import backends
+from cumla.replay.trace import TraceRequest
 
 PARTS = ("insert", "select", "attention")
 PURE = ("decode8", "decode16", "decode64", "decode256", "mtp2", "mtp4")

@@ -12,26 +12,26 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from trace_steps import Steps
 
-from ..arrays import dlpack, streams
-from ..dispatch import backends
-from ..layers.selection import IndexerInputs, select_rows
-from ..layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
-from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
-from ..metadata import (
+from cumla.arrays import dlpack, streams
+from cumla.dispatch import backends
+from cumla.layers.selection import IndexerInputs, select_rows
+from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
+from cumla.layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
+from cumla.metadata import (
     CommonAttentionMetadata,
     DeepseekSparseSWAMetadataBuilder,
     DeepseekV32IndexerMetadataBuilder,
     ServingConfig,
 )
-from ..ops.indexer import fused_indexer_q_rope_quant
-from ..ops.norm_rope import qnorm_rope_and_insert
-from ..ops.sparse_cache import indexer_k_quant_and_cache, quantize_and_insert_k_cache
-from ..replay.blocks import BLOCK_TOKENS
-from ..replay.scheduler import Scheduled
-from ..replay.step_batch import SWA_BLOCK, SWA_PAGES, make_batch
-from ..replay.traffic import attended
-from .trace_steps import Steps
+from cumla.ops.indexer import fused_indexer_q_rope_quant
+from cumla.ops.norm_rope import qnorm_rope_and_insert
+from cumla.ops.sparse_cache import indexer_k_quant_and_cache, quantize_and_insert_k_cache
+from cumla.replay.blocks import BLOCK_TOKENS
+from cumla.replay.scheduler import Scheduled
+from cumla.replay.step_batch import SWA_BLOCK, SWA_PAGES, make_batch
+from cumla.replay.traffic import attended
 
 V32 = "v32"
 KINDS = {"window": 1, "c4a": 4, "c128a": 128, V32: 1}  # compress ratio

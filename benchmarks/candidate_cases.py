@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 import cumla
-
-from ..arrays.memory import to_host
-from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
-from ..ops.candidates import CANDIDATE_BLOCK as POSITIONS
-from .indexer_cases import DIM, Inputs
-from .problem import BLOCK, Problem, Sizes, by_backend, kind_of, problem_of
+from cumla.arrays.memory import to_host
+from cumla.bench.indexer_cases import DIM, Inputs
+from cumla.bench.problem import BLOCK, Problem, Sizes, by_backend, kind_of, problem_of
+from cumla.layout import INDEXER_FP8, CacheLayout
+from cumla.ops.candidates import CANDIDATE_BLOCK as POSITIONS
 
 HEADS = 32  # V4.1's index heads
 TOPK = 512
@@ -171,15 +169,3 @@ class CandidateSource:
             found, impls={**found.impls, "without blocks": ("cupy", [functools.partial(call, sizes.backend)])}
         )
         return replace(beside, unchecked=("without blocks",))
-
-
-def recorded() -> Iterator[Any]:
-    for batch in (1, 16, 128):
-        yield CandidateTopk(batch, 1 << 20)
-        yield CandidateTopk(batch, 1 << 20, layout=INDEXER_MXFP4)
-        yield CandidateTopk(batch, 1 << 17)
-    for rows in (1, 16, 128):
-        yield CandidateBlocks(rows, 1 << 20)
-    for batch in (1, 16, 128):
-        for layout in (INDEXER_FP8, INDEXER_MXFP4):
-            yield CandidateSource(batch, 1 << 20, layout=layout)
