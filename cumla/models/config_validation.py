@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dispatch.values import check_integers, check_kind, in_float32, shown
@@ -11,6 +11,21 @@ from ..ops.sparse_attention import MAX_HEADS
 from .rope import checked_scaling
 
 MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
+# Beginnings of the names of entries that change attention, and the names among them that do not.
+ATTENTION = (
+    "attention", "attn", "candidate", "compress", "head_dim", "index", "kv_", "layer_types", "lerope", "no_rope",
+    "nope", "num_key_value", "o_groups", "o_lora", "partial_rotary", "q_lora", "qk_", "rope", "sink", "sliding",
+    "softmax", "ssmax", "use_nope", "use_qk", "use_rope", "use_sliding", "v_head",
+)  # fmt: skip
+NEUTRAL = {
+    "attention_dropout", "attn_implementation", "attn_implementation_internal",
+    "index_skip_topk_offset",  # without effect while index_topk_freq is 1
+}  # fmt: skip
+
+
+def names_of(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a configuration class."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def numbers_of(kind: type[Any], config: Mapping[str, Any], besides: tuple[str, ...]) -> dict[str, Any]:
@@ -31,6 +46,70 @@ def check_fixed(config: Mapping[str, Any], **expected: Any) -> None:
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(f"{name}: got {config[name]!r}, expected {value!r}")
+
+
+def check_all_read(config: Mapping[str, Any], read: Iterable[str], computed: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names it, for an entry of a config.json that changes attention and is not read.
+
+    read      names of the entries that are read
+    computed  other entries: the value with which the layers compute, or a `Choice` of such values, or `Each`
+
+    Entries whose names begin as those of ATTENTION change attention, unless they are NEUTRAL. An entry that is None
+    counts as absent.
+    """
+    known = NEUTRAL.union(read)
+    for name, value in config.items():
+        if value is None or name in known or not str(name).startswith(ATTENTION):
+            continue
+        if name not in computed:
+            raise ValueError(f"{name}: got {shown(value)}, expected none: it changes attention, and is not served")
+        if not _says(value, computed[name]):
+            raise ValueError(f"{name}: got {shown(value)}, expected {computed[name]!r}")
+
+
+class Choice(tuple[Any, ...]):
+    """Values of an entry that all mean the same."""
+
+    def __repr__(self) -> str:
+        return " or ".join(map(repr, self))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Each:
+    """A list, or a string, that says the same of each layer."""
+
+    value: str
+
+    def __repr__(self) -> str:
+        return f"{self.value!r} for each layer"
+
+
+def _says(value: Any, expected: Any) -> bool:
+    if isinstance(expected, Choice):
+        return any(_says(value, other) for other in expected)
+    if isinstance(expected, Each):
+        return isinstance(value, Sequence) and all(item == expected.value for item in value)
+    return bool(value == expected)
+
+
+# Every layer selects for itself, among all of its keys: V3.2 and V4.
+OWN_SELECTION = {
+    "index_topk_freq": 1, "index_topk_pattern": Each("F"), "indexer_types": Each("full"), "index_kpool": 1,
+}  # fmt: skip
+
+
+def check_same(name: str, value: Any, expected: Any) -> None:
+    """Raise ValueError for an entry that contradicts another one, which is read in its place."""
+    if value is not None and value != expected:
+        raise ValueError(f"{name}: got {shown(value)}, expected {shown(expected)}, as another entry says")
+
+
+def check_rotated(rope_dim: int, head_dim: int, *parts: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for a partial_rotary_factor with which not rope_dim values of a head rotate."""
+    for part in parts:
+        fraction = part.get("partial_rotary_factor")
+        if fraction is not None and int(head_dim * in_float32("partial_rotary_factor", fraction)) != rope_dim:
+            raise ValueError(f"partial_rotary_factor: got {shown(fraction)}, expected {rope_dim / head_dim}")
 
 
 def check_absent(config: Mapping[str, Any], why: str, *names: str) -> None:
@@ -66,11 +145,32 @@ def check_numbers(config: Any) -> None:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """RoPE's parameters in a config.json, under either name; None if it has none."""
+    """RoPE's parameters in a config.json, under either name; None if it has none.
+
+    Raises ValueError if it has both and they differ.
+    """
+    found = []
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if rope is not None:
             check_kind(Mapping, **{name: rope})
             if rope:
-                return dict(rope)
-    return None
+                found.append(dict(rope))
+    if len(found) == 2:  # the older name has no base, and an older name of the type
+        new, old = ({"type": x.get("rope_type"), **x, "rope_type": None} for x in found)
+        free = {"rope_theta", "partial_rotary_factor"} - old.keys()
+        for key in (new.keys() | old.keys()) - free:
+            check_same(f"rope_scaling.{key}", old.get(key, "none"), new.get(key, "none"))
+    return found[0] if found else None
+
+
+def theta_of(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The base of RoPE among RoPE's parameters, as the field `name`; nothing if it is not there.
+
+    Raises ValueError if config.json has another one by that name.
+    """
+    theta = rope.get("rope_theta")
+    if theta is None:
+        return {}
+    check_same(name, config.get(name), theta)
+    return {name: theta}

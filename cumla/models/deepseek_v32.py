@@ -24,7 +24,20 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_a
 from . import caches
 from .block_scaled import let_products_round
 from .caches import DeepseekV32Caches
-from .config_validation import check_absent, check_fixed, check_numbers, numbers_of, rope_of
+from .config_validation import (
+    OWN_SELECTION,
+    Choice,
+    Each,
+    check_absent,
+    check_all_read,
+    check_fixed,
+    check_numbers,
+    check_rotated,
+    names_of,
+    numbers_of,
+    rope_of,
+    theta_of,
+)
 from .hidden_states import attend
 from .products import compute_type, first_rows, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed
 from .rope import checked_scaling, cos_sin_table, mscale
@@ -38,6 +51,12 @@ from .weights import V32_ATTENTION, LayerWeights, WeightFormat, WeightReader, ke
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
 INDEX_DIM = 128
+READ = ("rope_parameters", "partial_rotary_factor", "num_key_value_heads")  # besides the fields; the last has no effect
+COMPUTED = OWN_SELECTION | {
+    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_head_dim": INDEX_DIM, "attention_bias": False,
+    "rope_interleave": True, "indexer_rope_interleave": False,
+    "layer_types": Choice(Each(f"{kind}_attention") for kind in ("deepseek_sparse", "indexed", "full")),
+}  # fmt: skip
 ROUNDED = ("low_rank", "queries", "o")  # products that may round activations to FP8
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
 LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps is, as in the authors' code and transformers
@@ -67,25 +86,19 @@ class DeepseekV32Config:
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
         """Read a config.json.
 
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for sizes and
-        biases that cumla does not support.
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
+        biases that cumla does not support, and for an entry that changes attention and is not read.
         """
-        check_fixed(
-            config,
-            model_type="deepseek_v32",
-            kv_lora_rank=LATENT,
-            qk_rope_head_dim=ROPE,
-            index_head_dim=128,
-            attention_bias=False,
-        )
+        check_fixed(config, model_type="deepseek_v32")
         check_absent(
             config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
         )
         numbers = numbers_of(cls, config, besides=("rope_scaling",))
+        heads = Choice((ROPE, numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE))
+        check_all_read(config, (*names_of(cls), *READ), COMPUTED | {"head_dim": heads, "qk_head_dim": heads[1]})
         rope = rope_of(config)
-        if rope and "rope_theta" in rope:
-            numbers["rope_theta"] = rope["rope_theta"]
-        return cls(**numbers, rope_scaling=rope)
+        check_rotated(ROPE, ROPE, config, rope or {})
+        return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope)
 
     def __post_init__(self) -> None:
         check_numbers(self)

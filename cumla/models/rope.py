@@ -23,6 +23,8 @@ LIMITS = {  # of YaRN's parameters; within them no formula overflows float32
 }
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 WITHOUT_TYPE = {"rope_theta", "partial_rotary_factor"}  # the parameters of plain RoPE
+KNOWN = {*WITHOUT_TYPE, *LIMITS, "rope_type", "type", "truncate", "finetuned"}
+COMPUTED = {"extrapolation_factor": 1, "attn_factor": 1}  # other parameters, and the values computed with
 
 
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -69,6 +71,9 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     for name in REQUIRED:
         if name not in given:
             raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's parameters")
+    for name in given.keys() - KNOWN:
+        if name not in COMPUTED or given[name] != COMPUTED[name]:
+            raise ValueError(f"rope_scaling.{name}: got {shown(given[name])}, expected {COMPUTED.get(name, 'none')}")
     for name in given.keys() & LIMITS.keys():
         least, most = LIMITS[name]
         if not least <= finite(f"rope_scaling.{name}", given[name]) <= most:

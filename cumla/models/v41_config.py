@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.values import check_choice, check_integers, check_kind
-from .config_validation import check_fixed, check_list, check_numbers, numbers_of, rope_of
+from .config_validation import (
+    check_all_read,
+    check_list,
+    check_numbers,
+    check_rotated,
+    check_same,
+    names_of,
+    numbers_of,
+    rope_of,
+)
 from .rope import checked_scaling, cos_sin_table
-from .v4_config import HEAD_DIM, MOST_LAYERS, ROPE_DIM
+from .v4_config import HEAD_DIM, MOST_LAYERS, ONE_ROW, ROPE_DIM
 
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
 LISTS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
@@ -110,29 +119,33 @@ class DeepseekV41Config:
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV41Config:
         """Read a config.json: the published one with its text_config, or that part alone.
 
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for a size, a
-        compression or a RoPE that cumla does not support.
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, for a size, a
+        compression or a RoPE that cumla does not support, and for an entry that changes attention and is not read.
         """
         check_kind(Mapping, config=config)
         if config.get("text_config") is not None:
             check_kind(Mapping, text_config=config["text_config"])
             check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
+            check_all_read(config, (), config["text_config"])
             config = config["text_config"]
         check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
-        check_fixed(config, head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1)
+        check_all_read(config, (*names_of(cls), "rope_parameters", "partial_rotary_factor"), ONE_ROW)
         for name in LISTS:
             if name not in config:
                 raise ValueError(f"{name}: the configuration has none, expected a list")
         numbers = numbers_of(cls, config, besides=("rope_scaling",))
         rope = rope_of(config)
         checked_scaling(rope)
+        check_rotated(ROPE_DIM, HEAD_DIM, config, rope or {})
         # The published code has no factor on cosines and sines, unlike YaRN's formula, and rounds the ramp's ends.
         scaling = None
         if rope is not None:
             scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "truncate")}
             if scaling.get("rope_type", scaling.get("type")):
                 scaling = {"attention_factor": 1.0, **scaling}
-        return cls(**numbers, rope_scaling=scaling)
+        found = cls(**numbers, rope_scaling=scaling)
+        check_same("rope_scaling.rope_theta", (rope or {}).get("rope_theta"), found.rope_theta)
+        return found
 
     def ratio(self, layer: int) -> int:
         """The layer's compress ratio; 0 after the end of the list."""

@@ -8,13 +8,32 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.values import check_choice, check_integers, check_kind, in_float32, shown
-from .config_validation import check_fixed, check_list, check_numbers, numbers_of, rope_of
+from ..dispatch.values import check_choice, check_integers, check_kind, shown
+from .config_validation import (
+    OWN_SELECTION,
+    check_all_read,
+    check_fixed,
+    check_list,
+    check_numbers,
+    check_rotated,
+    check_same,
+    names_of,
+    numbers_of,
+    rope_of,
+    theta_of,
+)
 from .rope import checked_scaling, cos_sin_table
 
 LAYER_RATIOS = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 HEAD_DIM, ROPE_DIM = 512, 64
 MOST_LAYERS = 1 << 16
+READ = ("layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")  # besides the fields
+RATES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
+ONE_ROW = {  # of 512 values, keys and values of all heads, the last 64 of them rotated
+    "head_dim": HEAD_DIM, "qk_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM, "kv_lora_rank": HEAD_DIM,
+    "qk_nope_head_dim": HEAD_DIM - ROPE_DIM, "qk_rope_head_dim": ROPE_DIM, "num_key_value_heads": 1,
+    "attention_bias": False, "rope_interleave": True, "indexer_rope_interleave": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,13 +77,12 @@ class DeepseekV4Config:
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV4Config:
         """Read a config.json, transformers' or the published one (compress_ratios, rope_scaling).
 
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for a layer
-        type, a size, a compression or a RoPE that cumla does not support.
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, for a layer
+        type, a size, a compression or a RoPE that cumla does not support, and for an entry that changes attention and
+        is not read.
         """
-        check_fixed(
-            config, model_type="deepseek_v4", head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1,
-            compress_rate_csa=4, compress_rate_hca=128,
-        )  # fmt: skip
+        check_fixed(config, model_type="deepseek_v4")
+        check_all_read(config, (*names_of(cls), *READ), ONE_ROW | OWN_SELECTION | RATES)
         numbers = numbers_of(cls, config, besides=("compress_ratios", "rope_scaling"))
         rates = config.get("compress_rates")
         if rates is not None:
@@ -78,22 +96,22 @@ class DeepseekV4Config:
         for name, part in nested.items():
             check_kind(Mapping, **{f"rope_parameters.{name}": part})
         main = nested["main"]
-        for part in (config, main, nested["compress"] or rope):
-            fraction = part.get("partial_rotary_factor")
-            if fraction is not None and int(HEAD_DIM * in_float32("partial_rotary_factor", fraction)) != ROPE_DIM:
-                raise ValueError(f"partial_rotary_factor: got {shown(fraction)}, expected {ROPE_DIM / HEAD_DIM}")
+        check_rotated(ROPE_DIM, HEAD_DIM, config, main, nested["compress"] or rope)
         if "compress" in rope:
             if checked_scaling(main) is not None:
                 raise ValueError("rope_parameters.main: got YaRN's scaling, expected that of ratios 4 and 128 alone")
             scaling = nested["compress"]
-            numbers |= {"rope_theta": main["rope_theta"]} if "rope_theta" in main else {}
-            numbers |= {"compress_rope_theta": scaling["rope_theta"]} if "rope_theta" in scaling else {}
+            numbers |= theta_of("rope_theta", main, config)
+            numbers |= theta_of("compress_rope_theta", scaling, config)
         else:  # published: the authors' code has no factor on cosines and sines, unlike YaRN's formula
             checked_scaling(rope)
             scaling = {"attention_factor": 1.0, **rope} if rope.get("rope_type", rope.get("type")) else rope
         # The first and last pair of YaRN's ramp are always rounded.
         scaling = {name: value for name, value in scaling.items() if name not in ("rope_theta", "truncate")}
-        return cls(**numbers, compress_ratios=_ratios(config), rope_scaling=scaling if rope else None)
+        found = cls(**numbers, compress_ratios=_ratios(config), rope_scaling=scaling if rope else None)
+        if "compress" not in rope:
+            check_same("rope_parameters.rope_theta", rope.get("rope_theta"), found.rope_theta)
+        return found
 
     def cos_sin_table(self, compress_ratio: int, max_position: int) -> np.ndarray:
         """float32 [max_position, 64], of a layer with this ratio."""
@@ -112,10 +130,16 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     for name, given in (("layer_types", types), ("compress_ratios", ratios)):
         if given is not None:
             check_list(name, given, layers)
-    if types is None and ratios is not None:
+    listed = None
+    if ratios is not None:
         check_integers(0, **{f"compress_ratios[{layer}]": ratio for layer, ratio in enumerate(ratios[:layers])})
-        return tuple(max(1, int(ratio)) for ratio in ratios[:layers])
+        listed = tuple(max(1, int(ratio)) for ratio in ratios[:layers])
+    if types is None and listed is not None:
+        return listed
     if types is None:  # the models' default pattern: two of ratio 128, then 128 and 4 alternating
         return tuple(128 if layer < 2 or layer % 2 == 0 else 4 for layer in range(layers))
     check_choice(tuple(LAYER_RATIOS), **{f"layer_types[{layer}]": name for layer, name in enumerate(types)})
-    return tuple(LAYER_RATIOS[name] for name in types[:layers])
+    named = tuple(LAYER_RATIOS[name] for name in types[:layers])
+    if listed not in (None, named):
+        raise ValueError(f"compress_ratios: got {shown(ratios)}, expected {named}, as layer_types says")
+    return named

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from cumla.models.config_validation import MOST_THETA
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
+from cumla.models.deepseek_v41 import DeepseekV41Config
 from cumla.models.rope import LIMITS, cos_sin_table
 from support.models import GoldenLayer, V32Layer, records, relative_rms
 
@@ -126,6 +127,142 @@ def test_a_configuration_of_the_other_model(model):
         DeepseekV32Config.from_dict(V4 | of)
     with pytest.raises(ValueError, match="^model_type" if of else "^num_key_value_heads"):
         DeepseekV4Config.from_dict(V32 | ({"model_type": "deepseek_v32"} if of else {}))
+
+
+V41 = records("v41")[0]["config"] | {"model_type": "deepseek_v41_text"}
+MODELS = {"v32": (DeepseekV32Config, V32), "v4": (DeepseekV4Config, V4), "v41": (DeepseekV41Config, V41)}
+ALL, SOME = ["full"] * 6, ["full", "shared", "full", "shared", "full", "shared"]
+SAME = {  # of an entry that is not a field: by model, what its layers compute; then another value
+    "attention_bias": ({"v32": False, "v4": False, "v41": False}, True),
+    "rope_interleave": ({"v32": True, "v4": True, "v41": True}, False),
+    "indexer_rope_interleave": ({"v32": False, "v4": True, "v41": True}, "neither"),
+    "index_topk_freq": ({"v32": 1, "v4": 1}, 4),
+    "index_topk_pattern": ({"v32": "FFFFFF", "v4": "FFFFFF"}, "FSFSFS"),
+    "indexer_types": ({"v32": ALL, "v4": ALL}, SOME),
+    "index_kpool": ({"v32": 1, "v4": 1}, 4),
+    "kv_lora_rank": ({"v32": 512, "v4": 512, "v41": 512}, 256),
+    "qk_rope_head_dim": ({"v32": 64, "v4": 64, "v41": 64}, 32),
+    "qk_head_dim": ({"v32": 192, "v4": 512, "v41": 512}, 100),
+    "qk_nope_head_dim": ({"v4": 448, "v41": 448}, 128),
+    "v_head_dim": ({"v4": 512, "v41": 512}, 128),
+    "head_dim": ({"v32": 64, "v4": 512, "v41": 512}, 128),
+    "num_key_value_heads": ({"v4": 1, "v41": 1}, 8),
+    "partial_rotary_factor": ({"v32": 1.0, "v4": 0.125, "v41": 0.125}, 0.5),
+    "layer_types": ({"v32": ["deepseek_sparse_attention"] * 6}, ["full_attention", "sliding_attention"] * 3),
+    "compress_rate_csa": ({"v4": 4}, 8),
+    "sliding_window_pattern": ({}, 6), "use_sliding_window": ({}, True), "kv_source_layers": ({}, [0, 0]),
+    "attention_sink_size": ({}, 4), "softmax_scale": ({}, 0.5), "no_rope_layers": ({}, [1, 0]),
+    "rope_anything": ({}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SAME)
+def test_an_entry_that_changes_attention_is_read_or_named(model, name):
+    """The value that is computed passes and changes nothing; another one is an error."""
+    (kind, base), (same, other) = MODELS[model], SAME[name]
+    if (name, model) in (("qk_nope_head_dim", "v32"), ("v_head_dim", "v32"), ("num_key_value_heads", "v32")):
+        pytest.skip("fields, and what latent rows have no use for")
+    if model in same:
+        assert kind.from_dict(base | {name: same[model]}) == kind.from_dict(base)
+    assert kind.from_dict({**base, name: None} if name not in base else base) == kind.from_dict(base)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+        kind.from_dict(base | {name: other})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_entries_that_change_no_attention(model):
+    kind, base = MODELS[model]
+    others = {
+        "attention_dropout": 0.1, "index_skip_topk_offset": 3, "moe_intermediate_size": 7, "topk_group": 4,
+        "hc_mult": 4, "quantization_config": {}, "dspark_block_size": 5, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    assert kind.from_dict(base | others) == kind.from_dict(base)
+
+
+def test_every_configuration_of_the_golden_data_and_of_the_examples():
+    kinds = {"v32": DeepseekV32Config, "v4": DeepseekV4Config, "v41": DeepseekV41Config}
+    for record in (*records("models"), *records("layers"), *records("v41")):
+        config = record["config"]
+        model = "v41" if "kv_source_layer_ids" in config else "v4" if "o_groups" in config else "v32"
+        kinds[model].from_dict(config)
+
+
+def test_the_outer_part_of_v41():
+    """Its entries are not read: one that changes attention says what the text's part says."""
+    outer = {"model_type": "deepseek_v41", "vision_config": {"head_dim": 64}, "text_config": V41}
+    plain = DeepseekV41Config.from_dict(V41)
+    assert DeepseekV41Config.from_dict(outer | {"sliding_window": V41["sliding_window"]}) == plain
+    with pytest.raises(ValueError, match=r"^sliding_window: got 64, expected 128"):
+        DeepseekV41Config.from_dict(outer | {"sliding_window": 64})
+    with pytest.raises(ValueError, match=r"^index_topk_freq: got 1, expected none"):
+        DeepseekV41Config.from_dict(outer | {"index_topk_freq": 1})
+
+
+CONTRADICTIONS = {
+    "two bases of V3.2": ("v32", {"rope_theta": 1e4, "rope_parameters": YARN | {"rope_theta": 1e6}}, "rope_theta: got"),
+    "two bases of V4": (
+        "v4", {"rope_theta": 1e4, "rope_parameters": {"main": MAIN, "compress": YARN}}, "rope_theta: got 10000"
+    ),
+    "two bases of V4's compressed layers": (
+        "v4", {"compress_rope_theta": 5e3, "rope_parameters": {"main": {}, "compress": YARN | {"rope_theta": 1e4}}},
+        "compress_rope_theta: got 5000",
+    ),
+    "two bases of V4, published": (
+        "v4", {"rope_theta": 5e3, "rope_parameters": YARN | {"rope_theta": 1e4}}, "rope_parameters.rope_theta: got 1000"
+    ),
+    "two bases of V4.1": ("v41", {"rope_scaling": YARN | {"rope_theta": 5e3}}, "rope_scaling.rope_theta: got 5000"),
+    "two scalings": (
+        "v32", {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN | {"factor": 40}},
+        "rope_scaling.factor: got 40, expected 16",
+    ),
+    "two kinds of scaling": (
+        "v32", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "rope_scaling"
+    ),
+    "ratios and types": (
+        "v4", {"compress_ratios": [128] * 4}, "compress_ratios: got .*, as layer_types says"
+    ),
+    "a parameter that no YaRN has": ("v32", yarn(extrapolation=2), "rope_scaling.extrapolation: got 2, expected none"),
+    "a parameter of other YaRNs": ("v41", yarn(attn_factor=2), "rope_scaling.attn_factor: got 2, expected 1"),
+    "a fraction among RoPE's parameters": ("v41", yarn(partial_rotary_factor=0.5), "partial_rotary_factor: got 0.5"),
+    "such a fraction of V3.2": ("v32", yarn(partial_rotary_factor=0.5), "partial_rotary_factor: got 0.5, expected 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_an_entry_that_another_one_contradicts(case):
+    model, changes, message = CONTRADICTIONS[case]
+    kind, base = MODELS[model]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kind.from_dict(base | changes)
+
+
+def test_entries_that_say_the_same_twice():
+    for changes in (
+        {"rope_theta": 777.0, "rope_parameters": YARN | {"rope_theta": 777.0}},
+        {"rope_parameters": YARN | {"rope_theta": 777.0}, "rope_scaling": {**YARN, "rope_type": None, "type": "yarn"}},
+        {"rope_parameters": YARN | {"attn_factor": 1, "finetuned": True, "rope_theta": 777.0}},
+    ):
+        config = DeepseekV32Config.from_dict(V32 | changes)
+        assert config.rope_theta == 777.0
+        found = cos_sin_table(64, config.rope_theta, 9, config.rope_scaling)
+        np.testing.assert_array_equal(found, cos_sin_table(64, 777.0, 9, YARN))
+    nested = {"rope_theta": 777.0, "rope_parameters": {"main": MAIN, "compress": YARN | {"rope_theta": 160000.0}}}
+    assert DeepseekV4Config.from_dict(V4 | nested).rope_theta == 777.0
+    ratios = {"compress_ratios": [0, 4, 128, 4, 0]}
+    assert DeepseekV4Config.from_dict(V4 | ratios).compress_ratios == (1, 4, 128, 4)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_the_ramp_of_v41_is_rounded_whatever_truncate_says(ratio):
+    """The published code rounds it always."""
+    tables = [
+        DeepseekV41Config.from_dict(V41 | {"rope_scaling": YARN | truncate}).cos_sin_table(ratio, 99)
+        for truncate in ({}, {"truncate": True}, {"truncate": False})
+    ]
+    assert np.abs(tables[0] - cos_sin_table(64, 160000.0, 99, YARN | {"truncate": False})).max() > 0.01
+    for table in tables[1:]:
+        np.testing.assert_array_equal(table, tables[0])
 
 
 LIMITED = {name: st.floats(least, min(most, 1e30)) for name, (least, most) in LIMITS.items()}
