@@ -2,7 +2,7 @@
 
 Each row is measured on one GPU and on all, in CUDA graphs (JAX: as jitted functions called one after another); a rank
 is a process of its own. Times are the slowest rank's. Results are checked against those of one GPU before they are
-timed. With one GPU everything runs with one rank, which shows the overhead.
+timed. With one GPU everything runs with one rank, which shows the overhead. Rows of --windows say so.
 """
 
 import json
@@ -21,13 +21,14 @@ from common import Report, arguments
 JAX_SECONDS = 150  # that JAX's part may take
 
 
-def on_nccl(report, size, only):
+def on_nccl(report, size, only, windows):
     """Start the ranks and record the rows of rank 0."""
     context = multiprocessing.get_context("spawn")
     queue, failed = context.Queue(), False
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=parallel_ranks.run_rank, args=(r, size, folder, only, queue)) for r in range(size)
+            context.Process(target=parallel_ranks.run_rank, args=(r, size, folder, only, windows, queue))
+            for r in range(size)
         ]
         for process in processes:
             process.start()
@@ -78,13 +79,14 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, help="GPUs to use (all)")
     parser.add_argument("--no-jax", action="store_true", help="leave JAX out")
+    parser.add_argument("--windows", action="store_true", help="gather in memory that NCCL has registered on all GPUs")
     args = parser.parse_args()
     size = args.ranks or cupy.cuda.runtime.getDeviceCount()
     report = Report(args)
     failed = False
     if not args.no_jax and args.only in "dense jax":
         failed |= on_jax(report, size)
-    failed |= on_nccl(report, size, args.only)
+    failed |= on_nccl(report, size, args.only, args.windows)
     report.finish(ranks=size)
     return failed
 

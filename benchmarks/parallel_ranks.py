@@ -41,8 +41,9 @@ def random(shape, seed, scale=1.0):
 class Bench:
     """A rank: its communicator, and times that all ranks agree on."""
 
-    def __init__(self, comm, only, queue):
+    def __init__(self, comm, only, windows, queue):
         self.comm, self.only, self.queue = comm, only, queue
+        self.nccl = f"nccl x{comm.size}{', windows=True' * windows}"
         self._word = cupy.zeros(1, np.float32)
         self._words = cupy.zeros((comm.size, 1), np.float32)
 
@@ -125,16 +126,16 @@ def dense(bench, config, batch, context, bar):
     all_ranks()
     error = bench.check(out, want)
     us = bench.us(all_ranks)
-    bench.add("dense_mla_decode", config, f"nccl x{comm.size}", us, flop=flop, max_abs_err=error)
+    bench.add("dense_mla_decode", config, bench.nccl, us, flop=flop, max_abs_err=error)
     part = on_one_device(local_cache, local_table, local_lens, longest)
     bench.add("dense_mla_decode", config, "its part alone", bench.us(part), flop=flop / comm.size)
     parts = comm.memory(comm.size * out.nbytes, None).view(BFLOAT16).reshape(comm.size, *out.shape)
     parts.view(np.uint16)[...] = 0
     lses = cupy.zeros(parts.shape[:-1], np.float32)
     plain = cupy.zeros(parts.shape, np.uint16)
-    for memory, how in ((parts, ""), (plain, ", windows=False")):
+    for memory, how in ((parts, ""), (plain, ", not in memory()")):
         us_gather = bench.us(lambda memory=memory: comm.all_gather(memory[comm.rank], memory))
-        bench.add("all_gather of results", config, f"nccl x{comm.size}{how}", us_gather, bytes_moved=out.nbytes,
+        bench.add("all_gather of results", config, f"{bench.nccl}{how}", us_gather, bytes_moved=out.nbytes,
                   checked=False)  # fmt: skip
     us_merge = bench.us(
         lambda: merge_partials(parts[:, :, None], lses[..., None], out=out[:, None], lse=lse[..., None])
@@ -160,14 +161,14 @@ def exchange(bench, batch, bar):
     call()
     sent = sum(comm.traffic.values()) - before
     us = bench.us(call)
-    bench.add("step with split heads: exchange", config, f"nccl x{comm.size}", us, bytes_moved=sent, checked=False)
+    bench.add("step with split heads: exchange", config, bench.nccl, us, bytes_moved=sent, checked=False)
     gathered = cupy.empty((comm.size, q.shape[1], batch, 576), BFLOAT16)
     us_gather = bench.us(lambda: comm.all_gather(q.transpose(1, 0, 2), gathered))
-    bench.add("all_gather of q", config, f"nccl x{comm.size}", us_gather, bytes_moved=q.nbytes, checked=False)
+    bench.add("all_gather of q", config, bench.nccl, us_gather, bytes_moved=q.nbytes, checked=False)
     parts = [cupy.empty((comm.size, heads // comm.size, batch, 512), BFLOAT16) for _ in range(2)]
     lses = [cupy.empty((comm.size, heads // comm.size, batch), np.float32) for _ in range(2)]
     us_parts = bench.us(lambda: comm.all_to_all((parts[0], lses[0]), (parts[1], lses[1])))
-    bench.add("all_to_all of out and lse", config, f"nccl x{comm.size}", us_parts, checked=False)
+    bench.add("all_to_all of out and lse", config, bench.nccl, us_parts, checked=False)
     lses[1][...] = 0
     parts[1].view(np.uint16)[...] = 0
     us_merge = bench.us(lambda: attention._merge(
@@ -242,7 +243,7 @@ def sparse_v4(bench):
     all_ranks()
     error = bench.check(out, want)
     us = bench.us(all_ranks)
-    bench.add("sparse decode with its map", config, f"nccl x{comm.size}", us, max_abs_err=error)
+    bench.add("sparse decode with its map", config, bench.nccl, us, max_abs_err=error)
     us_map = bench.us(lambda: localise_indices(next_selected(), requests, local_table, BLOCK, shard, out=(slots, lens)))
     bench.add("localise_indices", config, f"rank of {comm.size}", us_map)
     bench.say(
@@ -288,12 +289,12 @@ def prefill(bench):
     rows = kv[earlier : earlier + sharded.tokens.shape[1]]
     everyones = cupy.empty((comm.size, *rows.shape), BFLOAT16)
     us_rows = bench.us(lambda: comm.all_gather(rows, everyones))
-    bench.add("all_gather of new rows", config, f"nccl x{comm.size}", us_rows, bytes_moved=rows.nbytes)
+    bench.add("all_gather of new rows", config, bench.nccl, us_rows, bytes_moved=rows.nbytes)
     bench.say(f"  {us_of_one / us:.2f} times as fast as one GPU; bar 1.85")
 
 
 def collectives(bench):
-    """NCCL alone; gathers in place, in memory that it knows of on every GPU."""
+    """NCCL alone; gathers in place, in memory()."""
     comm = bench.comm
     for size in (1 << 16, 1 << 19, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
         parts, taken = (cupy.zeros((comm.size, size), np.uint8) for _ in range(2))
@@ -303,7 +304,7 @@ def collectives(bench):
             ("all_gather", lambda x=x, out=out: comm.all_gather(x, out)),
             ("all_to_all", lambda parts=parts, taken=taken: comm.all_to_all(parts, taken)),
         ):
-            bench.add(name, f"{size >> 10} KiB", f"nccl x{comm.size}", bench.us(call), bytes_moved=sent, checked=False)
+            bench.add(name, f"{size >> 10} KiB", bench.nccl, bench.us(call), bytes_moved=sent, checked=False)
 
 
 PARTS = {
@@ -315,14 +316,14 @@ PARTS = {
 }
 
 
-def run_rank(rank, size, folder, only, queue):
+def run_rank(rank, size, folder, only, windows, queue):
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     cupy.cuda.Device(rank).use()
     from cumla.interop.nccl import NcclCommunicator
 
     try:
-        with NcclCommunicator(FileStore(folder), rank, size, time_limit=60) as comm:
-            bench = Bench(comm, only, queue)
+        with NcclCommunicator(FileStore(folder), rank, size, time_limit=60, windows=windows) as comm:
+            bench = Bench(comm, only, windows, queue)
             for name, part in PARTS.items():
                 if only in name:
                     start = time.perf_counter()

@@ -32,12 +32,14 @@ from typing import Any
 import cupy
 
 from ..arrays import dlpack, streams
+from ..dispatch.values import check_flags
+from ..kernels.cuda.ordinary import ordinary_launch
 from ..parallel.agreement import Agreement, RankError, names
 from ..parallel.communicator import Move, as_tuple, described, moves, result_of, sent_bytes
 from ..parallel.store import MemoryStore, Store, TcpStore
 from . import nccl_endings
-from .nccl_library import TYPES, Communicator, group, unique_id
-from .nccl_windows import Windows
+from .nccl_library import TYPES, Communicator, group, unique_id, version
+from .nccl_windows import Windows, starts_early
 
 POLL_SECONDS = 0.2  # of the thread that watches calls
 
@@ -53,9 +55,12 @@ class NcclCommunicator:
     windows     whether `memory` returns symmetric windows, which NCCL registers on all GPUs, if it supports them
                 (2.27): megabytes are gathered there in two thirds of the time. But NCCL cannot abort a call on
                 windows. If a rank fails during one, the others get their RankError in time, but their GPU waits
-                forever: the process cannot use it any more, and is ended by force when it exits
+                forever: the process cannot use it any more, and is ended by force when it exits. And with NCCL
+                2.28 to 2.30.4 each exchange has an ordinary launch ahead of it, as these versions do not wait for
+                the kernel that writes the window. All ranks pass the same
 
-    Raises RankError, naming the rank, if one is missing, fails, has another number of ranks, or the same GPU.
+    Raises RankError, naming the rank, if one is missing, fails, has another number of ranks, or the same GPU; where
+    `windows` differs, it names what each rank passed.
     traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
     """
 
@@ -67,9 +72,10 @@ class NcclCommunicator:
         *,
         device: int | None = None,
         time_limit: float = 60.0,
-        windows: bool = True,
+        windows: bool = False,
         _made: Any = None,
     ) -> None:
+        check_flags(windows=windows)
         self.rank, self.size, self.time_limit = rank, size, time_limit
         self.device = cupy.cuda.Device().id if device is None else device
         self.traffic: collections.Counter[str] = collections.Counter()
@@ -83,8 +89,11 @@ class NcclCommunicator:
             self._unended: tuple[Any, float] | None = None
             self._event = cupy.cuda.Event(disable_timing=True)
             try:
-                self._comm = self._join() if _made is None else self._meet(_made)
+                self._comm = self._join(windows) if _made is None else self._meet(windows, _made)
                 self._windows = Windows(self._comm, windows)
+                self._starts_early = starts_early(version(), windows)
+                if self._starts_early:
+                    ordinary_launch()  # loads it: a capture could not
             except BaseException as error:
                 self._agreement.end(error)
                 raise
@@ -92,7 +101,7 @@ class NcclCommunicator:
 
     @classmethod
     def in_process(
-        cls, devices: Sequence[int], time_limit: float = 60.0, *, windows: bool = True
+        cls, devices: Sequence[int], time_limit: float = 60.0, *, windows: bool = False
     ) -> list[NcclCommunicator]:
         """A communicator for each of these GPUs; each must be used by its own thread."""
         store, made = MemoryStore(), Communicator.of_devices(devices)
@@ -119,7 +128,7 @@ class NcclCommunicator:
 
     @classmethod
     def from_mpi(
-        cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0, windows: bool = True
+        cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0, windows: bool = False
     ) -> NcclCommunicator:
         """For processes of mpirun. `mpi` is mpi4py's communicator, used once to broadcast the address of rank 0."""
         host = socket.gethostname() if mpi.Get_size() > 1 else "127.0.0.1"
@@ -188,6 +197,8 @@ class NcclCommunicator:
                 self._publish(key, described(op, arrays))
             with self._lock:
                 self._raise_error()
+                if self._starts_early:
+                    ordinary_launch()
                 with group():
                     for move in arrays:
                         if move.sent.nbytes:
@@ -217,10 +228,10 @@ class NcclCommunicator:
 
     # ---- the start and the end
 
-    def _join(self) -> Any:
+    def _join(self, windows: bool) -> Any:
         """NCCL's communicator, created in a thread that may hang."""
         address = unique_id() if self.rank == 0 else None
-        address = self._meet(None, address)
+        address = self._meet(windows, None, address)
         made: list[Any] = []
 
         def make() -> None:
@@ -242,18 +253,28 @@ class NcclCommunicator:
             raise made[0]
         return made[0]
 
-    def _meet(self, made: Any, address: Any = None) -> Any:
-        """Find all ranks and check that their sizes agree and GPUs differ. Returns `made`, or rank 0's address."""
+    def _meet(self, windows: bool, made: Any, address: Any = None) -> Any:
+        """Find all ranks and check that their sizes and `windows` agree and GPUs differ.
+
+        Returns `made`, or rank 0's address.
+        """
         gpu = cupy.cuda.runtime.deviceGetPCIBusId(self.device)
-        everyones = self._agreement.exchange("the start", (self.size, (socket.gethostname(), gpu), address))
-        self._agreement.same("the start", [f"{size} ranks" for size, _, _ in everyones])
-        places = [place for _, place, _ in everyones]
+        mine = self.size, bool(windows), (socket.gethostname(), gpu), address
+        everyones = self._agreement.exchange("the start", mine)
+        self._agreement.same("the start", [f"{size} ranks" for size, *_ in everyones])
+        with_, without = ([rank for rank, word in enumerate(everyones) if word[1] == given] for given in (True, False))
+        if with_ and without:
+            raise RankError(
+                min(without, with_, key=len),
+                f"windows: got True on {names(with_)} and False on {names(without)}, expected the same on all ranks",
+            )
+        places = [place for _, _, place, _ in everyones]
         for rank, place in enumerate(places):
             if place in places[:rank]:
                 raise RankError(
                     [rank], f"rank {rank} got GPU {place[1]} of {place[0]}, which rank {places.index(place)} has"
                 )
-        return everyones[0][2] if made is None else made
+        return everyones[0][-1] if made is None else made
 
     def wait(self, stream: Any = None, time_limit: float | None = None) -> None:
         """Wait until all work on a stream is done, graphs with calls included; None: CuPy's current stream.

@@ -30,6 +30,7 @@ class UniqueId(ctypes.Structure):
 
 
 SIGNATURES = {
+    "ncclGetVersion": (ADDRESS,),
     "ncclGetUniqueId": (ADDRESS,),
     "ncclCommInitRank": (ADDRESS, INT, UniqueId, INT),
     "ncclCommInitAll": (ADDRESS, INT, ADDRESS),
@@ -80,6 +81,13 @@ def call(function: str, *arguments: Any) -> None:
 def has_windows() -> bool:
     """Whether this NCCL supports windows: memory registered on all ranks."""
     return all(hasattr(library(), name) for name in OF_WINDOWS)
+
+
+def version() -> int:
+    """NCCL's version: 22809 is 2.28.9."""
+    found = INT()
+    call("ncclGetVersion", ctypes.byref(found))
+    return found.value
 
 
 def unique_id() -> bytes:

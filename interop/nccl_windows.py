@@ -1,8 +1,9 @@
 """Symmetric windows: memory registered with NCCL on every rank, which kernels of other GPUs read without a copy.
 
-In NCCL 2.28 windows differ from other memory in two ways. The kernels for windows wait for other ranks in any case:
-`ncclCommAbort` does not end them. And sending from a window to one rank (ncclSend) crashes the process when the
-communicator is aborted.
+In NCCL 2.28 windows differ from other memory in three ways. The kernels for windows wait for other ranks in any case:
+`ncclCommAbort` does not end them. Sending from a window to one rank (ncclSend) crashes the process when the
+communicator is aborted. And the kernels for windows, launched with programmatic stream serialisation, do not wait for
+the kernel ahead of them (griddepcontrol.wait): they may send what was in the window before.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ from .nccl_library import SYMMETRIC, Communicator, call, has_windows
 
 GRANULARITY = 2 << 20  # bytes, of shareable memory
 
+# Versions of NCCL (src/device/symmetric, src/scheduler/symmetric_sched.cc). From NOT_WAITING to before WAITING_AGAIN
+# the kernels for windows lack cudaGridDependencySynchronize. From FOR_ALL_MEMORY on they may also serve plain memory,
+# if the environment asks for that (NCCL_SYM_NOWIN_ENABLE, NCCL_SYM_KERNEL).
+NOT_WAITING, FOR_ALL_MEMORY, WAITING_AGAIN = 22800, 22900, 23007
+
+
+def starts_early(version: int, windows: bool) -> bool:
+    """Whether an exchange may read memory before the kernel ahead of it in the stream has stored its results.
+
+    version  of NCCL, 22809 for 2.28.9
+    windows  whether the communicator may have windows
+    """
+    return NOT_WAITING <= version < WAITING_AGAIN and (windows or version >= FOR_ALL_MEMORY)
+
 
 class Windows:
     """A communicator's windows on one rank, until the communicator is closed."""
 
-    def __init__(self, comm: Communicator, wanted: bool = True) -> None:
+    def __init__(self, comm: Communicator, wanted: bool) -> None:
         self._comm, self._wanted = comm, wanted
         self._held: list[int | None] = []
         self._windows: list[int | None] = []

@@ -62,6 +62,10 @@ class Work:
     def __init__(self, do, long=False):
         self.do, self.long = do, long
 
+    def enqueue(self, stream):
+        """Queue it on a stream, as a graph does."""
+        stream.add(self)
+
 
 class KernelWork(Work):
     """A launch. overlap: whether it may start before the kernel ahead of it has ended."""
@@ -100,6 +104,15 @@ class Queue:
         if self.graph is not None:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported: a stream that is being captured is waited for")
         self._advance(self.end if end is None else end, keep_kernel=False)
+
+    def start_early(self):
+        """Do what a kernel finds done that is launched to overlap and does not wait: all but the last kernel, and the
+        kernels that it overlaps with."""
+        ahead = self.works[-MOST_OVERLAPPING:]
+        count = int(bool(ahead) and ahead[-1].is_kernel)
+        while 0 < count < len(ahead) and ahead[-count].overlap and ahead[-count - 1].is_kernel:
+            count += 1
+        self.finish(self.end - count)
 
     def _advance(self, end, keep_kernel):
         while self.done < end:
@@ -193,6 +206,10 @@ class Stream:
         with _lock:
             queue_of(self.ptr).finish()
 
+    def start_early(self):
+        with _lock:
+            queue_of(self.ptr).start_early()
+
     def record(self, event=None):
         event = event or Event()
         event.record(self)
@@ -279,7 +296,7 @@ class Graph:
 
     def launch(self, stream=None):
         for work in self.works:
-            (stream or current_stream()).add(work)
+            work.enqueue(stream or current_stream())
 
 
 class Event:

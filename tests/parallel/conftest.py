@@ -17,3 +17,14 @@ def need_gpus():
 @pytest.fixture
 def two_gpus(need_gpus):
     need_gpus(2)
+
+
+@pytest.fixture
+def nccl():
+    """The communicator's module, with a fake NCCL between threads on an emulated device."""
+    from support import fake_nccl
+
+    with fake_nccl.devices():
+        from cumla.interop import nccl
+
+        yield nccl

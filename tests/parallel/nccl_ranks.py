@@ -138,12 +138,12 @@ def failure_in_a_window(comm):
 WORK = {work.__name__: work for work in (whole_run, other_shape, failure, failure_in_a_window, never_comes)}
 
 
-def process(work, folder, rank, size, time_limit, results):
+def process(work, folder, rank, size, time_limit, windows, results):
     """A rank in a separate process."""
     cupy.cuda.Device(rank).use()
     start = time.monotonic()
     try:
-        with NcclCommunicator(FileStore(folder), rank, size, time_limit=time_limit) as comm:
+        with NcclCommunicator(FileStore(folder), rank, size, time_limit=time_limit, windows=windows) as comm:
             results.put((rank, WORK[work](comm), None))
     except (RankError, ValueError) as error:
         results.put((rank, time.monotonic() - start, f"{type(error).__name__}: {error}"))

@@ -10,14 +10,14 @@ pytestmark = pytest.mark.gpu
 TWO = 2
 
 
-def run_processes(work, folder, size=TWO, time_limit=30):
+def run_processes(work, folder, size=TWO, time_limit=30, windows=False):
     """(rank, result, error) of each rank."""
     import nccl_ranks
 
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=nccl_ranks.process, args=(work, str(folder), rank, size, time_limit, results))
+        context.Process(target=nccl_ranks.process, args=(work, str(folder), rank, size, time_limit, windows, results))
         for rank in range(size)
     ]
     for process in processes:
@@ -63,7 +63,7 @@ def test_one_rank():
 
     from cumla.interop.nccl import NcclCommunicator
 
-    (comm,) = NcclCommunicator.in_process([0])
+    (comm,) = NcclCommunicator.in_process([0], windows=True)
     with comm:
         check([nccl_ranks.whole_run(comm)])
 
@@ -93,21 +93,23 @@ def test_arrays_elsewhere():
             comm.all_gather(cupy.zeros((4, 4))[:, :2])
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.usefixtures("two_gpus")
-def test_two_processes(tmp_path):
-    got = run_processes("whole_run", tmp_path)
+def test_two_processes(tmp_path, windows):
+    got = run_processes("whole_run", tmp_path, windows=windows)
     assert [error for _, _, error in got] == [None, None]
     check([result for _, result, _ in got])
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.usefixtures("two_gpus")
-def test_two_threads_of_one_process():
+def test_two_threads_of_one_process(windows):
     import cupy
     import nccl_ranks
 
     from cumla.interop.nccl import NcclCommunicator
 
-    comms = NcclCommunicator.in_process([0, 1])
+    comms = NcclCommunicator.in_process([0, 1], windows=windows)
     results, errors = [None] * TWO, []
 
     def run(rank):
@@ -138,7 +140,7 @@ def test_two_threads_of_one_process():
 )
 @pytest.mark.usefixtures("two_gpus")
 def test_a_rank_that_is_wrong_is_named(tmp_path, work, says):
-    got = run_processes(work, tmp_path)
+    got = run_processes(work, tmp_path, windows=work == "failure_in_a_window")
     _, seconds, error = got[0]
     assert error is not None
     assert says in error, got

@@ -13,70 +13,9 @@ import pytest
 
 import emulation
 from cumla.parallel import RankError
-from support import fake_nccl
+from support.fake_nccl import ended, joined, on_ranks
 
 pytestmark = pytest.mark.skipif(bool(emulation.unavailable()), reason=emulation.unavailable() or "")
-
-
-@pytest.fixture
-def nccl():
-    with fake_nccl.devices():
-        from cumla.interop import nccl
-
-        yield nccl
-
-
-def on_ranks(comms, function):
-    """The result or exception of each, in a thread per rank."""
-    results = [None] * len(comms)
-
-    def run(comm):
-        try:
-            sys.modules["cupy"].cuda.Device(comm.device).use()
-            with comm:
-                results[comm.rank] = function(comm)
-        except BaseException as error:
-            results[comm.rank] = error
-
-    comms = [comm for comm in comms if not isinstance(comm, BaseException) or _raise(comm)]
-    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in comms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-        assert not thread.is_alive()
-    return results
-
-
-def _raise(error):
-    raise error
-
-
-def ended(comm):
-    """How NCCL's communicator ended."""
-    from cumla.interop import nccl_library
-
-    return nccl_library.library().of(comm._comm.handle).ended
-
-
-def joined(nccl, sizes, time_limit=10):
-    """Communicators that join as processes do, or their errors."""
-    from cumla.parallel import MemoryStore
-
-    store, made = MemoryStore(), [None] * len(sizes)
-
-    def join(rank):
-        try:
-            made[rank] = nccl.NcclCommunicator(store, rank, sizes[rank], time_limit=time_limit)
-        except BaseException as error:
-            made[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(len(sizes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return made
 
 
 @pytest.mark.parametrize("start", ["in_process", "join"])
@@ -311,80 +250,6 @@ def test_arrays_elsewhere_and_of_no_sum(nccl):
             comm.all_gather(np.zeros(3))
         with pytest.raises(TypeError, match="x: got dtype int16, expected one of"):
             comm.reduce_scatter(cupy.zeros((1, 3), np.int16))
-
-
-@pytest.fixture
-def library(nccl, monkeypatch):
-    from cumla.interop import nccl_library
-
-    made = fake_nccl.LibraryWithWindows()
-    monkeypatch.setattr(nccl_library, "library", lambda: made)
-    return made
-
-
-def test_results_are_exchanged_in_windows(nccl, library):
-    """From all ranks alike, until the communicator is closed."""
-    import cupy
-
-    from cumla.parallel import ContextAttention
-
-    def run(comm):
-        attention = ContextAttention(comm, backend="cuda")
-        q = cupy.zeros((2, 4, 512), np.float32)
-
-        def attend(q, part, part_lse):
-            part[...], part_lse[...] = comm.rank, 0
-
-        return attention._decode(attend, q, None, None, None, None)[0].get()
-
-    for out in on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run):
-        np.testing.assert_array_equal(out, np.full((2, 4, 512), 0.5))
-    assert sorted(window[0] for window in library.windows) == [0, 1]
-    assert {window[2:] for window in library.windows} == {(2 << 20, 1)}
-    assert not library.held
-    assert not library.registered
-
-
-def test_a_close_that_waits_for_memory_ends(nccl, library, monkeypatch):
-    """CUDA may wait for another rank before it gives memory back."""
-    monkeypatch.setattr(nccl.nccl_endings, "GRACE_SECONDS", 0.1)
-    given_back = threading.Event()
-    monkeypatch.setattr(library, "ncclMemFree", lambda address: given_back.wait(30) and 0)
-    (comm,) = nccl.NcclCommunicator.in_process([0])
-    comm.memory(100, None)
-    try:
-        with pytest.warns(RuntimeWarning, match="rank 0: NCCL waits for other ranks"):
-            comm.close()
-    finally:
-        given_back.set()
-
-
-def test_other_memory_is_named_before_it_is_asked_for(nccl, library):
-    comms = nccl.NcclCommunicator.in_process([0, 0], time_limit=10)
-    for error in on_ranks(comms, lambda comm: comm.memory(100 + comm.rank, None)):
-        assert "rank 1 got memory of 101 bytes, expected memory of 100 bytes as rank 0" in str(error)
-    assert not library.windows
-
-
-def test_memory_of_windows_is_not_sent_from(nccl, library):
-    """NCCL 2.28 crashes where such a communicator is given up."""
-    import cupy
-
-    (comm,) = nccl.NcclCommunicator.in_process([0])
-    with comm:
-        window, other = comm.memory(6, None).reshape(1, 6), cupy.zeros((1, 6), np.uint8)
-        for x, out in ((window, other), (other, window), (window[:, 3:], other[:, 3:])):
-            with pytest.raises(ValueError, match=r"x, out: got memory of memory\(\), expected other memory"):
-                comm.all_to_all(x, out)
-        assert comm.all_gather(other[0], window) is window
-
-
-@pytest.mark.parametrize("windows", [True, False])
-def test_windows_if_wanted(nccl, library, windows):
-    (comm,) = nccl.NcclCommunicator.in_process([0], windows=windows)
-    with comm:
-        comm.memory(6, None)
-        assert bool(library.windows) == windows
 
 
 STUCK = """if True:

@@ -1,4 +1,7 @@
-"""NCCL between threads, for emulated devices: calls wait for the stream, and then for the other ranks."""
+"""NCCL between threads, for emulated devices: calls wait for the stream, and then for the other ranks.
+
+Kernels for windows are launched to overlap with the kernel ahead of them; some versions of NCCL do not wait for it.
+"""
 
 # ruff: noqa: N802 (NCCL's names)
 
@@ -14,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 import emulation
+from emulation import queues
 
 SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 SECONDS = 20  # until a call gives up
@@ -30,8 +34,28 @@ class Rank:
         self.size, self.rank, self.mail, self.ended = size, rank, self.MAIL[address], None
 
 
+class Collective(queues.Work):
+    """A call, made by the thread that launches it, because it waits for other ranks.
+
+    early  whether it starts as a kernel does that is launched to overlap and does not wait
+    """
+
+    def __init__(self, do, early):
+        super().__init__(do)
+        self.early = early
+
+    def enqueue(self, stream):
+        if self.early:
+            stream.start_early()
+        else:
+            stream.synchronize()
+        return self.do()
+
+
 class Library:
     """NCCL's functions, by their names and parameters in nccl.h; those of windows are in LibraryWithWindows."""
+
+    VERSION = 22606
 
     def __init__(self):
         self.ranks, self._addresses, self._lock = [], iter(range(1 << 30)), threading.Lock()
@@ -46,6 +70,10 @@ class Library:
 
     def ncclGetErrorString(self, status):
         return b"out of order"
+
+    def ncclGetVersion(self, version):
+        version._obj.value = self.VERSION
+        return 0
 
     def ncclGetUniqueId(self, identity):
         ctypes.memmove(identity, next(self._addresses).to_bytes(128, "little"), 128)
@@ -66,36 +94,55 @@ class Library:
     def ncclGroupEnd(self):
         return 0
 
+    def _call(self, stream, do, early=False):
+        """Make a call, or let a graph that is captured make it."""
+        stream, collective = sys.modules["cupy"].cuda.Stream(handle=stream), Collective(do, early)
+        if stream.is_capturing():
+            stream.add(collective)
+            return 0
+        return collective.enqueue(stream)
+
     def ncclSend(self, address, count, kind, peer, handle, stream):
-        _finish(stream)
-        rank = self.of(handle)
-        rank.mail[rank.rank, peer].put(ctypes.string_at(address, count * SIZES[kind]))
-        return 0
+        return self._call(stream, lambda: self._send(address, count * SIZES[kind], peer, handle))
 
     def ncclRecv(self, address, count, kind, peer, handle, stream):
+        return self._call(stream, lambda: self._receive(address, count * SIZES[kind], peer, handle))
+
+    def _send(self, address, size, peer, handle):
+        rank = self.of(handle)
+        rank.mail[rank.rank, peer].put(ctypes.string_at(address, size))
+        return 0
+
+    def _receive(self, address, size, peer, handle):
         rank = self.of(handle)
         try:
             words = rank.mail[peer, rank.rank].get(timeout=SECONDS)
         except queue.Empty:
             return 1
-        assert len(words) == count * SIZES[kind]
+        assert len(words) == size
         ctypes.memmove(address, words, len(words))
         return 0
 
     def ncclAllGather(self, sent, received, count, kind, handle, stream):
+        return self._call(stream, lambda: self._gather(sent, received, count * SIZES[kind], handle))
+
+    def _gather(self, sent, received, size, handle):
         peers = range(self.of(handle).size)
         for peer in peers:
-            self.ncclSend(sent, count, kind, peer, handle, stream)
-        return max(self.ncclRecv(received + p * count * SIZES[kind], count, kind, p, handle, stream) for p in peers)
+            self._send(sent, size, peer, handle)
+        return max(self._receive(received + peer * size, size, peer, handle) for peer in peers)
 
     def ncclReduceScatter(self, sent, received, count, kind, op, handle, stream):
         assert (kind, op) == (7, 0)
+        return self._call(stream, lambda: self._reduce(sent, received, count, handle))
+
+    def _reduce(self, sent, received, count, handle):
         peers = range(self.of(handle).size)
         for peer in peers:
-            self.ncclSend(sent + 4 * count * peer, count, kind, peer, handle, stream)
+            self._send(sent + 4 * count * peer, 4 * count, peer, handle)
         part, total = np.empty(count, np.float32), np.zeros(count, np.float32)
         for peer in peers:
-            if self.ncclRecv(part.ctypes.data, count, kind, peer, handle, stream):
+            if self._receive(part.ctypes.data, part.nbytes, peer, handle):
                 return 1
             total += part
         ctypes.memmove(received, total.ctypes.data, total.nbytes)
@@ -115,9 +162,19 @@ class Library:
 
 
 class LibraryWithWindows(Library):
-    def __init__(self):
+    """version  of NCCL; from 2.28 to before 2.30.7 kernels for windows do not wait for the kernel ahead of them"""
+
+    def __init__(self, version=22809):
         super().__init__()
+        self.VERSION = version
         self.held, self.windows, self.registered = {}, [], set()
+
+    def _is_in_window(self, address):
+        return any(start <= address < start + size for _, start, size, _ in self.windows)
+
+    def ncclAllGather(self, sent, received, count, kind, handle, stream):
+        early = self._is_in_window(sent) and self._is_in_window(received) and 22800 <= self.VERSION < 23007
+        return self._call(stream, lambda: self._gather(sent, received, count * SIZES[kind], handle), early)
 
     def ncclMemAlloc(self, address, size):
         memory = ctypes.create_string_buffer(size)
@@ -145,10 +202,6 @@ class LibraryWithWindows(Library):
         return 0
 
 
-def _finish(stream):
-    sys.modules["cupy"].cuda.Stream(handle=stream).synchronize()
-
-
 def _thread_as_gpu(device):
     return str(threading.get_ident())
 
@@ -168,3 +221,57 @@ def devices():
             sys.modules.pop("cumla.interop.nccl", None)
             yield
             sys.modules.pop("cumla.interop.nccl", None)
+
+
+def on_ranks(comms, function):
+    """The result or exception of each, in a thread per rank."""
+    results = [None] * len(comms)
+
+    def run(comm):
+        try:
+            sys.modules["cupy"].cuda.Device(comm.device).use()
+            with comm:
+                results[comm.rank] = function(comm)
+        except BaseException as error:
+            results[comm.rank] = error
+
+    comms = [comm for comm in comms if not isinstance(comm, BaseException) or _raise(comm)]
+    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+        assert not thread.is_alive()
+    return results
+
+
+def _raise(error):
+    raise error
+
+
+def ended(comm):
+    """How NCCL's communicator ended."""
+    from cumla.interop import nccl_library
+
+    return nccl_library.library().of(comm._comm.handle).ended
+
+
+def joined(nccl, sizes, time_limit=10, windows=None):
+    """Communicators that join as processes do, or their errors. windows: what each rank passes."""
+    from cumla.parallel import MemoryStore
+
+    store, made = MemoryStore(), [None] * len(sizes)
+
+    def join(rank):
+        options = {} if windows is None else {"windows": windows[rank]}
+        try:
+            made[rank] = nccl.NcclCommunicator(store, rank, sizes[rank], time_limit=time_limit, **options)
+        except BaseException as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return made

@@ -295,6 +295,7 @@ SOURCES = [
     ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4", "ALIGNED": 1, "FLOAT64_ONLY": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP4_SPLIT", "ALIGNED": 0, "FLOAT64_ONLY": 1}),
     ("common/hold.cu", {}),
+    ("common/ordinary_launch.cu", {}),
     ("common/indexer_metadata.cu", {}),
     ("common/shards.cu", {}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 1}),
