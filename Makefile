@@ -8,6 +8,7 @@ lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) tools/imports.py
+	$(PYTHON) tools/chart.py --check
 
 # Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
 types:

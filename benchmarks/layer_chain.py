@@ -59,7 +59,7 @@ class Compilers:
 
 def compile_kernels(job):
     """By calling them, with zeros."""
-    gemm = peers.module(peers.DEEP_GEMM)
+    gemm = peers.deep_gemm()
     if gemm is None:
         return
     for tokens in job["batches"]:
@@ -116,7 +116,7 @@ class Chain:
         self.metadata, self.cos_sin = metadata, self.tensor(layer.cos_sin)
         self.indexer = metadata.indexer.decode
         self.positions = self.tensor(metadata.positions)[: len(x)].long()
-        self.gemm, self.ops = peers.module(peers.DEEP_GEMM), peers.vllm_operations()
+        self.gemm, self.ops = peers.deep_gemm(), peers.vllm_operations()
         self.mla, self.maps = peers.module(peers.FLASH_MLA), peers.module(peers.VLLM_CACHE)
         if None in (self.gemm, self.ops, self.mla, self.maps):
             raise ImportError("the peers are not there: DeepGEMM, vLLM's operations and FlashMLA")

@@ -38,7 +38,7 @@ from layer_steps import CONTEXT, RATIO, host_caches, relative_rms
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.indexer_cases import Choice, PagedLogits
-from cumla.bench.peers import DEEP_GEMM, has_peer
+from cumla.bench.peers import deep_gemm
 from cumla.bench.problem import Arrays, Problem
 from cumla.bench.products import BlockLinear
 from cumla.bench.sparse import Decode
@@ -344,7 +344,7 @@ def compile_ahead():
 
 if __name__ == "__main__":
     arguments, over_peers = case_arguments(__doc__).parse_args(), functools.partial(over_parts, peers=True)
-    if has_peer(DEEP_GEMM):
+    if deep_gemm() is not None:
         compile_ahead()
     raise SystemExit(
         run(

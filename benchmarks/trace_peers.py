@@ -11,15 +11,21 @@ from cumla.bench import peers
 
 PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
 WORKSPACE_BYTES = 1 << 20  # of the top-k operations
-FUNCTIONS = {
-    "insert": "vLLM 0.26: fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
-    "select": "DeepGEMM of vLLM 0.26: fp8_paged_mqa_logits, fp8_mqa_logits; vLLM 0.26: "
-    "cp_gather_indexer_k_quant_cache, cooperative_topk, persistent_topk, top_k_per_row_prefill",
-    "attention": "FlashMLA of vLLM 0.33: flash_mla_with_kvcache, flash_mla_sparse_fwd; vLLM 0.26: "
-    "compute_global_topk_indices_and_lens, combine_topk_swa_indices; gather: a stand-in for vLLM's CuTe DSL kernel",
-    "plan": "FlashMLA of vLLM 0.33: get_mla_metadata",
-    "index schedule": "DeepGEMM of vLLM 0.26: get_paged_mqa_logits_metadata",
-}
+
+
+def functions() -> dict[str, str]:
+    """The peers' functions and versions of each part, as rows name them."""
+    found = peers.gather_of_vllm()
+    gather = "none" if found is None else found.name
+    return {
+        "insert": f"vLLM {peers.VLLM}: fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+        "select": f"DeepGEMM of vLLM {peers.VLLM}: fp8_paged_mqa_logits, fp8_mqa_logits; vLLM {peers.VLLM}: "
+        "cp_gather_indexer_k_quant_cache, cooperative_topk, persistent_topk, top_k_per_row_prefill",
+        "attention": f"{peers.FLASH_MLA_OF}: flash_mla_with_kvcache, flash_mla_sparse_fwd; vLLM {peers.VLLM}: "
+        f"compute_global_topk_indices_and_lens, combine_topk_swa_indices; gather: {gather}",
+        "plan": f"{peers.FLASH_MLA_OF}: get_mla_metadata",
+        "index schedule": f"DeepGEMM of vLLM {peers.VLLM}: get_paged_mqa_logits_metadata",
+    }
 
 
 class PeerStep:
@@ -45,6 +51,8 @@ class PeerStep:
             self.sink[:heads] = ours.sink
         self.inserted: Any = None
         self._plan: Any = None
+        found = peers.gather_of_vllm()
+        self._gather: Any = None if found is None else found.call
         self._rows = self._rows_of_prefills()
         if ours.shape.selects:
             self.selected = torch.full_like(ours.selected, -1)
@@ -79,7 +87,7 @@ class PeerStep:
         """Once a step."""
         multiprocessors = self.torch.cuda.get_device_properties(0).multi_processor_count
         page = self.ours.caches.index[0].shape[1]
-        self.schedule = peers.module(peers.DEEP_GEMM).get_paged_mqa_logits_metadata(self.lens, page, multiprocessors)
+        self.schedule = peers.deep_gemm().get_paged_mqa_logits_metadata(self.lens, page, multiprocessors)
 
     def select(self) -> None:
         ours = self.ours
@@ -96,7 +104,7 @@ class PeerStep:
     def _select_decode(self, cache: Any, decode: Any) -> None:
         (entries, each), k = self.lens.shape, self.selected.shape[1]
         tokens = entries * each
-        logits = peers.module(peers.DEEP_GEMM).fp8_paged_mqa_logits(
+        logits = peers.deep_gemm().fp8_paged_mqa_logits(
             self.index_q[:tokens].view(entries, each, INDEX_HEADS, 128), cache[:, :, None],
             self.ours.index_weights[:tokens], self.lens, decode.block_table, self.schedule, self.width,
             clean_logits=False,
@@ -111,7 +119,7 @@ class PeerStep:
             operations._C_cache_ops.cp_gather_indexer_k_quant_cache(
                 cache, keys, scales, chunk.block_table, chunk.cu_seq_lens
             )
-        logits = peers.module(peers.DEEP_GEMM).fp8_mqa_logits(
+        logits = peers.deep_gemm().fp8_mqa_logits(
             self.index_q[tokens], (keys, scales.view(self.torch.float32).squeeze(-1)), self.ours.index_weights[tokens],
             chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, clean_logits=False,
         )  # fmt: skip
@@ -176,7 +184,8 @@ class PeerStep:
         ours, metadata, ratio = self.ours, self.ours.metadata, self.ours.shape.ratio
         first, tokens = metadata.num_decodes, slice(int(ours.starts[start]), int(ours.starts[stop]))
         rows, lens = self._rows[: (stop - start) * m].view(stop - start, m, 512), metadata.seq_lens[start:stop]
-        gather_lens, gather = metadata.prefill_gather_lens[start - first : stop - first], peers.cutedsl_gather()
+        gather_lens = metadata.prefill_gather_lens[start - first : stop - first]
+        gather = self._gather
         if compressed is not None:
             gather(rows, compressed, lens // ratio, None, ours.table[start:stop], compressed.shape[1], 0)
         gather(rows, window, lens, gather_lens, metadata.block_table[start:stop], window.shape[1], n)
@@ -198,10 +207,11 @@ class PeerStep:
 
 def missing(part: str, kind: str, steps: Steps) -> str | None:
     """Which peer a part lacks, or None."""
-    modules = {"insert": (), "select": (peers.DEEP_GEMM,), "attention": (peers.FLASH_MLA, peers.VLLM_CACHE)}[part]
-    for name in modules:
+    if part == "select" and peers.deep_gemm() is None:
+        return "DeepGEMM (pip install vllm)"
+    for name in (peers.FLASH_MLA, peers.VLLM_CACHE) if part == "attention" else ():
         if peers.module(name) is None:
-            return name
+            return f"{name} (pip install vllm)"
     if part != "attention" or (kind == V32 and steps.mixed):
-        return None if peers.vllm_operations() is not None else "vllm_c_ops.so"
-    return peers.CUTEDSL_GATHER if steps.mixed and peers.cutedsl_gather() is None else None
+        return None if peers.vllm_operations() is not None else f"{peers.VLLM_OPERATIONS[0]} (pip install vllm)"
+    return "nvidia-cutlass-dsl, by which vLLM gathers" if steps.mixed and peers.gather_of_vllm() is None else None

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from trace_layers import KINDS, V32, Caches, Place, Shape, StepInputs, Tokens, shared
-from trace_peers import FUNCTIONS, PeerStep, missing
+from trace_peers import PeerStep, functions, missing
 from trace_steps import Steps, steps_of
 from trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
 
@@ -255,7 +255,7 @@ class StepRows:
             low, _, high = statistics.quantiles(times, n=4)
             row |= {"us_low": low / each, "us_high": high / each}
         if impl == "peers":
-            row["functions"] = (V32_FUNCTIONS if self.inputs.shape.kind == V32 else {}).get(part, FUNCTIONS[part])
+            row["functions"] = (V32_FUNCTIONS if self.inputs.shape.kind == V32 else {}).get(part, functions()[part])
         return row
 
 

@@ -23,8 +23,8 @@ LATENT = 512
 UPCONVERTED_HEADS = 32  # from which on vLLM attends with prompts over rows gathered as bfloat16, else as with decodes
 SCALE = V32_FP8.head_dim**-0.5
 V32_FUNCTIONS = {
-    "insert": "vLLM 0.26: concat_and_cache_mla, indexer_k_quant_and_cache",
-    "attention": "FlashMLA of vLLM 0.33: flash_mla_with_kvcache, flash_mla_sparse_fwd; vLLM 0.26: "
+    "insert": f"vLLM {peers.VLLM}: concat_and_cache_mla, indexer_k_quant_and_cache",
+    "attention": f"{peers.FLASH_MLA_OF}: flash_mla_with_kvcache, flash_mla_sparse_fwd; vLLM {peers.VLLM}: "
     "cp_gather_and_upconvert_fp8_kv_cache, compute_global_topk_indices_and_lens in place of V3.2's own index map",
 }
 

@@ -1,4 +1,4 @@
-"""The README is correct: its examples run, its table of layouts and its extras match the code."""
+"""The README is correct: its example runs, its commands, extras and files exist, and it stays short."""
 
 import os
 import pathlib
@@ -16,28 +16,23 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def framework_of(example):
-    return re.match(r"import (\w+)", example.replace("import ml_dtypes\n", "")).group(1)
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(text, id=framework_of(text), marks=[pytest.mark.gpu] if framework_of(text) == "cupy" else [])
-        for text in EXAMPLES
-    ],
-)
-def test_example(example):
-    pytest.importorskip(framework_of(example))
+def test_example():
+    (example,) = EXAMPLES
     exec(compile(example, "README.md", "exec"), {})
 
 
-def test_every_framework_has_an_example():
-    assert [framework_of(example) for example in EXAMPLES] == ["numpy", "cupy", "torch", "jax"]
+@pytest.mark.gpu
+def test_example_on_a_gpu():
+    (example,) = EXAMPLES
+    exec(compile(example.replace("import numpy as xp", "import cupy as xp"), "README.md", "exec"), {})
+
+
+def test_it_fits_a_visit():
+    assert len(README.splitlines()) <= 120
 
 
 def test_table_of_layouts():
-    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", (ROOT / "docs" / "layouts.md").read_text(), re.MULTILINE)
     assert {name: (int(size), int(values)) for name, size, values in rows} == {
         name: (layout.token_bytes, layout.head_dim) for name, layout in LAYOUTS.items()
     }
@@ -51,7 +46,7 @@ def test_extras_exist():
 
 
 def test_files_that_are_named_exist():
-    for path in re.findall(r"\]\(([\w/.]+)\)", README):
+    for path in re.findall(r"\]\(([\w/.-]+)\)", README):
         assert (ROOT / path).exists(), path
 
 

@@ -200,7 +200,7 @@ class Gather:
             return 0.0
 
         given = [(out, cache.array, *put, table) for out, table in zip(outs, tables, strict=True)]
-        theirs = Peer("vllm", peers.VLLM_GATHER, peers.vllm_gather, [(*x, BLOCK) for x in given])
+        theirs = Peer("vllm", peers.vllm_gather_name(), peers.vllm_gather, [(*x, BLOCK) for x in given])
         return problem_of(
             self, sizes, by_backend(cumla.dequantize_and_gather_k_cache, given, layout=layout), moved, check,
             lambda: outs[0].fill(7), peer=theirs if layout is DSV4_FP8 else None, copied=int(count.sum()) >= LARGE,

@@ -1,7 +1,7 @@
-"""Other libraries' kernels on the same arrays, where they can be imported: FlashMLA and vLLM's operations, DeepGEMM.
+"""Other libraries' kernels on the same arrays: FlashMLA and operations of an installed vLLM, DeepGEMM.
 
-Each function returns a call without arguments, or None where the peer is not there or does not take such a call. cumla
-never needs one of them.
+`pip install vllm` brings all of them. Each function returns a call without arguments, or None where the peer is not
+installed or does not take such a call. cumla never needs one of them.
 """
 
 from __future__ import annotations
@@ -9,35 +9,45 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
-import lzma
 import math
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
+VLLM_OPERATIONS = "vllm._C", "vllm._C_stable_libtorch"  # importing one registers operations of torch
 VLLM_CACHE = "vllm.models.deepseek_v4.common.ops.cache_utils"
-DEEP_GEMM = "deep_gemm"
+DEEP_GEMM = "deep_gemm", "vllm.third_party.deep_gemm"
 CUTEDSL_GATHER = "cutedsl_gather"
 VLLM_TRITON_SPARSE = "vllm.v1.attention.ops.xpu_mla_sparse"
 
+
+def _version(recorded: str) -> str:
+    """The version of the installed vLLM; of files without a package, the one that the records were measured with."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return recorded
+
+
+VLLM, FLASH_MLA_OF = _version("0.26"), f"FlashMLA of vLLM {_version('0.33')}"
+
 # Functions and versions, as rows name them.
-FLASH_MLA_DECODE = "flash_mla_with_kvcache, FlashMLA of vLLM 0.33"
-FLASH_MLA_PREFILL = "flash_mla_sparse_fwd, FlashMLA of vLLM 0.33"
+FLASH_MLA_DECODE = f"flash_mla_with_kvcache, {FLASH_MLA_OF}"
+FLASH_MLA_PREFILL = f"flash_mla_sparse_fwd, {FLASH_MLA_OF}"
 VLLM_TRITON = "triton_bf16_mla_sparse_interface, vLLM at 35772e3"
 TORCH_COMPOSED = "gather, matmul and softmax of torch, in chunks of tokens"
-VLLM_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, vLLM 0.26"
-VLLM_GATHER = "a stand-in for vLLM's dequantize_and_gather_k_cache_cutedsl: its algorithm in CUDA C++"
-VLLM_KEYS = "indexer_k_quant_and_cache, vLLM 0.26"
-VLLM_CONCAT = "concat_and_cache_mla, vLLM 0.26"
-VLLM_PREFILL_CHOICE = "top_k_per_row_prefill, vLLM 0.26"
-DEEP_GEMM_LOGITS = "fp8_mqa_logits, DeepGEMM of vLLM 0.26"
-DEEP_GEMM_LINEAR = "per_token_group_fp8_quant of vLLM 0.26 and fp8_gemm_nt, DeepGEMM of vLLM 0.26"
-DEEP_GEMM_SCHEDULE = "get_paged_mqa_logits_metadata, DeepGEMM of vLLM 0.26"
-DEEP_GEMM_PAGED_LOGITS = "fp8_paged_mqa_logits, DeepGEMM of vLLM 0.26"
+VLLM_INSERT = f"fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, vLLM {VLLM}"
+VLLM_GATHER_STAND_IN = "a stand-in for vLLM's dequantize_and_gather_k_cache_cutedsl: its algorithm in CUDA C++"
+VLLM_KEYS = f"indexer_k_quant_and_cache, vLLM {VLLM}"
+VLLM_CONCAT = f"concat_and_cache_mla, vLLM {VLLM}"
+VLLM_PREFILL_CHOICE = f"top_k_per_row_prefill, vLLM {VLLM}"
+DEEP_GEMM_LOGITS = f"fp8_mqa_logits, DeepGEMM of vLLM {VLLM}"
+DEEP_GEMM_LINEAR = f"per_token_group_fp8_quant of vLLM {VLLM} and fp8_gemm_nt, DeepGEMM of vLLM {VLLM}"
+DEEP_GEMM_SCHEDULE = f"get_paged_mqa_logits_metadata, DeepGEMM of vLLM {VLLM}"
+DEEP_GEMM_PAGED_LOGITS = f"fp8_paged_mqa_logits, DeepGEMM of vLLM {VLLM}"
 
 COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
 
@@ -54,7 +64,7 @@ def has_peer(name: str) -> bool:
 
 @functools.cache
 def module(name: str) -> Any:
-    """The module, or None. What is built for another CUDA or torch is as good as absent."""
+    """The module, or None. A module built for another CUDA or torch counts as missing."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some print, where a program may read our results
             return importlib.import_module(name) if has_peer("torch") and has_peer(name) else None
@@ -62,31 +72,43 @@ def module(name: str) -> Any:
         return None
 
 
+def deep_gemm() -> Any:
+    """DeepGEMM: a package, or the copy within vLLM; None without it."""
+    return next(filter(None, map(module, DEEP_GEMM)), None)
+
+
 @functools.cache
 def vllm_operations() -> Any:
-    """torch.ops with the operations of vLLM's library, sought on sys.path (it may be packed); None without it."""
-    for folder in map(Path, sys.path):
-        packed, unpacked = folder / "vllm_c_ops.so.xz", folder / "vllm_c_ops.so"
-        if not (packed.exists() or unpacked.exists()) or not has_peer("torch"):
-            continue
-        import torch
+    """torch.ops with the compiled operations of an installed vLLM; None without them."""
+    if all(module(name) is None for name in VLLM_OPERATIONS):
+        return None
+    import torch
 
-        with tempfile.TemporaryDirectory() as scratch:
-            if not unpacked.exists():
-                unpacked = Path(scratch) / unpacked.name
-                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
-            try:
-                torch.ops.load_library(str(unpacked))
-            except OSError:  # as `module` has it
-                return None
-        return torch.ops
-    return None
+    return torch.ops
 
 
-def cutedsl_gather() -> Any:
-    """A stand-in for the CuTe DSL kernel by which vLLM gathers on CUDA, which needs a compiler that is not here."""
-    found = module(CUTEDSL_GATHER)
-    return None if found is None else found.gather
+class Gather(NamedTuple):
+    """A gather of FP8 rows, called as vLLM's dequantize_and_gather_k_cache.
+
+    name         as rows name it
+    is_stand_in  a kernel of the same algorithm in place of vLLM's
+    """
+
+    call: Callable[..., Any]
+    name: str
+    is_stand_in: bool
+
+
+def gather_of_vllm() -> Gather | None:
+    """What vLLM's users run on CUDA: its CuTe DSL kernel, which needs nvidia-cutlass-dsl; else a stand-in, or None.
+
+    vLLM's Triton kernel is its fallback, and no peer.
+    """
+    cache, imports = module(VLLM_CACHE), module("vllm.utils.import_utils")
+    if cache is not None and imports is not None and imports.has_cutedsl():
+        return Gather(cache.dequantize_and_gather_k_cache, f"dequantize_and_gather_k_cache, vLLM {VLLM}", False)
+    stand_in = module(CUTEDSL_GATHER)
+    return None if stand_in is None else Gather(stand_in.gather, VLLM_GATHER_STAND_IN, True)
 
 
 def tensor(array: Any) -> Any:
@@ -204,14 +226,19 @@ def vllm_qnorm_rope_insert(
     return lambda: op(*arrays, padded, 1e-6, block_size)[:, :heads]
 
 
+def vllm_gather_name() -> str:
+    found = gather_of_vllm()
+    return "" if found is None else found.name
+
+
 def vllm_gather(
     out: Any, cache: Any, lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int = 0
 ) -> Call | None:
-    gather = cutedsl_gather()
-    if gather is None:
+    found = gather_of_vllm()
+    if found is None:
         return None
     arrays = [None if x is None else tensor(x) for x in (out, cache, lens, gather_lens, block_table)]
-    return lambda: gather(*arrays, block_size, offset)
+    return lambda: found.call(*arrays, block_size, offset)
 
 
 def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Call | None:
@@ -270,12 +297,12 @@ def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: 
 
 
 def top_k_function(rows: int) -> str:
-    """By which vLLM 0.26 chooses for decodes."""
+    """vLLM's top-k operation for decodes."""
     return "cooperative_topk" if rows <= COOPERATIVE_ROWS else "persistent_topk"
 
 
 def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, ends: Any) -> Call | None:
-    peer = module(DEEP_GEMM)
+    peer = deep_gemm()
     if peer is None:
         return None
     import torch
@@ -287,7 +314,7 @@ def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, end
 
 def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Call | None:
     """lens [B] or [B, next_n]; no more than two tokens of a request."""
-    peer = module(DEEP_GEMM)
+    peer = deep_gemm()
     if peer is None or q.shape[1] > 2:
         return None
     import torch
@@ -301,7 +328,7 @@ def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: A
 
 
 def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Call | None:
-    peer = module(DEEP_GEMM)
+    peer = deep_gemm()
     return None if peer is None else functools.partial(
         peer.get_paged_mqa_logits_metadata, tensor(lens), block_size, multiprocessors
     )  # fmt: skip
@@ -309,7 +336,7 @@ def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Call
 
 def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Call | None:
     """x W^T for e4m3 weights in blocks of 128 x 128: x is quantised by groups of 128 first, with scales by columns."""
-    peer, operations = module(DEEP_GEMM), vllm_operations()
+    peer, operations = deep_gemm(), vllm_operations()
     if peer is None or operations is None or not hasattr(peer, "fp8_gemm_nt"):
         return None
     import torch

@@ -171,12 +171,12 @@ def install(monkeypatch: Any) -> Operations:
     from cumla.arrays import dlpack
     from cumla.bench import peers
 
-    found = {peers.FLASH_MLA: FlashMLA, peers.VLLM_CACHE: CacheUtils, peers.DEEP_GEMM: DeepGemm}
+    found = {peers.FLASH_MLA: FlashMLA, peers.VLLM_CACHE: CacheUtils, peers.DEEP_GEMM[0]: DeepGemm}
     operations = Operations()
     monkeypatch.setattr(peers, "module", found.get)
     monkeypatch.setattr(peers, "has_peer", lambda name: True)
     monkeypatch.setattr(peers, "vllm_operations", lambda: operations)
-    monkeypatch.setattr(peers, "cutedsl_gather", lambda: gather)
+    monkeypatch.setattr(peers, "gather_of_vllm", lambda: peers.Gather(gather, peers.VLLM_GATHER_STAND_IN, True))
     monkeypatch.setattr(peers, "tensor", lambda array: dlpack.give(array, "torch"))
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -1,13 +1,8 @@
-"""Pictures of the site: cache formats from cumla/layout.py, results from benchmarks/results."""
+"""Drawings of cache formats, from cumla/layout.py."""
 
 import html
-import io
-import json
-import pathlib
 from collections.abc import Iterator
-from typing import Any
 
-from cumla.bench import plot
 from cumla.layout import VALUE_BITS, CacheLayout
 
 WIDTH, ROW, LABEL = 860, 34, 110
@@ -78,18 +73,3 @@ def _bar(shapes: list[str], y: int, name: str, parts: list[tuple[str, str, int]]
 def _fitting(text: str, width: float) -> str:
     most = int(width / 6)
     return text if len(text) <= most else text.split(" ")[0][:most]
-
-
-def results_svg(path: pathlib.Path) -> str:
-    """The rows of a file of results as bars."""
-    import matplotlib
-
-    record: dict[str, Any] = json.loads(path.read_text())
-    where = record.get("environment", {})
-    title = f"{where.get('device', '')}, commit {where.get('commit', 'unknown')}"
-    text = io.StringIO()
-    # Reproducible builds; words stay text, drawn in the browser's font.
-    with matplotlib.rc_context({"svg.hashsalt": "cumla", "svg.fonttype": "none"}):
-        plot.draw(record["rows"], title).savefig(text, format="svg", metadata={"Date": None})
-    picture = text.getvalue()
-    return picture[picture.index("<svg") :]

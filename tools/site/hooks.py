@@ -1,4 +1,9 @@
-"""MkDocs hooks: drawings of formats and of recorded results, inserted where a page names them."""
+"""MkDocs hooks: drawings of formats and tables of recorded results, inserted where a page names them.
+
+{{ layout NAME }}                     a format's row and page
+{{ times DEVICE/FILE | OP | TEXT }}   times of one operation; TEXT: of configurations that have it
+{{ steps DEVICE/FILE }}               the steps of a request trace
+"""
 
 import pathlib
 import re
@@ -10,23 +15,20 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import drawings  # noqa: E402
+import tables  # noqa: E402
 
 from cumla.layout import LAYOUTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = re.compile(r"^\{\{ (layout|results) ([\w/]+) \}\}$", re.MULTILINE)
+INSERT = re.compile(r"^\{\{ (layout|times|steps) ([^}]+) \}\}$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    return PICTURE.sub(lambda found: picture(found[1], found[2]), markdown)
+    return INSERT.sub(lambda found: inserted(found[1], [part.strip() for part in found[2].split("|")]), markdown)
 
 
-def picture(kind: str, name: str) -> str:
-    """A drawing, as one block of HTML."""
-    svg = drawings.layout_svg(LAYOUTS[name]) if kind == "layout" else drawings.results_svg(RESULTS / f"{name}.json")
-    return "<figure>" + re.sub(r"\n\s*", " ", with_own_ids(svg, name.replace("/", "-"))) + "</figure>"
-
-
-def with_own_ids(svg: str, prefix: str) -> str:
-    """An SVG whose ids no other one on the page has: matplotlib gives every picture the same."""
-    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+def inserted(kind: str, given: list[str]) -> str:
+    if kind == "layout":
+        return "<figure>" + re.sub(r"\n\s*", " ", drawings.layout_svg(LAYOUTS[given[0]])) + "</figure>"
+    path = RESULTS / f"{given[0]}.json"
+    return tables.steps(path) if kind == "steps" else tables.times(path, *given[1:])
