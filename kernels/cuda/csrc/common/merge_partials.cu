@@ -13,7 +13,7 @@ __device__ inline void store_value(float* p, float x) { *p = x; }
 __device__ inline void store_value(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x, 0.0f)); }
 __device__ inline void store_value(f16* p, float x) { p->bits = uint16(pack(f16{}, x, 0.0f)); }
 
-__device__ inline float larger(float x, float y) { return x != x || x > y ? x : y; }
+__device__ inline float larger_or_nan(float x, float y) { return x != x || x > y ? x : y; }
 
 // An infinite LSE of either sign means that no key was attended.
 __device__ inline float log_sum_at(const float* lse) { return *lse == infinity() ? -infinity() : *lse; }
@@ -41,9 +41,9 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
 
     // A lane reads every 32nd part; a NaN in any part wins.
     float top = -infinity();
-    for (int i = lane; i < count; i += 32) top = larger(log_sum_at(lses + i * lse_part_stride), top);
+    for (int i = lane; i < count; i += 32) top = larger_or_nan(log_sum_at(lses + i * lse_part_stride), top);
 #pragma unroll
-    for (int other = 16; other; other /= 2) top = larger(__shfl_xor_sync(~0u, top, other), top);
+    for (int other = 16; other; other /= 2) top = larger_or_nan(__shfl_xor_sync(~0u, top, other), top);
     bool empty = top == -infinity();
     if (empty) top = 0.0f;
     float total = 0.0f;
