@@ -21,6 +21,7 @@ from .layout import (
     V32_FP8,
     V32_NOPE_FP8,
     CacheLayout,
+    register_layout,
 )
 from .ops.advance import advance_step
 from .ops.blocks import copy_blocks, swap_blocks
@@ -127,6 +128,7 @@ __all__ = [
     "norm_rope_and_insert",
     "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",
+    "register_layout",
     "select_candidate_blocks",
     "sparse_mla_decode",
     "sparse_mla_prefill",

@@ -19,18 +19,21 @@ Two e2m1 values share a byte, the first in its low half.
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-ValueType = Literal["e4m3", "e2m1", "bfloat16", "float16", "float32"]
-ScaleType = Literal["none", "ue8m0", "float32", "e4m3"]
-
-MAX_BYTES = 2**63 - 1  # of an array
-VALUE_BITS: dict[ValueType, int] = {"e4m3": 8, "e2m1": 4, "bfloat16": 16, "float16": 16, "float32": 32}
-SCALE_BYTES: dict[ScaleType, int] = {"none": 0, "ue8m0": 1, "float32": 4, "e4m3": 1}
-LARGEST: dict[ValueType, float] = {"e4m3": 448.0, "e2m1": 6.0}
+from .layout_fields import LARGEST as LARGEST
+from .layout_fields import MAX_BYTES as MAX_BYTES
+from .layout_fields import SCALE_BYTES as SCALE_BYTES
+from .layout_fields import VALUE_BITS as VALUE_BITS
+from .layout_fields import ScaleType as ScaleType
+from .layout_fields import ValueType as ValueType
+from .layout_fields import check_fields, check_for_kernels, integer
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,11 @@ class CacheLayout:
     scale_placement "in_row" or "page_tail"
     page_alignment  pages are padded to a multiple of this
     stride_multiple the page stride is a multiple of this where pages are packed with others'
-    min_exponent    smallest power-of-two scale that is written, as an exponent of 2
-    min_scale       smallest scale that is written where scales need not be powers of two
+    min_exponent    smallest power-of-two scale that is written, as an exponent of 2 from -126 to 0
+    min_scale       smallest scale that is written where scales need not be powers of two; 0: they always are
+
+    Raises TypeError for a field of another type, ValueError for a field that does not fit the others; the message names
+    the field. Operations take the formats of cumla and those that `register_layout` adds.
     """
 
     name: str
@@ -72,6 +78,7 @@ class CacheLayout:
         for name, value in vars(self).items():
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
+        check_fields(self)
 
     @property
     def token_bytes(self) -> int:
@@ -217,12 +224,7 @@ def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | N
 
 
 def _positive(name: str, value: Any) -> int:
-    """A size as a Python integer: its products cannot overflow as NumPy's can."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
-    if value < 1:
-        raise ValueError(f"{name}: got {int(value)}, expected at least 1")
-    return int(value)
+    return integer(name, value, 1)
 
 
 DSV4_FP8 = CacheLayout(
@@ -283,15 +285,47 @@ def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
     return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
 
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        DSV4_FP8, V32_FP8, INDEXER_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, V32_NOPE_FP8,
-        INDEXER_MXFP4, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
-    )
-}  # fmt: skip
+BUILT_IN = (
+    DSV4_FP8, V32_FP8, INDEXER_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, V32_NOPE_FP8,
+    INDEXER_MXFP4, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
+)  # fmt: skip
+_layouts = {layout.name: layout for layout in BUILT_IN}
+LAYOUTS: Mapping[str, CacheLayout] = MappingProxyType(_layouts)  # by name, registered ones, too
+_lock = threading.Lock()
 
 
 def layouts_of(token_bytes: int) -> list[CacheLayout]:
-    """The formats with `token_bytes` bytes per token. Where several fit, only the cache's owner knows which it is."""
-    return [layout for layout in LAYOUTS.values() if layout.token_bytes == token_bytes]
+    """The formats of cumla with `token_bytes` bytes per token. Where several fit, only the cache's owner knows which
+    it is. Registered formats are not among them: registering one changes no other call."""
+    return [layout for layout in BUILT_IN if layout.token_bytes == token_bytes]
+
+
+def register_layout(layout: CacheLayout) -> CacheLayout:
+    """Add a format of one's own, for the life of the process.
+
+    `quantize_and_insert_k_cache` and `dequantize_and_gather_k_cache` take it on every backend as `layout=`, by itself
+    or by its name, as does `sparse_mla_decode` where rows have 512 to 576 values. It is never inferred from an array.
+    Other operations and the layers take the formats of cumla alone.
+
+    layout  float32 (on the host alone), bfloat16, or quantised:
+
+            value_type  scale_type     scale_tile  head_dim, a multiple of    rope_dim
+            e4m3        float32        64, 128     8                          a multiple of 8
+            e4m3        ue8m0          64          8                          a multiple of 8
+            e4m3        ue8m0          16, 32      64                         0
+            e2m1        ue8m0, e4m3    16, 32      64                         0
+
+            with rows of at least 136 values and a multiple of 16 bytes, at most 32 scales, and a scale area as large as
+            these, rounded up to 4 bytes
+
+    Returns it. An equal format may be registered again. Raises TypeError unless it is a CacheLayout, ValueError for a
+    name that another format has or that is no identifier in ASCII, and for a field that not all backends take.
+    """
+    if not isinstance(layout, CacheLayout):
+        raise TypeError(f"layout: got {type(layout).__name__}, expected a CacheLayout")
+    check_for_kernels(layout)
+    with _lock:
+        known = _layouts.setdefault(layout.name, layout)
+    if known != layout:
+        raise ValueError(f"name: got {layout.name}, which another format has, expected a name of its own")
+    return known

@@ -16,6 +16,7 @@ from cumla.__main__ import main
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+FORMATS = {layout.name for layout in cumla.layout.BUILT_IN}
 WALKTHROUGH = "adding-an-op.md"  # tests/test_walkthrough.py runs it in a copy of the repository
 BLOCK = re.compile(r"^(?:<!-- needs (\w+) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -93,18 +94,16 @@ def references():
 def test_every_public_name_is_in_the_reference(module):
     modules = {"layers", "metadata"}
     names = {f"{module.__name__}.{name}" for name in module.__all__ if name not in modules}
-    assert names <= references() | {f"cumla.{name}" for name in cumla.layout.LAYOUTS}
+    assert names <= references() | {f"cumla.{name}" for name in FORMATS}
 
 
 def test_every_format_is_in_the_reference():
-    assert set(re.findall(r"^\{\{ layout (\w+) \}\}$", (DOCS / "layouts.md").read_text(), re.MULTILINE)) == set(
-        cumla.layout.LAYOUTS
-    )
+    assert set(re.findall(r"^\{\{ layout (\w+) \}\}$", (DOCS / "layouts.md").read_text(), re.MULTILINE)) == FORMATS
 
 
 def test_every_public_name_has_a_docstring():
     for name in cumla.__all__:
-        if name not in cumla.layout.LAYOUTS:
+        if name not in FORMATS:
             assert getattr(cumla, name).__doc__, name
 
 

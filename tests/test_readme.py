@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from cumla.layout import LAYOUTS
+from cumla.layout import BUILT_IN
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -34,7 +34,7 @@ def test_it_fits_a_visit():
 def test_table_of_layouts():
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", (ROOT / "docs" / "layouts.md").read_text(), re.MULTILINE)
     assert {name: (int(size), int(values)) for name, size, values in rows} == {
-        name: (layout.token_bytes, layout.head_dim) for name, layout in LAYOUTS.items()
+        layout.name: (layout.token_bytes, layout.head_dim) for layout in BUILT_IN
     }
 
 

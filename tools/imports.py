@@ -17,6 +17,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = (
+    "cumla.layout_fields",
     "cumla.layout",
     "cumla.bounds",
     "cumla.errors",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..kernels.types.segments import Pages
-from ..layout import DSV4_FP8, INDEXER_FP8, LAYOUTS, V32_FP8, CacheLayout, layouts_of
+from ..layout import BUILT_IN, DSV4_FP8, INDEXER_FP8, LAYOUTS, V32_FP8, CacheLayout, layouts_of
 from .call import BYTES, Call
 from .values import shown
 
@@ -18,18 +18,18 @@ def named_layout(layout: Any, name: str = "layout") -> CacheLayout | None:
     """A CacheLayout unchanged or by its name; None for None. Raises TypeError or ValueError for anything else, the
     argument `name`.
 
-    Kernels know the formats of LAYOUTS by name only, so any other format is an error. The padding of pages does not
-    matter to kernels.
+    Kernels know the formats of LAYOUTS by name only, so any other format is an error (`cumla.register_layout` adds
+    one). The padding of pages does not matter to kernels.
     """
     if layout is None:
         return None
     names = ", ".join(LAYOUTS)
     if isinstance(layout, CacheLayout):
         known = LAYOUTS.get(layout.name)
-        if known is not layout and (known is None or replace(layout, page_alignment=known.page_alignment) != known):
+        if known is None or (known is not layout and replace(layout, page_alignment=known.page_alignment) != known):
             which = layout.name if known is None else f"{layout.name} with other sizes"
-            raise ValueError(f"{name}: got {which}, expected one of {names}")
-        return layout
+            raise ValueError(f"{name}: got {which}, expected one of {names}, or one that register_layout has added")
+        return known
     if not isinstance(layout, str):
         raise TypeError(
             f"{name}: got {shown(layout)} of type {type(layout).__name__}, expected a CacheLayout or the name of one "
@@ -60,7 +60,7 @@ def cache_layout(
         if native.dtype in BYTES:
             known = layouts_of(width)
         else:
-            plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
+            plain = (x for x in BUILT_IN if not x.num_scales and x.value_type == native.dtype.name)
             known = [x for x in plain if x.head_dim == width]
     elif native.ndim == 2 and native.dtype in BYTES:
         known = [x for x in RAW_PAGES if x.head_dim == row_width]

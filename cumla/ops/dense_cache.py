@@ -111,6 +111,8 @@ def gather_cache(
         raise TypeError(f"src_cache: got dtype {source.dtype}, expected bfloat16, float16 or uint8")
     if source.ndim < 3:
         raise ValueError(f"src_cache: got shape {tuple(source.shape)}, expected [num_blocks, block_size, width]")
+    if not source.shape[-1]:
+        raise ValueError(f"src_cache: got shape {tuple(source.shape)}, expected rows of at least one value")
     pages = call.pages("src_cache", src_cache, plain_rows(source.shape[-1], value_type))
     dst = call.array("dst", dst, (*FLOATS, *BYTES), ("N", -1), writable=True)
     row_bytes = pages.layout.row_bytes

@@ -12,7 +12,7 @@ from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import V_DIM, Pages, Segment, SparseDecode, SparsePrefill, fp8_workspace_bytes
-from ..layout import DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
+from ..layout import BUILT_IN, DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
 
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
@@ -201,8 +201,9 @@ def rows_of_prefill(call: Call, kv: Any, q: Any, layout: Any, block_size: int | 
             raise ValueError(f'{name}: expected None, except for quantised rows of kv with precision="fp8"')
         return call.array("kv", native, (q.dtype,), (-1, "d"))
     layout = cache_layout(call, "kv", kv, layout, block_size, q.shape[2])
-    if layout.head_dim != q.shape[2] or not layout.num_scales:
-        raise ValueError(f"layout: got {layout.name}, expected one with {q.shape[2]} quantised values a row, as q has")
+    if layout not in BUILT_IN or layout.head_dim != q.shape[2] or not layout.num_scales:
+        of_q = f"{q.shape[2]} quantised values a row, as q has"
+        raise ValueError(f"layout: got {layout.name}, expected one with {of_q}, of cumla's own formats")
     return cache_pages(call, "kv", kv, layout, block_size)
 
 

@@ -69,6 +69,8 @@ def quantize_and_insert_k_cache(
         raise ValueError(f"min_exponent: got {min_exponent}, but the scales of {layout.name} are no powers of two here")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
+    if not is_ue8m0 and layout.scale_type == "float32" and not layout.min_scale:
+        raise ValueError(f"is_ue8m0: got False, but {layout.name} has no min_scale: its scales are powers of two")
     check_row_width("k", k.shape[1], layout)
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
     if min_exponent is not None:

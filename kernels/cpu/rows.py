@@ -78,7 +78,7 @@ def write_row(page, row, values, rope, g, power_of_two):
     """
     start = row * g.row_bytes
     scales = g.scale_start + row * g.scale_stride
-    if g.ue8m0:
+    if g.ue8m0 or g.e4m3_scales:
         for i in range(g.quantized_dim // g.scale_tile, g.scale_bytes):
             page[scales + i] = 0
     for tile in range(g.quantized_dim // g.scale_tile):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from ...arrays.streams import relaxed_capture
-from ...layout import LAYOUTS, CacheLayout
+from ...layout import BUILT_IN, LAYOUTS, CacheLayout
 from ..self_tests import Fresh, note
 from .constants import CSRC, INCLUDE, numbers_of
 from .device import asked, assumed_capability, cached_by_capability
@@ -27,8 +27,14 @@ OPTIONS = ("-std=c++17",)
 
 
 def layouts_header() -> str:
-    """`cumla.layout` for the CUDA sources: one struct of constants per layout."""
-    return "\n".join(_layout_struct(layout) for layout in LAYOUTS.values())
+    """`cumla.layout` for the CUDA sources: one struct of constants per layout of cumla."""
+    return "\n".join(_layout_struct(layout) for layout in BUILT_IN)
+
+
+def _registered_layouts(defines: dict[str, str | int]) -> str:
+    """The structs of the registered layouts that macros name: other programs stay as they are, on disk, too."""
+    named = (LAYOUTS.get(str(value)) for value in dict.fromkeys(defines.values()))
+    return "".join(_layout_struct(layout) + "\n" for layout in named if layout is not None and layout not in BUILT_IN)
 
 
 def _layout_struct(layout: CacheLayout) -> str:
@@ -115,7 +121,8 @@ def _program(file: str, arch: str | None, defines: dict[str, str | int]) -> Prog
     assumed = assumed_capability()
     if assumed is not None:
         defines = {"ASSUMED_ARCH": 10 * assumed, **defines}
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
+    macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
+    text = _registered_layouts(defines) + macros + source(file)
     return text, options, 0 if _is_emulated() else int(cupy.cuda.Device().id)
 
 

@@ -67,8 +67,8 @@ def scale_of_tile(largest, powers_of_two, g):
 def store_scales(page, row, largest, powers_of_two, g):
     """Write the scales of token `row`. Called by all threads, as `largest` is complete."""
     scales, num_tiles = g.scale_start + row * g.scale_stride, g.quantized_dim // g.scale_tile
-    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
-        bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
+    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 or g.e4m3_scales else num_tiles, cuda.blockDim.x):
+        bits = np.int64(0)  # for spare bytes of a row of scales
         if tile < num_tiles:
             bits = float32_bits(scale_of_tile(largest[tile], powers_of_two, g))
         if g.ue8m0:

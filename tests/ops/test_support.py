@@ -9,7 +9,7 @@ import cumla
 import cumla.parallel
 import emulation
 from cumla.dispatch import backends
-from support.operations import CASES, EXAMPLES, arguments_of, operation
+from support.operations import CASES, EXAMPLES, NO_OPERATIONS, arguments_of, operation
 
 Q, CACHE, INDICES = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
 
@@ -154,7 +154,7 @@ def test_which_kernel_on_a_device():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in cumla.__all__ if inspect.isfunction(getattr(cumla, n)) and n not in ("supports", "debug")]
+    "name", [n for n in cumla.__all__ if inspect.isfunction(getattr(cumla, n)) and n not in NO_OPERATIONS]
 )
 def test_every_operation_can_be_asked_for(name):
     with pytest.raises(TypeError, match=f"got nothing, which {name} needs"):

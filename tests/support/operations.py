@@ -18,6 +18,7 @@ from cumla.self_test import Bench
 from support.lab import BF16
 
 BLOCK, BLOCKS = 4, 6
+NO_OPERATIONS = {"supports", "debug", "register_layout"}  # public functions that compute nothing
 
 
 def rows(rng, *shape):

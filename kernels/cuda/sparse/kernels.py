@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ....layout import CacheLayout
+from ....layout import BUILT_IN, CacheLayout
 from ..compile import kernel, start
 from ..constants import constant
 from ..device import Limits, capability, device_sms, has_clusters, is_hopper, limits
@@ -176,7 +176,8 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
 def fastest(device: int, layout: CacheLayout, heads: int) -> str:
     if is_hopper(device) and layout in HOPPER and (layout not in HOPPER_BF16 or heads > LEAST_BF16_HEADS):
         return "hopper"
-    return "portable" if capability(device) >= 80 and has_whole_slices(layout) else "exact"
+    portable = layout in BUILT_IN and has_whole_slices(layout)  # registered formats may have scales at any word
+    return "portable" if capability(device) >= 80 and portable else "exact"
 
 
 @functools.cache
