@@ -74,7 +74,7 @@ DSV41_COSTS = Costs(
     wave_tile=3.85, wave_block=1.575, tiles=132,
 )  # fmt: skip
 
-# By backend and format of the first cache. Measured on an H200 (docs/kernels/decode-splits.md), but for V4.1's. Other
+# By backend and format of the first cache. Measured on an H200 (docs/kernels/layer.md), but for V4.1's. Other
 # backends and layouts gather.
 COSTS = {
     ("cuda", DSV4_FP8.name): Costs(
