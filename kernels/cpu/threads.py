@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import os
 import threading
@@ -48,7 +49,7 @@ def parallel_for(count: int, nanoseconds: int, loop: Callable[..., None], *argum
             loop(first, min(first + rows, count), *arguments)
 
     with _cores.taken():
-        _Job(iter(range(0, count, rows)), work).run(threads)
+        _Job(_Items(range(0, count, rows)), work).run(threads)
 
 
 def for_each(count: int, work: Work) -> None:
@@ -62,7 +63,7 @@ def for_each(count: int, work: Work) -> None:
             work(items)
 
     with _cores.taken(), _cores.blas_on_one_thread():
-        _Job(iter(range(count)), quiet).run(min(num_cores(), count))
+        _Job(_Items(range(count)), quiet).run(min(num_cores(), count))
 
 
 @functools.cache
@@ -76,10 +77,27 @@ def num_cores() -> int:
     return int(asked)
 
 
-class _Job:
-    """Work of several threads. Each takes the next item until none is left (next() is atomic under the GIL)."""
+class _Items(Iterator[int]):
+    """Items for several threads, each item once. A range's own iterator repeats and drops items without a GIL."""
 
-    def __init__(self, items: Iterator[int], work: Work) -> None:
+    def __init__(self, items: range) -> None:
+        self._left = collections.deque(items)  # whose methods are atomic with and without a GIL
+
+    def __next__(self) -> int:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            raise StopIteration from None
+
+    def stop(self) -> None:
+        """Leave no items."""
+        self._left.clear()
+
+
+class _Job:
+    """Work of several threads. Each takes the next item until none is left."""
+
+    def __init__(self, items: _Items, work: Work) -> None:
         self._items, self._work = items, work
         self._changed = threading.Condition()
         self._helpers, self._over = 0, False
@@ -89,8 +107,8 @@ class _Job:
         """Run it on this number of threads, including this one. Afterwards none works any more, even after an error."""
         try:
             for _ in range(threads - 1):
-                try:
-                    _cores.pool().submit(self._help)
+                try:  # with the caller's context, to which self-tests assign what a thread compiles
+                    _cores.pool().submit(contextvars.copy_context().run, self._help)
                 except RuntimeError:  # no more threads can be started
                     break
             self._work(self._items)
@@ -108,20 +126,17 @@ class _Job:
             self._work(self._items)
         except BaseException as error:
             self._error = error
-            self._stop()
+            self._items.stop()
         finally:
             with self._changed:
                 self._helpers -= 1
                 self._changed.notify_all()
 
-    def _stop(self) -> None:
-        collections.deque(self._items, maxlen=0)  # no items are left
-
     def _end(self) -> None:
         interrupted = None
         while True:
             try:
-                self._stop()
+                self._items.stop()
                 with self._changed:
                     self._over = True
                     self._changed.wait_for(lambda: not self._helpers)

@@ -1,6 +1,7 @@
 """Work is distributed over the cores, and no event meanwhile makes it hang or leak a thread."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,33 @@ import pytest
 from cumla.kernels.cpu import threads
 
 CHECKOUT = Path(__file__).parent.parent.parent
+
+
+WITHOUT_A_GIL = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("threads", sys.argv[1])
+threads = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(threads)
+assert not sys._is_gil_enabled()
+threads.num_cores = lambda: 8
+for _ in range(100):
+    done = []
+    threads.for_each(20_000, lambda items: done.append(list(items)))
+    assert sorted(sum(done, [])) == list(range(20_000))
+"""
+
+
+def without_a_gil():
+    """The command of a Python without a GIL that has what threads.py imports, if there is one."""
+    for name in ("python3.14t", "python3.13t"):
+        found = shutil.which(name)
+        probe = [found, "-c", "import sys, numpy, threadpoolctl; sys.exit(sys._is_gil_enabled())"]
+        if found and subprocess.run(probe, capture_output=True).returncode == 0:
+            return [found, "-"]
+    return []
+
+
+FREE_THREADED = without_a_gil()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +96,20 @@ def test_a_failure_comes_when_all_have_stopped(who):
     threads.for_each(3, lambda items: left.extend(items))  # works as before
 
 
+def test_no_thread_shares_an_iterator_of_pythons():
+    """Which repeats items, and leaves some out, in a Python without a GIL (this one has one)."""
+    kinds = set()
+    threads.for_each(3, lambda items: kinds.add(type(items)))
+    threads.parallel_for(3, threads.LONGEST_PIECE, lambda *_: None)
+    assert kinds == {threads._Items}
+
+
+@pytest.mark.skipif(not FREE_THREADED, reason="needs a Python without a GIL, with NumPy and threadpoolctl")
+def test_each_item_is_done_once_without_a_gil():
+    done = subprocess.run([*FREE_THREADED, threads.__file__], input=WITHOUT_A_GIL, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_within_a_call_of_the_same_thread():
     with pytest.raises(RuntimeError, match="during another call of the same thread"):
         threads.for_each(1, lambda items: threads.for_each(1, lambda items: None))
@@ -78,7 +120,7 @@ def test_without_more_threads(monkeypatch):
     """Where no thread can be started, the calling thread does all work."""
 
     class NoThreads:
-        def submit(self, work):
+        def submit(self, *work):
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threads._cores, "_pool", NoThreads())
