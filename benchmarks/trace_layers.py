@@ -61,10 +61,10 @@ class Place:
         xp = backends.array_module(backend)
         if xp is np:
             return cls(backend, "numpy")
-        try:
-            import torch
-        except ImportError:
+        if not backends.is_installed("torch"):
             return cls(backend, "cupy")
+        import torch
+
         return cls(backend, "torch" if torch.cuda.is_available() else "cupy")
 
     @functools.cached_property

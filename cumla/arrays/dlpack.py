@@ -55,15 +55,20 @@ def framework_of(array: Any) -> str:
     return kind
 
 
+def array_type(framework: str) -> type | None:
+    """The class of a framework's arrays. None if it is not imported: a module of its name may be another package, such
+    as a folder without code or a stand-in for tests, or the framework itself while it is being imported."""
+    found = getattr(sys.modules.get(framework), "__dict__", {}).get(_ARRAY_TYPES[framework])
+    return found if isinstance(found, type) else None
+
+
+_ARRAY_TYPES = {"numpy": "ndarray", "cupy": "ndarray", "torch": "Tensor", "jax": "Array"}
+
+
 def _identify(array: Any) -> str:
-    for root, attribute, kind in (
-        ("numpy", "ndarray", "numpy"),
-        ("cupy", "ndarray", "cupy"),
-        ("torch", "Tensor", "torch"),
-        ("jax", "Array", "jax"),
-    ):
-        module = sys.modules.get(root)
-        if module is not None and isinstance(array, getattr(module, attribute)):
+    for kind in _ARRAY_TYPES:
+        arrays = array_type(kind)
+        if arrays is not None and isinstance(array, arrays):
             if kind == "jax" and "Tracer" in type(array).__name__:
                 raise TypeError("got a JAX tracer, expected an array with memory: inside jax.jit use cumla.interop.jax")
             return kind
@@ -292,8 +297,14 @@ class _UntilDone:
         waiting = self._waiting
         with _cupy().cuda.Device(self._device), streams.relaxed_capture():
             waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
-            while waiting and waiting[0][0].done:
-                waiting.popleft()
+            while waiting:
+                try:  # taken out before it is asked: another thread does the same
+                    entry = waiting.popleft()
+                except IndexError:
+                    return
+                if not entry[0].done:
+                    waiting.appendleft(entry)
+                    return
 
 
 def _recorded(stream: Any) -> Any:
@@ -350,11 +361,14 @@ def _device_of_pointer(pointer: int) -> int:
 def _cupy() -> Any:
     try:
         import cupy
+
+        if hasattr(cupy, "ndarray"):  # else another package of that name
+            return cupy
     except ImportError:
-        raise NoCuPyError(
-            "got an array in CUDA memory, which needs CuPy: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x)"
-        ) from None
-    return cupy
+        pass
+    raise NoCuPyError(
+        "got an array in CUDA memory, which needs CuPy: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x)"
+    )
 
 
 def give(native: Any, framework: str) -> Any:

@@ -125,6 +125,13 @@ def is_capturing(handle: int | None = None) -> bool:
     return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr if handle is None else handle))
 
 
+def is_any_capturing() -> bool:
+    """Whether a CUDA graph is being captured on torch's or on CuPy's current stream."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    torch_captures = getattr(cuda, "is_current_stream_capturing", None)  # none while torch is being imported
+    return (torch_captures is not None and cuda.is_available() and bool(torch_captures())) or is_capturing()
+
+
 def capture_id(handle: int | None = None) -> int:
     """The id of the CUDA graph that is being captured on a stream, 0 if none is; None: CuPy's current stream."""
     if handle is None:

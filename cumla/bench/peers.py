@@ -10,11 +10,12 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from ..dispatch import backends
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 VLLM_OPERATIONS = "vllm._C", "vllm._C_stable_libtorch"  # importing one registers operations of torch
@@ -56,10 +57,7 @@ Call = Callable[[], Any]
 
 def has_peer(name: str) -> bool:
     """Whether a module can be found; that it loads is another matter (`module`)."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+    return backends.is_installed(name)
 
 
 @functools.cache

@@ -41,20 +41,34 @@ DEFAULT_ON_HOST = "cpu"
 DEFAULT_ON_DEVICE = "cuda"
 
 
-@functools.cache
 def unavailable(name: str) -> str | None:
-    """Why backend `name` cannot run here, or None if it can."""
+    """Why backend `name` cannot run here, or None if it can: asked again until it can."""
+    if name not in _usable:
+        reason = _lacks(name)
+        if reason is not None:
+            return reason
+        _usable.add(name)
+    return None
+
+
+_usable: set[str] = set()  # backends
+
+
+def _lacks(name: str) -> str | None:
     backend = BACKENDS[name]
     on_device = takes_device_arrays(name)
     for module in backend.needs:
-        if (on_device or module != "cupy") and not _importable(module):
+        if (on_device or module != "cupy") and not is_installed(module):
             return f"{module.partition('.')[0]} is not installed: {backend.install}"
     if not on_device:
         return None
-    cupy = importlib.import_module("cupy")
     try:
-        return None if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        runtime = importlib.import_module("cupy").cuda.runtime
+    except (ImportError, AttributeError) as error:  # another package of that name, or libraries that it lacks
+        return f"CuPy cannot be imported ({error}): {backend.install}"
+    try:
+        return None if runtime.getDeviceCount() else "no CUDA device"
+    except runtime.CUDARuntimeError as error:
         return f"no CUDA device can be used ({error})"
 
 
@@ -121,13 +135,15 @@ def kernels(name: str, file: str) -> ModuleType:
 
 def simulated() -> bool:
     """Whether Numba's CUDA simulator is on."""
-    if not _importable("numba.cuda"):
+    if not is_installed("numba.cuda"):
         return False
     return bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
 
 
-def _importable(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module can be found. Not a folder of that name without code, nor a stand-in among the imported ones."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+        spec = importlib.util.find_spec(module)
+    except (ModuleNotFoundError, ValueError):  # no parent, or a module without a specification
         return False
+    return spec is not None and spec.origin is not None

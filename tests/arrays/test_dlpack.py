@@ -4,7 +4,9 @@ import ctypes
 import gc
 import pathlib
 import sys
+import types
 import weakref
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -361,6 +363,52 @@ def test_float8_caches_of_any_framework_are_taken_as_their_bytes():
 
 def test_cuda_memory_without_cupy_names_the_argument(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # which cannot be imported then
+    array = InDeviceMemory(shape=(2, 4), typestr="<i4", data=(4096, False), version=3)
+    with pytest.raises(ValueError, match=r"^indices: got an array in CUDA memory, which needs CuPy: pip install"):
+        cumla.sparse_mla_prefill(np.ones((2, 1, 512), BF16), np.ones((3, 512), BF16), array)
+
+
+class NoArrayType(types.ModuleType):
+    """A module whose names exist and are no classes."""
+
+    def __init__(self):
+        super().__init__("stand-in")
+        self.ndarray = self.Tensor = self.Array = 3
+
+
+class LazyModule(types.ModuleType):
+    """A module that is imported when an attribute is asked for, which fails."""
+
+    def __getattr__(self, name):
+        raise ImportError(f"{name}: a library is missing")
+
+
+STAND_INS = {
+    "an empty module": lambda: types.ModuleType("stand-in"), "none": lambda: None, "no module": object,
+    "a mock": mock.MagicMock, "no classes": NoArrayType, "lazy": lambda: LazyModule("lazy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch", "jax"])
+@pytest.mark.parametrize("stand_in", STAND_INS)
+def test_modules_of_a_frameworks_name_that_are_not_the_framework(name, stand_in, monkeypatch):
+    """Or not yet: another thread may be importing it."""
+
+    class NewType(Foreign):  # a type that no call has seen yet
+        pass
+
+    q, kv, indices = np.ones((1, 1, 512), BF16), np.ones((3, 512), BF16), np.array([[0, 2]], np.int32)
+    want = cumla.sparse_mla_prefill(q, kv, indices)
+    monkeypatch.setitem(sys.modules, name, STAND_INS[stand_in]())
+    got = cumla.sparse_mla_prefill(q, kv, NewType(indices))
+    monkeypatch.undo()
+    for array, wanted in zip(got, want, strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+@pytest.mark.parametrize("stand_in", ["an empty module", "lazy"])
+def test_cuda_memory_with_another_package_named_cupy(stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", STAND_INS[stand_in]())
     array = InDeviceMemory(shape=(2, 4), typestr="<i4", data=(4096, False), version=3)
     with pytest.raises(ValueError, match=r"^indices: got an array in CUDA memory, which needs CuPy: pip install"):
         cumla.sparse_mla_prefill(np.ones((2, 1, 512), BF16), np.ones((3, 512), BF16), array)

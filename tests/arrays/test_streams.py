@@ -460,3 +460,33 @@ def test_allocation_in_a_capture_names_what_is_missing(framework, rng):
             cumla.compute_global_topk_indices_and_lens(*given)
     finally:
         stream.end_capture()
+
+
+class QueriedMeanwhile:
+    """An event that is done, and is asked for while another thread releases memory, too."""
+
+    def __init__(self, release):
+        self._release = release
+
+    @property
+    def done(self):
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+        return True
+
+
+class NotDone:
+    done = False
+
+
+@pytest.mark.usefixtures("emulated")
+def test_memory_in_use_is_kept_where_two_threads_release_some():
+    waiting, used = dlpack._UntilDone._waiting, (NotDone(), "memory in use")
+
+    def release():
+        dlpack._UntilDone("other memory", 0, 0)  # is over at once
+
+    waiting.extend([(QueriedMeanwhile(release), "memory"), used])
+    release()
+    assert used in waiting

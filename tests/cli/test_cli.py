@@ -286,8 +286,8 @@ def test_info_of_a_capability(capsys):
 
 
 def test_info_says_how_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
-    monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
+    monkeypatch.setattr("cumla.dispatch.backends.is_installed", lambda module: module not in ("cupy", "numba.cuda"))
+    monkeypatch.setattr("cumla.dispatch.backends._usable", set())
     assert main(["info"]) == 0
     assert "pip install 'cupy-cuda13x[ctk]'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 

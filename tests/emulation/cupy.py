@@ -36,7 +36,8 @@ def devices():
         for name, module in list(sys.modules.items()):
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at import, possibly to the real one
                 stack.enter_context(mock.patch.object(module, "cupy", CUPY))
-        for cache in (backends.unavailable, streams.of_handle, projection.workspace, projection.cublas_library):
+        stack.enter_context(mock.patch.object(backends, "_usable", set()))
+        for cache in (streams.of_handle, projection.workspace, projection.cublas_library):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(queues.forget_everything)
@@ -193,7 +194,7 @@ def from_dlpack(array):
 
 def make_module():
     cupy = types.ModuleType("cupy")
-    cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+    cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None, origin="tests/emulation/cupy.py")
     for name in NUMPY_FUNCTIONS:
         setattr(cupy, name, on_device(getattr(np, name)))
     cupy.ndarray, cupy.RawModule, cupy.from_dlpack = Array, RawModule, from_dlpack

@@ -1,0 +1,55 @@
+"""Which backends can run here, whatever else is named like the packages that they need."""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from cumla.__main__ import main
+from cumla.dispatch import backends
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch):
+    monkeypatch.setattr(backends, "_usable", set())
+
+
+def module(name, **contents):
+    made = types.ModuleType(name)
+    made.__spec__ = types.SimpleNamespace(origin=f"{name}.py")
+    vars(made).update(contents)
+    return made
+
+
+def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
+    """`python -m cumla info` beside a checkout of CuPy."""
+    (tmp_path / "a_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not backends.is_installed("a_package")
+    (tmp_path / "a_package" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert backends.is_installed("a_package")
+
+
+@pytest.mark.parametrize("stand_in", [types.ModuleType("cupy"), module("cupy"), None])
+def test_a_stand_in_for_cupy(stand_in, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", stand_in)
+    assert "pip install 'cupy" in backends.unavailable("cuda")
+    assert main(["info"]) == 0
+    assert "no CUDA device that CuPy can use" in capsys.readouterr().out
+
+
+def test_an_error_of_the_driver_is_not_remembered(monkeypatch):
+    """It may be out of memory, or the device be in use, just then."""
+    errors = [RuntimeError("out of memory")]
+
+    def count():
+        if errors:
+            raise errors.pop()
+        return 1
+
+    runtime = types.SimpleNamespace(getDeviceCount=count, CUDARuntimeError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "cupy", module("cupy", cuda=types.SimpleNamespace(runtime=runtime)))
+    assert backends.unavailable("cuda") == "no CUDA device can be used (out of memory)"
+    assert backends.unavailable("cuda") is None
