@@ -102,9 +102,17 @@ def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], al
     return call
 
 
-@functools.cache
 def register() -> None:
-    """Register the handler with XLA."""
+    """Register the handler with XLA, which takes one: threads may trace their first programs at the same time."""
+    with _registering:
+        _register()
+
+
+_registering = threading.Lock()
+
+
+@functools.cache
+def _register() -> None:
     driver = ctypes.CDLL("libcuda.so.1")
     handler = make_handler(
         TABLE.words.ctypes.data, address_of(driver.cuLaunchKernelEx), address_of(driver.cuCtxGetCurrent), in_python()

@@ -7,11 +7,16 @@ and the result is a file beside the compiled code: a process that finds it neith
 
 import collections
 import contextlib
+import contextvars
+import logging
 import os
+import threading
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+log = logging.getLogger(__name__)
 VARIABLE = "CUMLA_TEST_KERNELS"  # "0": no self-tests
 RIGHT, NOT_REACHED, WRONG = "right", "not reached", "wrong"
 KEPT = "kept"  # by an earlier process, in which it passed or its test was not reached
@@ -42,34 +47,96 @@ class Fresh(NamedTuple):
     kernel: Any = None
 
 
-UNTESTED: list[Fresh] = []
-FAILED: dict[str, str] = {}  # operations whose self-test failed here, and the message: their code stays loaded
+class RunningCall(NamedTuple):
+    """A call of a public operation.
+
+    op       its name
+    fresh    what was compiled or loaded for it without a result so far
+    is_test  whether it is part of a self-test
+    """
+
+    op: str
+    fresh: list[Fresh]
+    is_test: bool = False
+
+
+# The call of this thread; worker threads take it over. A kernel is tested by the call that it was compiled for: another
+# call, of any thread, need not launch it.
+RUNNING: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar("running call", default=None)
+# The message by operation and backend whose self-test gave a wrong result in this process, where the code stays loaded.
+FAILED: dict[tuple[str, str], str] = {}
 RESULTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each result
+_counting = threading.Lock()
+_announced: dict[str, object] = {}  # operations that compiled in this process
+
+
+def _begin_in_child() -> None:
+    """A fork may find the lock held by a thread that the child lacks."""
+    global _counting
+    _counting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def note(fresh: Fresh) -> None:
     """Record what was compiled or loaded. Raises MiscompiledError for code that is known to be wrong."""
     if os.environ.get(VARIABLE) == "0":
         return
-    if fresh.result_file is not None:
-        with contextlib.suppress(OSError):
-            result = fresh.result_file.read_text()
-            if result.startswith(WRONG):
-                raise MiscompiledError(result.partition(": ")[2])
-            RESULTS[KEPT] += 1
-            return
-    UNTESTED.append(fresh)
+    result = None if fresh.result_file is None else read_result(fresh.result_file)
+    if result is not None:
+        if result.startswith(WRONG):
+            raise MiscompiledError(result.partition(": ")[2])
+        _count(KEPT)
+        return
+    running = RUNNING.get()
+    if running is not None:
+        running.fresh.append(fresh)
+
+
+def read_result(path: Path) -> str | None:
+    """A self-test result. None, with a warning if the file is damaged, where there is none: the kernel is tested."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError:
+        return None
+    except UnicodeDecodeError:
+        text = ""
+    # The end of a message shows that it is whole.
+    if text in (RIGHT, NOT_REACHED) or (text.startswith(f"{WRONG}: ") and text.endswith("\n")):
+        return text.strip()
+    warnings.warn(f"{path} is damaged: the kernel is tested again", RuntimeWarning, stacklevel=2)
+    return None
 
 
 def conclude(fresh: Fresh, result: str) -> None:
     """Write a self-test result, if there is a file for it: the whole file or none."""
-    RESULTS[result.partition(":")[0]] += 1
+    _count(result.partition(":")[0])
     if fresh.result_file is None:
         return
     temporary = fresh.result_file.with_name(f"{fresh.result_file.name}.{uuid.uuid4().hex}")
     try:
-        temporary.write_text(result)
+        temporary.write_text(f"{result}\n" if result.startswith(WRONG) else result)
         temporary.replace(fresh.result_file)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _count(what: str) -> None:
+    with _counting:
+        RESULTS[what] += 1
+
+
+def check_not_failed(backend: str) -> None:
+    """Raise MiscompiledError where a kernel of the running operation gave a wrong result on this backend."""
+    running = RUNNING.get()
+    if running is not None and (running.op, backend) in FAILED:
+        raise MiscompiledError(FAILED[running.op, backend])
+
+
+def announce_compilation() -> None:
+    """Log that the running operation compiles kernels, which takes seconds: once a process and operation."""
+    running, mine = RUNNING.get(), object()
+    if running is not None and _announced.setdefault(running.op, mine) is mine:
+        log.info("%s: a first call compiles its kernels (`cumla warmup` does so ahead of time)", running.op)

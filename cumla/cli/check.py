@@ -39,7 +39,7 @@ def run(console: Console, backend: str | None, seed: int) -> int:
             if not console.is_terminal and time.perf_counter() - said > 5:
                 said = time.perf_counter()
                 print(f"{number} of {len(CASES)} cases checked", file=sys.stderr)
-            outcomes = [check_case(case, name, seed, case.heads) for name in names]
+            outcomes = [outcome_of(case, name, seed) for name in names]
             failed += sum(not outcome.passed for outcome in outcomes)
             notes += [
                 f"{name}: {case.op} {case.variant}: {outcome.note}"
@@ -61,6 +61,17 @@ def run(console: Console, backend: str | None, seed: int) -> int:
     else:
         console.print(f"[green]all within bounds[/green] on {', '.join(names)}")
     return 1 if failed else 0
+
+
+def outcome_of(case: Case, backend: str, seed: int) -> Outcome:
+    """The outcome of a case; an error of the backend is one, too. A lack of memory is not: it is raised."""
+    try:
+        return check_case(case, backend, seed, case.heads)
+    except MemoryError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
 
 
 def _table(names: Sequence[str], found: Sequence[tuple[Case, Sequence[Outcome]]], whole: bool) -> Table:

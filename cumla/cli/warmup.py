@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ..dispatch import backends
+from ..dispatch.self_test import run_pending
 from ..errors import RunError
 from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, VARIABLE, MiscompiledError
 from ..layers.prefill_path import PATHS
@@ -68,6 +69,7 @@ def tasks(
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
+    yield "self-tests of kernels that only self-tests called", run_pending
 
 
 def v41_options(model: Model, backend: str) -> ReplayOptions:

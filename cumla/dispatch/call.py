@@ -24,6 +24,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..arrays.memory import coincide, extent, share_elements
+from ..kernels.self_tests import FAILED, check_not_failed
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from . import debug, dry_run
@@ -292,11 +293,15 @@ class Call:
         """A context manager for the chosen backend's `file` of kernels, on the caller's stream; on the host without
         warnings of floating-point errors.
 
-        Entering it raises ValueError if a written array shares elements with another one.
+        Raises MiscompiledError where a self-test of the operation gave a wrong result on that backend. Entering the
+        context raises ValueError if a written array shares elements with another one.
         """
         if self._dry_run is not None:
             return Launching(self, self._dry_run.kernels(self._backend, file), streams.NOTHING)
-        module = kernels(choose(self._backend, self._device >= 0), file)
+        backend = choose(self._backend, self._device >= 0)
+        if FAILED:
+            check_not_failed(backend)
+        module = kernels(backend, file)
         if self._device < 0:  # NumPy would warn of infinities and NaN, which are results like others
             return Launching(self, module, np.errstate(all="ignore"))
         return Launching(self, module, streams.on(self._device, self._stream))

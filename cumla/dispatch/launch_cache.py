@@ -25,11 +25,11 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
-from ..kernels.self_tests import FAILED, UNTESTED
 from ..kernels.types.plan import DecodePlan
 from ..layout import CacheLayout
-from . import debug, self_test
+from . import debug
 from .relocation import relocate
+from .self_test import tested
 from .values import plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -110,18 +110,17 @@ class KnownCall(NamedTuple):
 def launch_cached(function: F) -> F:
     """Cache the calls of a public function whose only work on a device is to launch kernels."""
     function = plain_integers(function)
+    op = function.__name__
     known: dict[Any, tuple[KnownCall | None, ...]] = {}  # calls of a key differ in which arrays share memory
 
-    def in_full(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        result = function(*arguments, **keywords)
-        if UNTESTED or FAILED:
-            self_test.run_self_test(function.__name__, arguments, keywords)
-        return result
+    def recorded(*arguments: Any, **keywords: Any) -> tuple[Any, list[Launch], UsedArrays]:
+        with recorded_launches() as launches, recorded_arrays() as used:
+            return function(*arguments, **keywords), launches, used
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if debug.active and debug.is_on():
-            return in_full(arguments, keywords)
+            return tested(function, op, arguments, keywords)
         arrays: list[Any] = []
         addresses: list[int] = []
         key_parts: list[Any] = []
@@ -131,25 +130,22 @@ def launch_cached(function: F) -> F:
             key_parts.append(name)
             key_parts.append(KEY_FUNCTIONS[x.__class__](x, arrays, addresses))
         if UNKNOWN in key_parts or not arrays or keywords.get("stream") is not None or are_recorded():
-            return in_full(arguments, keywords)
+            return tested(function, op, arguments, keywords)
         if keywords.get("plan") is not None and is_captured(arrays[0]):  # a captured call makes its own plan
-            return in_full(arguments, keywords)
+            return tested(function, op, arguments, keywords)
         key = tuple(key_parts)
         calls = known.get(key, ())
         for before in calls:
             if before is None or (before.outputs and before.is_captured()):
-                return in_full(arguments, keywords)
+                return tested(function, op, arguments, keywords)
             if before.fits(addresses):
                 return before.again(arrays, addresses)
         if not calls and len(known) >= MOST_KNOWN:
             known.clear()
-        with recorded_launches() as launches, recorded_arrays() as used:
-            result = function(*arguments, **keywords)
-        if UNTESTED or FAILED:
-            self_test.run_self_test(function.__name__, arguments, keywords)
+        result, launches, used = tested(recorded, op, arguments, keywords)
         if not debug.is_unchecked():  # unchecked calls may share memory where others must not
             known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
-        log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])
+        log.debug("%s: launches %s", op, [launch.kernel.raw.name for launch in launches])
         return result
 
     return cast(F, call)
@@ -233,11 +229,10 @@ class _KeyFunctions(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
     """The key function for each argument type; types of libraries are added on first use."""
 
     def __missing__(self, kind: type) -> Callable[[Any, list[Any], list[int]], Any]:
-        cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
         key_function = _no_key
-        if cupy is not None and kind is cupy.ndarray:
+        if kind is dlpack.array_type("cupy"):
             key_function = _key_of_cupy
-        elif torch is not None and kind is torch.Tensor:
+        elif kind is dlpack.array_type("torch"):
             key_function = _key_of_torch
         elif issubclass(kind, np.integer):
             key_function = _key_of_integer

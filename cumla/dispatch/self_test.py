@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..arrays import streams
-from ..kernels.self_tests import FAILED, NOT_REACHED, RIGHT, UNTESTED, WRONG, Fresh, MiscompiledError, conclude
+from ..kernels.self_tests import (
+    FAILED,
+    NOT_REACHED,
+    RIGHT,
+    RUNNING,
+    WRONG,
+    Fresh,
+    MiscompiledError,
+    RunningCall,
+    conclude,
+)
 from ..layout import LAYOUTS, CacheLayout, layouts_of
 from . import debug
 
@@ -34,62 +43,114 @@ def test_with(self_test: Callable[[], SelfTest]) -> None:
     _self_tests[:] = [self_test]
 
 
-class _Thread(threading.local):
-    busy = False
+class Test(NamedTuple):
+    """The self-test of what was compiled for a call.
 
-
-_thread = _Thread()
-
-
-def run_self_test(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Test the kernels compiled for the call of an operation that was just made.
-
-    They are not tested while a CUDA graph is captured, as the test waits for the device: another process tests them.
-    Raises MiscompiledError for a wrong result.
+    fresh  the kernels
+    cases  of the operation, for the call's cache formats and keywords
+    heads  query heads of the cases
     """
-    if _thread.busy:
-        return
-    if op in FAILED:
-        raise MiscompiledError(FAILED[op])
-    fresh = UNTESTED.copy()
-    del UNTESTED[: len(fresh)]
-    if any(x.backend == "cuda" for x in fresh) and _is_capturing():
-        return
-    _thread.busy = True
+
+    op: str
+    fresh: list[Fresh]
+    cases: Sequence[Any]
+    heads: int
+
+
+# Tests to run, by operation. The call that compiled the kernels runs them; the next call of the operation does, if that
+# call or the test raised an error, or if the kernels were compiled within a capture or another test.
+PENDING: dict[str, collections.deque[Test]] = {}
+
+
+def tested(function: Callable[..., Any], op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """The result of a public function, once the kernels that were compiled for the call are tested.
+
+    They are not tested while a CUDA graph is captured, as the test waits for the device. Raises MiscompiledError for a
+    wrong result. Any other error within a test, such as a lack of memory or an exception of a signal handler, says
+    nothing about the kernels: it is raised as it is, and the next call tests again.
+    """
+    running = RUNNING.get()
+    in_test = running is not None and running.is_test
+    fresh: list[Fresh] = []
+    token = RUNNING.set(RunningCall(op, fresh, in_test))
     try:
-        for backend in dict.fromkeys(x.backend for x in fresh):
-            some = [x for x in fresh if x.backend == backend]
-            cases = _cases(op, _layouts([*arguments, *keywords.values()], some), _given(keywords))
-            with debug.unchecked():
-                _run_self_test(op, some, cases, _heads(arguments, keywords))
+        result = function(*arguments, **keywords)
     finally:
-        _thread.busy = False
+        RUNNING.reset(token)
+        if fresh:
+            cases = _cases(op, _layouts([*arguments, *keywords.values()], fresh), _given(keywords))
+            test = Test(op, fresh, cases, _heads(arguments, keywords))
+            PENDING.setdefault(op, collections.deque()).append(test)
+    pending = PENDING.get(op)
+    if pending and not in_test:
+        _run(pending)
+    return result
 
 
-def _run_self_test(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) -> None:
-    backend = fresh[0].backend
-    launched: set[int] = set()
-    for case in cases:
+def run_pending() -> None:
+    """Run the tests of all operations, outside of captures: for warm-up, after which no call follows. Raises as
+    `tested`."""
+    while any(PENDING.values()):
+        for pending in list(PENDING.values()):
+            _run(pending)
+
+
+def _run(pending: collections.deque[Test]) -> None:
+    for _ in range(len(pending)):
+        try:
+            test = pending.popleft()
+        except IndexError:  # also where another thread took it
+            return
+        try:
+            if any(x.backend == "cuda" for x in test.fresh) and streams.is_any_capturing():
+                pending.appendleft(test)
+                return
+            _run_test(test)
+        except MiscompiledError:
+            raise
+        except BaseException as error:
+            pending.appendleft(test)
+            if isinstance(error, Exception):
+                names = ", ".join(dict.fromkeys(x.what for x in test.fresh))
+                error.add_note(f"raised by the self-test of {test.op} ({names}), which its next call repeats")
+            raise
+
+
+def _run_test(test: Test) -> None:
+    token = RUNNING.set(RunningCall(test.op, [], is_test=True))
+    try:
+        with debug.unchecked():
+            for backend in dict.fromkeys(x.backend for x in test.fresh):
+                _run_cases(test, backend)
+    finally:
+        RUNNING.reset(token)
+
+
+def _run_cases(test: Test, backend: str) -> None:
+    """Run the cases on a backend, and write the result of each of its kernels."""
+    op, launched = test.op, set[int]()
+    for case in test.cases:
         with _launches(backend) as launches:
-            outcome = _self_tests[0]().check_case(case, backend, 0, heads)
+            outcome = _self_tests[0]().check_case(case, backend, 0, test.heads)
         launched |= {id(launch.kernel) for launch in launches}
         if outcome.passed:
             continue
-        suspects = [x for x in fresh if x.kernel is None or id(x.kernel) in launched] or list(fresh)
+        fresh = [x for x in test.fresh if x.backend == backend]
+        suspects = [x for x in fresh if x.kernel is None or id(x.kernel) in launched] or fresh
         where = f"{op} ({case.variant})" if case.variant else op
-        what = f"is off by {outcome.error:.3g}" if outcome.error is not None else f"fails with {outcome.note}"
         message = (
-            f"{where}: a small case {what} on backend {backend!r}; compiled by {suspects[0].compiler}: "
-            f"{', '.join(dict.fromkeys(x.what for x in suspects))}. {suspects[0].remedy}"
+            f"{where}: a small case is off by {outcome.error:.3g} on backend {backend!r}; compiled by "
+            f"{suspects[0].compiler}: {', '.join(dict.fromkeys(x.what for x in suspects))}. {suspects[0].remedy}"
         )
-        for x in suspects if outcome.error is not None else ():
+        for x in suspects:
             conclude(x, f"{WRONG}: {message}")
-        FAILED[op] = message
+        FAILED[op, backend] = message
         raise MiscompiledError(message)
-    for x in fresh:
-        reached = bool(cases) and (x.kernel is None or id(x.kernel) in launched)
-        conclude(x, RIGHT if reached else NOT_REACHED)
-        log.debug("%s: %s", x.what, RIGHT if reached else NOT_REACHED)
+    for x in test.fresh:
+        if x.backend == backend:
+            reached = bool(test.cases) and (x.kernel is None or id(x.kernel) in launched)
+            conclude(x, RIGHT if reached else NOT_REACHED)
+            log.debug("%s: %s", x.what, RIGHT if reached else NOT_REACHED)
 
 
 def _cases(op: str, layouts: set[str], given: set[str]) -> list[Any]:
@@ -108,12 +169,12 @@ def _layouts(values: Sequence[Any], fresh: Sequence[Fresh]) -> set[str]:
     """Names of the cache formats of a call."""
     found = {x.layout for x in fresh if x.layout}
     for value in values:
-        shape: tuple[int, ...] = getattr(value, "shape", ())
+        shape = getattr(value, "shape", ())
         if isinstance(value, CacheLayout):
             found.add(value.name)
         elif isinstance(value, str):
             found |= {value} & LAYOUTS.keys()
-        elif len(shape) in (3, 4) and str(getattr(value, "dtype", "")).endswith("uint8"):
+        elif isinstance(shape, tuple) and len(shape) in (3, 4) and str(getattr(value, "dtype", "")).endswith("uint8"):
             known = layouts_of(int(shape[-1]))
             found |= {layout.name for layout in known if len(known) == 1}  # else the call names it
     return found
@@ -132,10 +193,3 @@ def _launches(backend: str) -> contextlib.AbstractContextManager[list[Any]]:
     from ..kernels.cuda.launch import recorded_launches
 
     return recorded_launches()
-
-
-def _is_capturing() -> bool:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True
-    return streams.is_capturing()

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ...arrays.streams import relaxed_capture
 from ...layout import BUILT_IN, LAYOUTS, CacheLayout
-from ..self_tests import Fresh, note
+from ..self_tests import Fresh, announce_compilation, note
 from .constants import CSRC, INCLUDE, numbers_of
 from .device import asked, assumed_capability, cached_by_capability
 from .launch import Kernel, packing, parameters, recorded_launches
@@ -195,34 +195,49 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
         return cast(Kernel, _NotLaunched())
     program = _program(file, arch, defines)
     text, options, _ = program
+    result_file = None if _is_emulated() else _result_file(text, options)
+    if result_file is None or not result_file.exists():
+        announce_compilation()
     before = time.perf_counter()
     with relaxed_capture():  # otherwise no code could be loaded while this thread captures a graph
         raw = _module(program).get_function(name)
     log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - before)
     made = Kernel(raw, packing(text, name, defines), parameters(text, name))
-    _note(made, name, file, text, options, defines)
+    if not _is_emulated():
+        _note(made, name, file, defines, result_file)
     return made
 
 
-def _note(
-    made: Kernel, name: str, file: str, text: str, options: tuple[str, ...], defines: dict[str, str | int]
-) -> None:
-    """Queue the kernel's self-test, unless a result exists for this text, compiler and kind of device."""
+def _result_file(text: str, options: tuple[str, ...]) -> pathlib.Path | None:
+    """The file of the self-test's result for this text, compiler and kind of device, beside CuPy's compiled code."""
     import cupy
 
-    if _is_emulated():
-        return
-    version = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
-    arch = int(cupy.cuda.Device().compute_capability)
-    identity = repr((text, options, version, arch, cupy.__version__))
-    place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))  # CuPy's own
-    result_file = (
-        place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
-    )
+    identity = repr((text, options, nvrtc_version(), _arch(), cupy.__version__))
+    # CuPy's own folder. It takes a relative path, too, but a result from the current directory may be anyone's.
+    place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    if not place.is_absolute() or not place.is_dir():
+        return None
+    return place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict"
+
+
+def nvrtc_version() -> str:
+    import cupy
+
+    return ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
+
+
+def _arch() -> int:
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
+
+
+def _note(made: Kernel, name: str, file: str, defines: dict[str, str | int], result_file: pathlib.Path | None) -> None:
+    """Queue the kernel's self-test, unless there is a result."""
     remedy = (
         "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "
         "again; until then backend='numba_cuda' goes another way"
     )
     what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())
-    layout = str(defines.get("LAYOUT", ""))
-    note(Fresh(what, "cuda", f"NVRTC {version} for compute capability {arch / 10}", remedy, result_file, layout, made))
+    compiler = f"NVRTC {nvrtc_version()} for compute capability {_arch() / 10}"
+    note(Fresh(what, "cuda", compiler, remedy, result_file, str(defines.get("LAYOUT", "")), made))

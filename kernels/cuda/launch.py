@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import re
 import struct
 import threading
@@ -100,7 +99,6 @@ class Kernel:
         self._array = cupy.ndarray
         self._device = cupy.cuda.runtime.getDevice
         self._stream = cupy.cuda.get_current_stream
-        self._thread = _threads()
         self._functions: dict[int, int] = {}  # handles by device
         self._most_shared = 0
 
@@ -116,7 +114,7 @@ class Kernel:
         array = self._array
         packed_arguments = [x.data.ptr if x.__class__ is array else x for x in arguments]
         grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
-        recorded_launches = self._thread.recorded_launches
+        recorded_launches = _thread.recorded_launches
         if recorded_launches is not None:
             recorded_launches.append(Launch(self, grid, block, shared_mem, overlap, packed_arguments))
         self._launch(grid, block, shared_mem, overlap, packed_arguments, self._stream().ptr)
@@ -140,7 +138,7 @@ class Kernel:
         function = self._functions.get(device) or self.handle(device)
         overlap = overlap and capability(device) >= 90
         packing = self._packing
-        launch_kernel, memory, config, attribute, extra = self._thread.memory
+        launch_kernel, memory, config, attribute, extra = _thread.memory or _prepare_thread()
         HEAD.pack_into(memory, 0, *grid, *block, shared_bytes, stream, attribute, overlap, packing.size)
         packing.pack_into(memory, ARGUMENTS_AT, *packed_arguments)
         status = launch_kernel(config, function, None, extra)
@@ -259,46 +257,48 @@ def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) ->
 class _Thread(threading.local):
     """State of one thread.
 
-    memory   its _LaunchMemory, as other threads may launch while the driver reads it, and addresses in there
+    memory   its _LaunchMemory, as other threads may launch while the driver reads it, and addresses in there; None
+             before its first launch
     recorded_launches  the launches since `recorded_launches` began
     """
 
-    def __init__(self) -> None:
-        import cupy
-
-        cupy.cuda.Device().use()  # a thread that has not called the runtime yet has no context
-        launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-        launch_kernel.argtypes = (ctypes.c_void_p,) * 4
-        memory = _LaunchMemory(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
-        address = ctypes.addressof(memory)
-        memory.extra[:] = (
-            BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _LaunchMemory.argument_bytes.offset, None,
-        )  # fmt: skip
-        attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
-        self.memory = launch_kernel, memory, address, attribute, extra
-        self.recorded_launches: list[Launch] | None = None
+    memory: tuple[Any, _LaunchMemory, int, int, int] | None = None
+    recorded_launches: list[Launch] | None = None
 
 
-@functools.cache
-def _threads() -> _Thread:
-    return _Thread()
+_thread = _Thread()
+
+
+def _prepare_thread() -> tuple[Any, _LaunchMemory, int, int, int]:
+    import cupy
+
+    cupy.cuda.Device().use()  # a thread that has not called the runtime yet has no context
+    launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch_kernel.argtypes = (ctypes.c_void_p,) * 4
+    memory = _LaunchMemory(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
+    address = ctypes.addressof(memory)
+    memory.extra[:] = (
+        BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _LaunchMemory.argument_bytes.offset, None,
+    )  # fmt: skip
+    attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
+    _thread.memory = launch_kernel, memory, address, attribute, extra
+    return _thread.memory
 
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
     """The launches on this thread within the context, in order."""
-    thread = _threads()
     launches: list[Launch] = []
-    thread.recorded_launches, before = launches, thread.recorded_launches
+    _thread.recorded_launches, before = launches, _thread.recorded_launches
     try:
         yield launches
     finally:
-        thread.recorded_launches = before
+        _thread.recorded_launches = before
 
 
 def are_recorded() -> bool:
     """Whether this thread's launches are being recorded."""
-    return _threads().recorded_launches is not None
+    return _thread.recorded_launches is not None
 
 
 def strides(array: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 import llvmlite
 import numpy as np
 
-from ..self_tests import Fresh, note
+from ..self_tests import Fresh, announce_compilation, note
 from . import kept
 from .native import MachineCode, NativeFunction, object_of, packing, processor, taken_apart, undefined_symbols
 
@@ -114,6 +114,7 @@ class Compiled:
     def _compile(self, arguments: tuple[Any, ...], words: list[Any]) -> MachineCode:
         from .entry import ENTRY, entry_to  # imports that a process with kept code avoids
 
+        announce_compilation()
         numba = _numba()
         signature = tuple(numba.typeof(value) for value in arguments)
         inner = self.dispatcher(**WITHOUT_WRAPPERS)  # the options also apply to its callees

@@ -59,11 +59,9 @@ def folders() -> list[Path]:
 
     In NUMBA_CACHE_DIR if that is set, else in the user's cache. `pip uninstall` would not remove it from the package.
     """
-    digest = content()
-    if digest is None:
+    digest, place = content(), _place()
+    if digest is None or place is None:
         return []
-    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    place = Path(os.environ.get(CACHE_DIR) or Path(cache_home) / "cumla")
     folder = place / (PREFIX + digest)
     if os.path.exists(folder):
         if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
@@ -72,6 +70,22 @@ def folders() -> list[Path]:
         with contextlib.suppress(OSError):
             os.utime(folder)  # marks it as in use
     return [folder]
+
+
+def _place() -> Path | None:
+    """The folder of all content versions; None for a user without a home.
+
+    Never one that is relative to the current directory, from which code of another user would be loaded.
+    """
+    asked = os.environ.get(CACHE_DIR)
+    if asked:
+        if os.path.isabs(asked):
+            return Path(asked)
+        warnings.warn(f"{CACHE_DIR}: got {asked!r}, expected an absolute path: it is ignored", RuntimeWarning, 3)
+    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(folder):  # the XDG specification ignores others, and "~" stays where no home is known
+            return Path(folder) / "cumla"
+    return None
 
 
 @functools.cache

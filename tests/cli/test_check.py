@@ -25,8 +25,8 @@ def test_check(capsys):
 
 
 def test_check_names_what_a_backend_lacks(monkeypatch, capsys):
-    monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
-    monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
+    monkeypatch.setattr("cumla.dispatch.backends.is_installed", lambda module: module not in ("cupy", "numba.cuda"))
+    monkeypatch.setattr("cumla.dispatch.backends._usable", set())
     line = error_line(capsys, ["check", "--backend", "cuda"])
     assert "cupy is not installed: pip install" in line
     assert line.endswith("what can be checked: cpu")
@@ -60,7 +60,7 @@ def test_check_fails(monkeypatch):
     monkeypatch.setattr(check, "CASES", (wrong, broken, lacking))
     console = Console(width=120, record=True, quiet=True)
     assert check.run(console, "cpu", 0) == 1
-    outcomes = [check.check_case(case, "cpu", 0, case.heads) for case in check.CASES]
+    outcomes = [check.outcome_of(case, "cpu", 0) for case in check.CASES]
     assert outcomes == [
         check.Outcome(False, 1.0),
         check.Outcome(False, None, "ZeroDivisionError: division by zero"),

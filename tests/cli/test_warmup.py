@@ -29,13 +29,16 @@ def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch)
     from cumla.kernels import self_tests
 
     monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
-    monkeypatch.setattr(self_tests, "UNTESTED", [])
-    kept = tmp_path / "kernel.verdict"
+    kept, fresh = tmp_path / "kernel.verdict", []
     kept.write_text("right")
-    before = self_tests.RESULTS["kept"]
-    self_tests.note(self_tests.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+    token = self_tests.RUNNING.set(self_tests.RunningCall("an operation", fresh))
+    try:
+        before = self_tests.RESULTS["kept"]
+        self_tests.note(self_tests.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+    finally:
+        self_tests.RUNNING.reset(token)
     assert self_tests.RESULTS["kept"] == before + 1
-    assert not self_tests.UNTESTED
+    assert not fresh
 
 
 @pytest.mark.parametrize("kind", ["v32", "mla"])

@@ -1,8 +1,10 @@
 """The compiled handler of XLA's custom calls, called as XLA calls it, on an emulated device."""
 
+import contextlib
 import ctypes
 import functools
 import re
+import threading
 import types
 
 import numpy as np
@@ -248,6 +250,32 @@ def test_a_launch_that_fails_is_an_error(program, compiler, rng):
 def test_a_program_of_another_process_is_an_error(compiler):
     with pytest.raises(RuntimeError, match="compiled in another process"):
         compiler.call(12345, [], [])
+
+
+def test_threads_that_trace_first_programs_at_once_register_one_handler(monkeypatch):
+    """XLA refuses a second one."""
+    both, registered = threading.Barrier(2), []
+
+    def make(*addresses):
+        with contextlib.suppress(threading.BrokenBarrierError):  # where one thread waits for the other
+            both.wait(0.5)
+        return 0
+
+    monkeypatch.setattr(xla, "make_handler", make)
+    monkeypatch.setattr(xla, "address_of", lambda function: 0)
+    driver = types.SimpleNamespace(cuLaunchKernelEx=None, cuCtxGetCurrent=None)
+    monkeypatch.setattr(xla, "ctypes", types.SimpleNamespace(CDLL=lambda name: driver))
+    monkeypatch.setattr(xla, "in_python", lambda: 0)
+    monkeypatch.setattr(jax.ffi, "pycapsule", lambda handler: handler)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *rest, **more: registered.append(name))
+    xla._register.cache_clear()
+    threads = [threading.Thread(target=xla.register) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    xla._register.cache_clear()
+    assert registered == [xla.TARGET]
 
 
 def test_the_same_operation_has_the_same_number(compiler, rng):

@@ -50,6 +50,7 @@ def made(monkeypatch):
     monkeypatch.setattr(compiler, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(compiler, "Kernel", lambda raw, packing, parameters: raw)
     monkeypatch.setattr(compiler, "_note", lambda *rest: None)
+    monkeypatch.setattr(compiler, "_result_file", lambda *rest: None)
     monkeypatch.setattr(compiler, "_cores", threading.BoundedSemaphore(TOGETHER))  # however many there are
     monkeypatch.setattr(compiler, "_builds", {})
     monkeypatch.setattr(compiler, "_loaded", set())
@@ -84,3 +85,20 @@ def test_an_error_comes_where_the_program_is_needed(made):
 def test_a_program_that_nothing_began_is_compiled_at_once(made):
     kernel(NUMBER=7)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("folder", ["{place}", "{place}/none", "place", "~/place", ""])
+def test_results_are_kept_beside_compiled_code_of_this_user_alone(folder, tmp_path, monkeypatch, emulated):
+    """Not in the current directory, which CuPy may use for its code: a result from there may be anyone's."""
+    import cupy
+
+    (tmp_path / "place").mkdir()
+    (tmp_path / "~" / "place").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "~")  # a user who has none
+    monkeypatch.setenv("CUPY_CACHE_DIR", folder.format(place=tmp_path / "place"))
+    monkeypatch.setattr(cupy, "__version__", "14.0", raising=False)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.1")
+    found = compiler._result_file("text", ())
+    assert (found is not None) == (folder == "{place}")
+    assert found is None or (found.parent == tmp_path / "place" and found.suffix == ".verdict")

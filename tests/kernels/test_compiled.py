@@ -1,6 +1,7 @@
 """Machine code is cached by the inputs of its compilation and replaced where it is damaged; the cache is optional."""
 
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -233,6 +234,51 @@ def test_where_nothing_can_be_kept(package, tmp_path):
     (home / ".cache").write_text("no folder")
     assert run(package, home, BUILD) == ("False\n[[[21, 22]]]\n" * 2, "")
     assert not kept(home)
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, "/home/me/.cache/cumla"),
+        ({"XDG_CACHE_HOME": "/caches"}, "/caches/cumla"),
+        ({"XDG_CACHE_HOME": "caches"}, "/home/me/.cache/cumla"),
+        ({"XDG_CACHE_HOME": "~/caches"}, "/home/me/.cache/cumla"),
+        ({"NUMBA_CACHE_DIR": "/code", "XDG_CACHE_HOME": "/caches"}, "/code"),
+        ({"NUMBA_CACHE_DIR": ""}, "/home/me/.cache/cumla"),
+        ({"NUMBA_CACHE_DIR": "code"}, "/home/me/.cache/cumla"),
+        ({"NUMBA_CACHE_DIR": ".", "XDG_CACHE_HOME": "/caches"}, "/caches/cumla"),
+        ({"NUMBA_CACHE_DIR": "~/code", "HOME": "~"}, None),
+        ({"HOME": "home"}, None),
+        ({"HOME": None}, None),
+    ],
+)
+def test_no_code_is_loaded_from_the_current_directory(variables, place, monkeypatch):
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in variables.items():
+        if value is None:  # a user who is not in the password database
+            monkeypatch.delenv(name)
+            monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+        else:
+            monkeypatch.setenv(name, value)
+    relative = variables.get("NUMBA_CACHE_DIR", "").removeprefix("/code")
+    warns = pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR: got .* expected an absolute path")
+    with warns if relative else contextlib.nullcontext():
+        assert kept_on_disk._place() == (None if place is None else Path(place))
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
+@pytest.mark.slow
+def test_a_user_without_a_home_leaves_nothing_in_the_current_directory(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", HELPER]
+    environment["PYTHONPATH"] = str(CHECKOUT)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip("no user namespaces here")
+    assert done.stdout == "[21, 22]\n", done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_few_folders_are_kept(tmp_path, monkeypatch):

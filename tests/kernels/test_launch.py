@@ -1,7 +1,9 @@
 """Arguments are packed at the offsets that the compiled kernel reads."""
 
+import contextlib
 import re
 import struct
+import threading
 
 import pytest
 
@@ -167,6 +169,30 @@ def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
             assert are_recorded()
     finally:
         compiler.look_first_in()
+
+
+def test_launches_of_kernels_that_threads_create_at_once_are_recorded(emulated, monkeypatch):
+    """The launch cache would else repeat a call without them."""
+    import cupy
+
+    both, made = threading.Barrier(2), []
+
+    def use(device):  # a call of the CUDA runtime: other threads run meanwhile
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+
+    monkeypatch.setattr(cupy.cuda.Device, "use", use)
+    threads = [
+        threading.Thread(target=lambda: made.append(Kernel(OnTwoDevices(), struct.Struct(""), {}))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for kernel in made:
+        with recorded_launches() as launches:
+            kernel((0,), (1,), ())
+        assert [launch.kernel for launch in launches] == [kernel]
 
 
 class OnTwoDevices:
