@@ -127,7 +127,7 @@ def is_capturing(handle: int | None = None) -> bool:
 
 def is_any_capturing() -> bool:
     """Whether a CUDA graph is being captured on torch's or on CuPy's current stream."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     torch_captures = getattr(cuda, "is_current_stream_capturing", None)  # none while torch is being imported
     return (torch_captures is not None and cuda.is_available() and bool(torch_captures())) or is_capturing()
 
