@@ -10,10 +10,10 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import BYTES, FLOATS
+from ..dispatch.values import FLOAT32_LEAST, check_integers, shown
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8 = np.dtype(np.uint8), E4M3  # bytes that are e4m3
-UE8M0 = np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu)
 NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 BLOCK = (128, 128)  # of DeepSeek V3 checkpoints
 PACKED = ("weight_packed", "qweight")  # of compressed-tensors, and of GPTQ and AWQ
@@ -24,15 +24,31 @@ SCALES = ("weight_scale_inv", "weight_scale")  # of blocks, and of a tensor or i
 class BlockQuantizedWeight:
     """A matrix in FP8 with a scale for each block, as in DeepSeek V3 checkpoints.
 
-    weight  uint8 (or float8) [out, in], e4m3
+    weight  uint8 (or float8) [out, in], e4m3, of any strides
     scale   [ceil(out / block[0]), ceil(in / block[1])], float32 or UE8M0 (float8_e8m0fnu, uint8);
-            value = e4m3 * scale
-    block   rows and columns that share a scale
+            value = e4m3 * scale. Scales below 2^-126 in magnitude count as 0
+    block   rows and columns that share a scale, each from 1 on
+
+    Raises TypeError or ValueError for a block that is no pair of such integers. A layer checks the arrays, and its
+    error has the weight's name.
     """
 
     weight: Any
     scale: Any
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = BLOCK
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", checked_block("block", self.block))
+
+
+def checked_block(name: str, block: Any) -> tuple[int, int]:
+    """Raises TypeError or ValueError unless a block is two integers from 1 on."""
+    try:
+        rows, columns = block
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {shown(block)}, expected the rows and the columns that share a scale") from None
+    check_integers(1, **{f"{name}[0]": rows, f"{name}[1]": columns})
+    return int(rows), int(columns)
 
 
 def weight_of(name: str, source: Any) -> Any:
@@ -79,7 +95,7 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
     elif native.shape in ((rows,), (rows, 1)):
         block, native = (1, columns), native.reshape(rows, 1)
     else:
-        block = tuple(getattr(layer, "weight_block_size", None) or BLOCK)
+        block = checked_block(f"{name}.weight_block_size", getattr(layer, "weight_block_size", None) or BLOCK)
     return dequantized(BlockQuantizedWeight(weight, native, block), name)
 
 
@@ -94,7 +110,8 @@ def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
     """The same in host memory."""
     native, scales = checked_blocks(weight, name)
     (rows, columns), (block_rows, block_columns) = native.shape, weight.block
-    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
+    spread = scales.repeat(min(block_rows, rows), axis=0)[:rows]  # a block may be larger than the matrix
+    spread = spread.repeat(min(block_columns, columns), axis=1)[:, :columns]
     return np.ascontiguousarray(_host(native)).view(E4M3).astype(np.float32) * spread
 
 
@@ -117,12 +134,15 @@ def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.nda
 
 
 def _scales(scale: Any, name: str) -> np.ndarray:
+    """float32, contiguous; subnormal numbers are 0, as in `fp8_block_linear`."""
     array = _host(dlpack.borrow(scale, f"{name} (scale)"))
-    if array.dtype in UE8M0:
+    dtype = str(getattr(scale, "dtype", array.dtype)).rpartition(".")[2]
+    if array.dtype == np.uint8 and dtype in ("uint8", "float8_e8m0fnu"):
         array = array.view(ml_dtypes.float8_e8m0fnu)
     elif array.dtype not in NUMBERS:
-        raise TypeError(f"{name}: got scales of dtype {array.dtype}, expected float32 or float8_e8m0fnu")
-    scales: np.ndarray = array.astype(np.float32)
+        raise TypeError(f"{name}: got scales of dtype {dtype}, expected float32 or float8_e8m0fnu")
+    scales: np.ndarray = array.astype(np.float32, order="C")
+    scales[np.abs(scales) < FLOAT32_LEAST] = 0
     return scales
 
 

@@ -46,7 +46,7 @@ from .selection import Indexer
 from .step import DeepseekV32StepBuilder as DeepseekV32StepBuilder
 from .step import DeepseekV32StepMetadata
 from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
-from .weights import V32_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
+from .weights import V32_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
@@ -137,8 +137,7 @@ class DeepseekV32Attention:
         if scratch is not None:
             check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
-        if "q_a_proj.weight" not in weights:
-            weights = LayerWeights(weights, layer, V32_ATTENTION)
+        weights = weights_of_layer(weights, layer, V32_ATTENTION)
         self.xp = place_of(weights) if xp is None else xp
         self.activations = check_options(
             layer, None, activations, cache_format, max_position, self.xp is np, backend, weight_format
@@ -163,7 +162,7 @@ class DeepseekV32Attention:
         dtype = compute_type(self.activations, xp)
 
         def vector(name: str, size: int) -> Any:
-            return xp.asarray(get(name, size)).astype(FLOAT32)
+            return xp.asarray(get(name, size)).astype(FLOAT32, order="C")
 
         def matrix(name: str, *shape: int) -> Any:
             return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)

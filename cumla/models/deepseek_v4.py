@@ -34,7 +34,7 @@ from .selection import Indexer
 from .step import DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v4_step
-from .weights import V4_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
+from .weights import V4_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
@@ -80,8 +80,7 @@ class DeepseekV4Attention:
         if scratch is not None:
             check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
-        if "sinks" not in weights:
-            weights = LayerWeights(weights, layer, V4_ATTENTION)
+        weights = weights_of_layer(weights, layer, V4_ATTENTION)
         self.xp = place_of(weights) if xp is None else xp
         self.activations = check_options(
             layer,
@@ -113,7 +112,7 @@ class DeepseekV4Attention:
         dtype = compute_type(self.activations, xp)
 
         def vector(name: str, *shape: int) -> Any:
-            return xp.asarray(get(name, *shape)).astype(FLOAT32)
+            return xp.asarray(get(name, *shape)).astype(FLOAT32, order="C")
 
         def matrix(name: str, *shape: int) -> Any:
             return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)

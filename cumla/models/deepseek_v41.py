@@ -38,7 +38,7 @@ from .v4_config import HEAD_DIM
 from .v41_config import DeepseekV41Config, mode_of
 from .v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, DeepseekV41StepMetadata, serving_of
 from .validation import check_options, check_v41_step
-from .weights import V41_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
+from .weights import V41_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 __all__ = [
     "DeepseekV41Attention", "DeepseekV41Caches", "DeepseekV41Config", "DeepseekV41Selection", "DeepseekV41StepBuilder",
@@ -96,8 +96,7 @@ class DeepseekV41Attention:
         check_integers(0, layer=layer)
         check_flags(round_pooled=round_pooled, round_rows=round_rows)
         self.layouts = v41_formats(cache_format, key_format)
-        if "attn_sink" not in weights:
-            weights = LayerWeights(_as_layers(weights, config), layer, V41_ATTENTION, SCALE_BLOCK)
+        weights = weights_of_layer(weights, layer, V41_ATTENTION, SCALE_BLOCK, config.num_hidden_layers)
         self.xp = place_of(weights, "wq_a.weight") if xp is None else xp
         on_host = self.xp is np
         plain = cache_format if cache_format in ("bfloat16", "float32") else "fp8"
@@ -125,7 +124,7 @@ class DeepseekV41Attention:
         dtype = compute_type(self.activations, xp)
 
         def vector(name: str, size: int) -> Any:
-            return xp.asarray(get(name, size)).astype(FLOAT32)
+            return xp.asarray(get(name, size)).astype(FLOAT32, order="C")
 
         def matrix(name: str, *shape: int) -> Any:
             return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
@@ -205,22 +204,6 @@ class DeepseekV41Attention:
         shape = len(metadata.positions), self.config.hidden_size
         into = self.scratch.shaped("inserted", shape, self.activations, self.cos_sin)  # attend's out, not written
         attend(run.only_insert, hidden_states, shape, self.activations, None, into, stream)
-
-
-def _as_layers(tensors: Mapping[str, Any], config: DeepseekV41Config) -> Mapping[str, Any]:
-    """A checkpoint's tensors with the layers that predict further tokens, "mtp.0.", numbered after the others."""
-    first = config.num_hidden_layers
-    drafts = {name for name in tensors if name.removeprefix("model.").startswith("mtp.")}
-    if not drafts:
-        return tensors
-    renamed = {}
-    for name in tensors:
-        if name in drafts:
-            _, number, rest = name.removeprefix("model.").split(".", 2)
-            renamed[f"layers.{first + int(number)}.{rest}"] = tensors[name]
-        elif name.removeprefix("model.").startswith("layers."):
-            renamed[name] = tensors[name]
-    return renamed
 
 
 @dataclass(frozen=True)

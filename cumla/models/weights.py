@@ -9,7 +9,6 @@ values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -79,9 +78,6 @@ V41_ATTENTION = {  # transformers has no such model: published names
         "indexer.k_norm.weight",
     )
 }
-# Published name of a weight in a layer's attention: groups are the layer's number and the name within the layer.
-PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
-TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
 WeightFormat = Literal["fp8", "bfloat16"]
@@ -93,25 +89,6 @@ def keeps_fp8(weight_format: WeightFormat) -> bool:
     return weight_format == "fp8"
 
 
-def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
-    """A weight of an attention layer under transformers' name, "model.layers.2.self_attn.sinks"; None for others.
-
-    name   transformers' own or the published name of a weight or a scale, with or without "model." in front
-    table  V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
-    """
-    if match := TRANSFORMERS_LAYER.fullmatch(name):
-        return f"model.layers.{match[1]}.self_attn.{match[2]}"
-    match = PUBLISHED_LAYER.fullmatch(name)
-    if match is None:
-        return None
-    module, _, kind = match[2].rpartition(".")
-    if kind in SCALE_NAMES:
-        within = table.get(f"{module}.weight")
-        return within and f"model.layers.{match[1]}.self_attn.{within.removesuffix('weight')}{kind}"
-    within = table.get(match[2])
-    return within and f"model.layers.{match[1]}.self_attn.{within}"
-
-
 class MissingWeightError(KeyError):
     """A weight that a checkpoint lacks. Prints its message, where KeyError prints the repr."""
 
@@ -119,51 +96,97 @@ class MissingWeightError(KeyError):
         return str(self.args[0])
 
 
-class LayerWeights(Mapping[str, Any]):
-    """The weights of one layer's attention from a checkpoint, under transformers' names within the module.
+def weights_of_layer(
+    weights: Mapping[str, Any],
+    layer: int,
+    table: Mapping[str, str],
+    block: tuple[int, int] = BLOCK,
+    first_draft: int | None = None,
+) -> LayerWeights:
+    """The weights of one layer's attention. Reads names alone.
 
-    tensors  name -> array, under transformers' or the published names
+    weights  by transformers' names within the module; or a checkpoint's tensors, under transformers' or the published
+             names of the whole model, with or without "model." in front
     layer    its number
     table    V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
     block    rows and columns of an FP8 matrix that share a scale
+    first_draft  the number of the first layer that predicts further tokens, which checkpoints call "mtp.0"
 
-    An FP8 matrix with scales is returned as a BlockQuantizedWeight. A weight with an unknown name keeps its name.
+    Raises KeyError if a checkpoint has no tensor of the layer's attention, ValueError if two tensors are the same
+    weight.
+    """
+    if any(name in weights for name in table.values()):
+        return LayerWeights(weights, {name: name for name in weights}, block)
+    own, published = f"layers.{layer}.self_attn.", [f"layers.{layer}.attn."]
+    if first_draft is not None and layer >= first_draft:
+        published.append(f"mtp.{layer - first_draft}.attn.")
+    starts = tuple(front + start for front in ("", "model.") for start in (own, *published))
+    names: dict[str, str] = {}
+    for name in weights:
+        if not str(name).startswith(starts):
+            continue
+        rest = next(name.removeprefix(start) for start in starts if name.startswith(start))
+        # An unknown name stays whole: the layer has no use for it.
+        within = rest if name.removesuffix(rest).endswith(own) else _transformers_name(rest, table) or name
+        if names.setdefault(within, name) != name:
+            raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
+    if not names:
+        raise MissingWeightError(
+            f"weights: got no weights of layer {layer}'s attention among {len(weights)} names, such as "
+            f"{', '.join(sorted(map(str, weights))[:3])}"
+        )
+    return LayerWeights(weights, names, block)
 
-    Raises KeyError if no tensor has the name of a weight of the layer's attention.
+
+def _transformers_name(published: str, table: Mapping[str, str]) -> str | None:
+    """The name within the module of a weight or of scales; None for an unknown one."""
+    module, _, kind = published.rpartition(".")
+    if kind not in SCALE_NAMES:
+        return table.get(published)
+    matrix = table.get(f"{module}.weight")
+    return None if matrix is None else matrix.removesuffix("weight") + kind
+
+
+class LayerWeights(Mapping[str, Any]):
+    """Weights by transformers' names within a layer's attention module; an FP8 matrix with its scales is one weight.
+
+    tensors  by their own names
+    names    name within the module, of a weight or of scales -> name of the tensor
+    block    rows and columns of an FP8 matrix that share a scale
+
+    A matrix with scales is returned as a BlockQuantizedWeight. Scales without a matrix are returned under their name.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str], block: tuple[int, int] = BLOCK
-    ) -> None:
-        self._block = block
-        prefix = f"model.layers.{layer}.self_attn."
-        self._tensors = tensors
-        self._names = {}
-        for name in tensors:
-            known = transformers_name(name, table)
-            if known is not None and known.startswith(prefix):
-                self._names[known.removeprefix(prefix)] = name
-            elif known is None and (match := PUBLISHED_LAYER.fullmatch(name)) and int(match[1]) == layer:
-                self._names[name] = name
-        if not self._names:
-            raise MissingWeightError(
-                f"weights: got no weights of layer {layer}'s attention among {len(tensors)} names, such as "
-                f"{', '.join(sorted(map(str, tensors))[:3])}"
-            )
+    def __init__(self, tensors: Mapping[str, Any], names: Mapping[str, str], block: tuple[int, int] = BLOCK) -> None:
+        self._tensors, self._block = tensors, block
+        self._weights, self._scales = dict(names), dict[str, str]()  # weight -> tensor of its values, of its scales
+        for name, tensor in names.items():
+            module, _, kind = str(name).rpartition(".")
+            weight = f"{module}.weight"
+            if kind in SCALE_NAMES and weight in names:
+                del self._weights[name]
+                if self._scales.setdefault(weight, tensor) != tensor:
+                    raise ValueError(
+                        f"{tensor}: got scales in addition to {self._scales[weight]}, expected one of them"
+                    )
 
     def __getitem__(self, name: str) -> Any:
-        weight = self._tensors[self._names[name]]
-        for kind in SCALE_NAMES:
-            scale = self._names.get(name.removesuffix("weight") + kind)
-            if scale is not None:
-                return BlockQuantizedWeight(weight, self._tensors[scale], self._block)
-        return weight
+        weight = self._tensors[self._weights[name]]
+        scale = self._scales.get(name)
+        if scale is None:
+            return weight
+        if isinstance(weight, BlockQuantizedWeight):
+            raise ValueError(f"{name}: got a BlockQuantizedWeight and {scale}, expected the scales once")
+        return BlockQuantizedWeight(weight, self._tensors[scale], self._block)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name.rpartition(".")[2] not in SCALE_NAMES)
+        return iter(self._weights)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._weights)
 
 
 class WeightReader:
@@ -183,7 +206,7 @@ class WeightReader:
         """The same; a matrix in FP8 stays one, a BlockQuantizedWeight, if it is to be kept."""
         weight = self._named(name)
         if not self._keep or not can_stay(weight):
-            return self(name, *shape)
+            return self._checked(plain(weight, name), name, shape)
         codes, scales = checked_blocks(weight, name)
         return BlockQuantizedWeight(self._checked(codes, name, shape), scales, weight.block)
 
@@ -229,7 +252,9 @@ def plain(weight: Any, name: str) -> Any:
         return dequantized_on_host(weight, name)
     array = dlpack.borrow(weight, name)
     if array.dtype in FP8:
-        raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
+        module = name.removesuffix("weight")
+        scales = " or ".join(f"{module}{kind}" for kind in SCALE_NAMES)
+        raise ValueError(f"{name}: got FP8 values without scales, expected {scales}, or a BlockQuantizedWeight")
     if array.dtype not in NUMBERS:
         raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
     return array
