@@ -108,7 +108,7 @@ class MLACommonImpl:
                 f"kv_b_proj: got shape {tuple(weight.shape)}, expected [{heads * both}, {self.kv_lora_rank}]: "
                 f"{self.qk_nope_head_dim} + {self.v_head_dim} rows for each of {heads} heads"
             )
-        weight = weight.astype(dtype).reshape(heads, both, self.kv_lora_rank)
+        weight = weight.astype(dtype, order="C").reshape(heads, both, self.kv_lora_rank)
         self.W_UK_T = weight[:, : self.qk_nope_head_dim]
         self.W_UV = weight[:, self.qk_nope_head_dim :].transpose(0, 2, 1)
         self._up_projection = weight.reshape(1, heads * both, self.kv_lora_rank).transpose(0, 2, 1)

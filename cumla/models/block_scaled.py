@@ -56,9 +56,11 @@ class BlockScaledWeight:
 
     def with_block_rows(self, rows: int) -> BlockScaledWeight:
         """The same values with scales for so many rows, a divisor of block_rows."""
-        times = self.block_rows // rows
-        scales = self.scales.repeat(times, axis=-2)[..., : -(-self.shape[-2] // rows), :]
-        return self if times == 1 else replace(self, scales=scales, block_rows=rows)
+        if rows == self.block_rows:
+            return self
+        blocks = -(-self.shape[-2] // rows)
+        times = min(self.block_rows // rows, blocks)  # a block may be larger than the matrix
+        return replace(self, scales=self.scales.repeat(times, axis=-2)[..., :blocks, :], block_rows=rows)
 
     def in_groups(self, groups: int) -> BlockScaledWeight:
         """Consecutive rows as groups, of a matrix."""
@@ -85,8 +87,9 @@ class BlockScaledWeight:
 
     def dequantized(self, dtype: Any) -> Any:
         """Its values."""
-        scales = self.scales.repeat(self.block_rows, axis=-2)[..., : self.shape[-2], :]
-        scales = scales.repeat(self.block_columns, axis=-1)[..., : self.shape[-1]]
+        rows, columns = self.shape[-2:]
+        scales = self.scales.repeat(min(self.block_rows, rows), axis=-2)[..., :rows, :]
+        scales = scales.repeat(min(self.block_columns, columns), axis=-1)[..., :columns]
         codes = self.codes if isinstance(self.codes, np.ndarray) else self.codes.get()
         host = scales if isinstance(scales, np.ndarray) else scales.get()
         values = codes.view(E4M3).astype(np.float32) * host
@@ -119,13 +122,17 @@ def can_stay(weight: Any) -> bool:
 
 
 def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch) -> BlockScaledWeight:
-    """Matrices [n, K] of the same blocks stacked as one: the file's bytes, copied only if there are several."""
+    """Matrices [n, K] of the same blocks stacked as one.
+
+    A single matrix is not copied if its rows are contiguous and do not overlap.
+    """
     checked = [checked_blocks(weight, "weight") for weight in weights]
     block_rows, block_columns = weights[0].block
     rows = math.gcd(block_rows, *(len(codes) for codes, _ in checked[:-1]))
+    placed = [(in_rows(xp.asarray(codes)), scales) for codes, scales in checked]
     made = [
-        BlockScaledWeight(xp.asarray(codes), scales, block_rows, block_columns, scratch).with_block_rows(rows)
-        for codes, scales in checked
+        BlockScaledWeight(codes, scales, block_rows, block_columns, scratch).with_block_rows(rows)
+        for codes, scales in placed
     ]
     codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
     scales = np.concatenate([each.scales for each in made])
@@ -133,3 +140,11 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
     fractions, exponents = np.frexp(scales)  # in [0.5, 1)
     is_ue8m0 = bool(((fractions == 0.5) & (exponents >= -99) & (exponents <= 8)).all())
     return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch, finite, is_ue8m0)
+
+
+def in_rows(codes: Any) -> Any:
+    """Codes [n, K] whose rows are contiguous and do not overlap, as kernels read them: a copy if they are not so."""
+    rows, columns = codes.shape
+    row_stride, column_stride = codes.strides
+    contiguous = column_stride == 1 or columns == 1
+    return codes if contiguous and (row_stride >= columns or rows == 1) else codes.copy()

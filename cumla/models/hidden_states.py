@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.call import Call
 
 
 def attend(
@@ -21,21 +22,23 @@ def attend(
 ) -> Any:
     """Call run(hidden_states, topk_indices, out) with NumPy or CuPy arrays on the caller's stream; returns out.
 
-    shape, dtype  of hidden_states and of out, which is allocated if None
-    topk_indices  any array, or None
+    hidden_states  of any strides; copied if the last axis is not contiguous, as operations need it
+    shape, dtype   of hidden_states and of out, which is allocated if None
+    topk_indices   any array, or None
 
-    Raises TypeError or ValueError for hidden states or an out of another shape or dtype.
+    Raises TypeError or ValueError, before `run` is called, for hidden states or an out of another shape or dtype, and
+    for an out that is read-only, on another device, or not contiguous in its last axis.
     """
-    x = dlpack.borrow(hidden_states, "hidden_states")
+    call = Call(stream=stream)
+    x = call.borrow("hidden_states", hidden_states)
     framework = dlpack.framework_of(hidden_states)
     if x.dtype != dtype:
         raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {dtype}")
-    if x.shape != shape:
-        raise ValueError(f"hidden_states: got shape {tuple(x.shape)}, expected {list(shape)}")
-    result = None if out is None else dlpack.borrow(out, "out", writable=True)
-    if result is not None and (result.shape != x.shape or result.dtype != x.dtype):
-        raise ValueError(f"out: got {result.dtype} {list(result.shape)}, expected {x.dtype} {list(x.shape)}")
+    call.check_shape("hidden_states", x.shape, shape)
+    result = None if out is None else call.array("out", out, (dtype,), shape, writable=True)
     with streams.callers(x, framework, stream):
+        if x.strides[-1] != x.itemsize:
+            x = x.copy()
         if result is None:
             result = dlpack.empty(x.shape, x.dtype, x)
         given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")

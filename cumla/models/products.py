@@ -164,7 +164,7 @@ def flat(x: Any) -> Any:
 
 
 def stacked(weights: list[Any], dtype: Any, xp: Any, scratch: Scratch) -> Any:
-    """Matrices [n, K] stacked as one of `dtype`: one product gives the columns of all.
+    """Matrices [n, K] of any strides stacked as one of `dtype`, rows contiguous: one product gives the columns of all.
 
     BlockQuantizedWeights are stacked as a BlockScaledWeight; matrices of several kinds become Parts.
     """
@@ -173,7 +173,7 @@ def stacked(weights: list[Any], dtype: Any, xp: Any, scratch: Scratch) -> Any:
         if block:
             parts.append(block_scaled(list(run), xp, scratch))
         else:
-            parts.append(xp.concatenate([xp.asarray(weight).astype(dtype, copy=False) for weight in run]))
+            parts.append(xp.concatenate([xp.asarray(weight).astype(dtype, order="C", copy=False) for weight in run]))
     return parts[0] if len(parts) == 1 else Parts(parts)
 
 

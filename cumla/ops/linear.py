@@ -47,7 +47,8 @@ def fp8_block_linear(
 
     Returns [T, N] or [T, G, N]. Each product is exact, sums are float32, rounded once at the end. The products of a
     block are added before they are scaled, so the sum of x times e4m3 within a block must not overflow; scales are
-    finite. NaN of weights and scales, and NaN and infinities of x, have the results that IEEE 754 gives.
+    finite. Scales below 2^-126 in magnitude, which are subnormal, count as 0 on every backend; sums below 2^-126 may
+    become 0. NaN of weights and scales, and NaN and infinities of x, have the results that IEEE 754 gives.
     Fast for up to 128 tokens, which read the weights once; for many, dequantise and multiply (cumla.models does so).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: block-wise FP8 of DeepSeek V3 checkpoints (128 x 128), V4.1 (32 x 32).

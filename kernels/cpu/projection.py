@@ -6,6 +6,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_value
+from ..reference.rows import flush_subnormals
 from ..types.projection import BlockScaledProduct
 from .norm_rope import TO_QUANTIZE, _quantize
 from .threads import parallel_for
@@ -23,6 +24,7 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 def block_scaled_product(given: BlockScaledProduct) -> None:
     """Weights are dequantised some rows at a time, into memory that stays in the cache."""
     _, weight, scales, block_rows, block_columns, out, *_ = given
+    scales = flush_subnormals(scales)
     groups, rows, columns = weight.shape
     together = min(max(VALUES_AT_A_TIME // max(columns, 1) // block_rows, 1) * block_rows, rows)
     values, x = np.empty((together, columns), np.float32), given.x.astype(np.float32, copy=False)

@@ -13,6 +13,7 @@ from .numbers import (
     e4m3_value,
     float32_bits,
     float32_value,
+    flushed,
     from_float32,
     power_of_two,
     scale_exponent,
@@ -99,7 +100,7 @@ def row_kernel(x, x_kind, weight, scales, block_rows, block_columns, out, out_ki
         sums[i] = 0
     for k in range(cuda.threadIdx.x, columns, THREADS):
         value = e4m3_value(np.int64(weight[group, row, k]))
-        value *= to_float32(np.int64(scales[group, row // block_rows, k // block_columns]), 0)
+        value *= flushed(to_float32(np.int64(scales[group, row // block_rows, k // block_columns]), 0))
         for i in range(count):
             sums[i] += value * to_float32(np.int64(x[group, first + i, k]), x_kind)
     for i in range(count):

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ..types.projection import BlockScaledProduct
-from .rows import scale_exponent, to_e4m3
+from .rows import flush_subnormals, scale_exponent, to_e4m3
 
 GROUP, MIN_AMAX = 128, np.float32(1e-10)
 
@@ -15,7 +15,8 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 
 
 def block_scaled_product(given: BlockScaledProduct) -> None:
-    weights = dequantized(given.weight, given.scales, given.block_rows, given.block_columns)
+    scales = flush_subnormals(given.scales)
+    weights = dequantized(given.weight, scales, given.block_rows, given.block_columns)
     with np.errstate(over="ignore", invalid="ignore"):
         given.out[...] = np.matmul(given.x.astype(np.float64), weights.transpose(0, 2, 1))
 
@@ -60,6 +61,7 @@ def fp8_product(
 def dequantized(weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int) -> np.ndarray:
     """float64 [n, N, K]."""
     _, rows, columns = weight.shape
-    spread = scales.repeat(block_rows, axis=1)[:, :rows].repeat(block_columns, axis=2)[:, :, :columns]
+    spread = scales.repeat(min(block_rows, rows), axis=1)[:, :rows]  # a block may be larger than the matrix
+    spread = spread.repeat(min(block_columns, columns), axis=2)[:, :, :columns]
     values = np.ascontiguousarray(weight).view(ml_dtypes.float8_e4m3fn)
     return values.astype(np.float64) * spread

@@ -86,6 +86,17 @@ def test_products(lab, rng, tokens, rows, columns, block, float32_output):
     assert np.abs(lab.get(out).astype(np.float64) - want).mean() < unrounded.mean() / 3
 
 
+@pytest.mark.parametrize("columns", [96, 160, 129])
+def test_activations_of_which_some_have_no_group_of_128_are_not_rounded(rng, columns):
+    given = one(rng.standard_normal((40, columns), np.float32) / 4, (32, 32))
+    weight, x = stacked([given], BF16, np, Scratch()), rng.standard_normal((5, columns)).astype(BF16)
+    products = np.zeros((2, 5, 40), np.float32)
+    for out, its in zip(products, (weight, with_rounding(weight)), strict=True):
+        multiply(x, its, out, "cpu")
+    np.testing.assert_array_equal(*products)
+    np.testing.assert_allclose(products[0], x.astype(np.float64) @ values(given).T, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("where", ["x", "weight", "scale"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.nowhere(when=lambda x: x.get("where") == "weight" and x.get("value") != "nan")  # e4m3 has no infinity

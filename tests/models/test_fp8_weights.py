@@ -142,6 +142,40 @@ def test_many_tokens_multiply_dequantised_rows(device, rng, monkeypatch, columns
     np.testing.assert_allclose(device.get(out).astype(np.float64), want, rtol=2.0**-7, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("scales", "are"),
+    [
+        ([2.0**-100, 2.0**7], True), ([2.0**-101], False), ([2.0**8], False), ([0.0], False), ([1.0, 1.5], False),
+        ([-1.0], False), ([np.nan], False), ([np.inf], False), ([2.0**-120, 1.0], False),
+    ],
+)  # fmt: skip
+def test_which_scales_are_powers_of_two(scales, are):
+    """Those which the device's kernel makes part of a bfloat16 weight: others would be another number there."""
+    scales = np.array(scales, np.float32)[None]
+    weight = BlockQuantizedWeight(np.zeros((32, 32 * scales.shape[1]), np.uint8), scales, (32, 32))
+    assert stacked([weight], BF16, np, Scratch()).is_ue8m0 is are
+
+
+@pytest.mark.parametrize("exponent", [-126, -121, -101, -100, 7, 8, 100])
+@pytest.mark.thorough(when=lambda x: x.simulated)
+def test_scales_of_any_exponent(lab, exponent):
+    """As the layers multiply: with the flags that `stacked` finds."""
+    x, codes = np.full((2, 32), 2.0 ** (-exponent // 2), BF16), np.full((16, 32), 0x38, np.uint8)
+    given = BlockQuantizedWeight(lab.put(codes), np.full((1, 1), 2.0**exponent, np.float32), (32, 32))
+    out = lab.put(np.zeros((2, 16), np.float32))
+    multiply(lab.put(x), stacked([given], BF16, lab.xp, Scratch()), out, lab.backend)
+    np.testing.assert_array_equal(lab.get(out), np.float32(32 * float(x[0, 0]) * 2.0**exponent))
+
+
+@pytest.mark.parametrize("rows", [(0, 48), (48, 96), (24, 72), (40, 41), (32, 96), (95, 96)])
+def test_rows_of_a_group_begin_anywhere_in_a_block(rng, rows):
+    given = one(rng.standard_normal((2 * 96, 64), np.float32) / 4, (32, 32))
+    weight = in_groups(stacked([given], BF16, np, Scratch()), 2)
+    assert weight.block_rows == 32
+    want = values(given).reshape(2, 96, 64)[:, slice(*rows)]
+    np.testing.assert_array_equal(rows_of(weight, *rows).dequantized(np.float32), want)
+
+
 def test_another_format_is_an_error():
     golden, kind = golden_of(0, quantized)
     layer = kind(golden).layer

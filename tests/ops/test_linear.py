@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cumla import fp8_block_linear
+from cumla.kernels.cpu import projection as cpu
 from cumla.kernels.cuda import projection
 from cumla.kernels.cuda.projection import Tiles
 from support.lab import BF16
@@ -128,6 +129,43 @@ def test_small_and_large_values_are_not_rounded(lab):
     scales = np.array([[2.0**-3]], np.float32)
     got = call(lab, x, codes, scales, float32_output=True)
     np.testing.assert_allclose(got, x.astype(np.float64) @ dequantized(codes, scales).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 32), (1, 64)], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_subnormal_scales_count_as_0(lab, rng, block, sign):
+    """As on CUDA (-ftz=true); the smallest normal scale does not."""
+    rows, columns = (33, 64) if lab.tiny else (133, 192)
+    x, (codes, scales) = rng.standard_normal((3, columns)).astype(BF16), weights(rng, rows, columns, block=block)
+    x *= BF16(2.0**100)
+    scales *= np.float32(2.0**-100)
+    scales[0] = sign * 2.0**-126
+    some = np.ones(scales.shape, bool)
+    some[0], some[-1, 0] = False, False
+    subnormal, zero = (np.where(some, np.float32(value), scales) for value in (sign * 2.0**-127, 0))
+    options = {"float32_output": True, "block_rows": block[0], "block_columns": block[1]}
+    got = call(lab, x, codes, subnormal, **options)
+    np.testing.assert_array_equal(got, call(lab, x, codes, zero, **options))
+    check(got, x, codes, zero, block)
+    assert got[:, 0].all()
+    least = np.full_like(scales, sign * (2.0**-126 - 2.0**-149))  # the largest subnormal number
+    np.testing.assert_array_equal(call(lab, x, codes, least, **options), np.zeros((3, rows)))
+    x[0, 0] = np.inf
+    assert np.isnan(call(lab, x, np.full_like(codes, 0x38), least, **options)[0]).all()  # infinity times 0
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 70, 200])
+@pytest.mark.parametrize("groups", [(), (2,)], ids=["matrix", "groups"])
+def test_the_cpu_dequantises_some_rows_at_a_time(rng, monkeypatch, rows_at_a_time, groups):
+    """Each pass has its own scales: whole blocks of rows, at least one."""
+    rows, columns, block = 150, 96, (32, 32)
+    monkeypatch.setattr(cpu, "VALUES_AT_A_TIME", rows_at_a_time * columns)
+    x = rng.standard_normal((5, *groups, columns)).astype(BF16)
+    codes, scales = weights(rng, *groups, rows, columns, block=block)
+    got = fp8_block_linear(
+        x, codes, scales, block_rows=block[0], block_columns=block[1], float32_output=True, backend="cpu"
+    )
+    check(got, x, codes, scales, block)
 
 
 def test_nothing_to_do(lab):
