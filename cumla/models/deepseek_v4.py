@@ -48,8 +48,9 @@ class DeepseekV4Attention:
     config        of the model
     layer         the layer's number
     weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
-                  tensors under transformers' or the published names of the whole model: arrays of any framework in
-                  float32 or bfloat16, or FP8 with a scale for each block
+                  tensors under transformers' or the published names of the whole model: arrays of any framework and
+                  strides in float32 or bfloat16, or FP8 with a scale for each block: a BlockQuantizedWeight, or
+                  scales of their own, "q_b_proj.scale" or "q_b_proj.weight_scale_inv". Only the layer's are read
     activations   bfloat16, or on the host also float32. "fp8": bfloat16, and products of more than 384 tokens with FP8
                   weights round them to e4m3, with a scale, a power of two, for 128 values of a token
     cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given

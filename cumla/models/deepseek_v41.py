@@ -56,7 +56,8 @@ class DeepseekV41Attention:
     layer         the layer's number; from num_hidden_layers on a layer that predicts further tokens
     weights       published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
                   the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
-                  framework in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32
+                  framework and strides in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32: a
+                  BlockQuantizedWeight, or scales of their own, "wq_a.scale". Only the layer's are read
     activations   bfloat16, or on the host also float32
     cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
                   `step` is given

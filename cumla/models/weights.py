@@ -4,7 +4,7 @@ A layer takes a mapping from transformers' names within its attention module ("q
 "compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices as the authors' code
 ("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with a scale for each block of 128 by 128
 values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of
-"weight".
+"weight", within the module, too.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class FileStore:
     """A folder that all ranks see, empty at the start of a run, with one file a value."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()  # the current directory may change
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def set(self, key: str, value: Any) -> None:

@@ -291,6 +291,17 @@ def store_of(kind, place):
     return FileStore(place) if kind == "file" else TcpStore(*place)
 
 
+def test_a_folder_stays_the_same_when_the_current_directory_changes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = FileStore("messages")
+    store.set("key", 1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert store.get("key") == 1
+    store.set("other", 2)
+    assert FileStore(tmp_path / "messages").get("other") == 2
+
+
 def be_a_rank(kind, place, rank, results):
     """In a separate process: agree twice, where rank 2 disagrees the second time."""
     try:
