@@ -263,7 +263,7 @@ def write(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(len(text).to_bytes(8, "little") + text)
             for name in order:
-                file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8))
+                file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
