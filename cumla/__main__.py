@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import errno
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -423,7 +425,12 @@ def _stdout_is_gone(error: OSError) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"cumla: error: {message}", file=sys.stderr)
+    """Print one line; a terminal gets it wrapped between words."""
+    line = f"cumla: error: {message}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr)
     return status
 
 

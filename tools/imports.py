@@ -21,6 +21,7 @@ LAYERS = (
     "cumla.layout",
     "cumla.bounds",
     "cumla.errors",
+    "cumla.terminal",
     "cumla.arrays",
     "cumla.kernels.types",
     "cumla.kernels.self_tests",

@@ -41,15 +41,19 @@ TIMES = ("us", "us_graph", "us_low", "us_high", "us_again")
 RATES = ("limit_us", "gbps", "tflops")
 
 
-def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
+def measured(names: Sequence[str], sizes: Sizes, begin: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
     """A row for each implementation of each problem: checked, then timed, and timed again after the next problem.
 
     The second time is the control of the first: what a run makes of the same calls.
+
+    begin  is called with the name of each suite and problem
     """
     last: tuple[Problem, list[Row]] | None = None
     for name in names:
+        begin(name)
         for case in SUITES[name](sizes):
             problem = case if isinstance(case, Problem) else case.problem(sizes)
+            begin(f"{problem.op} {problem.config}")
             rows = list(rows_of(problem, sizes.on_device))
             if last is not None:
                 yield from _again(*last, sizes.on_device)

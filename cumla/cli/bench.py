@@ -19,6 +19,7 @@ from ..errors import InputError, RunError
 from ..layout import LAYOUTS
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
+from ..terminal import Progress, say
 from ..timing import limit_blas_threads
 from . import given
 from .files import check_outputs
@@ -72,19 +73,21 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     where = environment(sizes.on_device)
     if not sizes.on_device:
         limit_blas_threads()
-    console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
+    say(console, f"{where['device']}, backend {backend}")
     console.print(HEADING, highlight=False)
     found = []
-    for row in rows.measured(args.suite or NAMES, sizes):
-        found.append(row)
-        show(console, row, sizes.on_device)
+    with Progress("measuring") as progress:
+        for row in rows.measured(args.suite or NAMES, sizes, progress.update):
+            found.append(row)
+            with progress.paused():
+                show(console, row, sizes.on_device)
     return {"environment": where, "backend": backend, "rows": found}
 
 
 def show_all(console: Console, record: dict[str, Any]) -> None:
     """Print results of a file as they were printed when they were measured."""
     where = record.get("environment", {}).get("device", "unknown device")
-    console.print(escape(f"{where}, backend {record.get('backend', 'unknown')}"), highlight=False, soft_wrap=True)
+    say(console, escape(f"{where}, backend {record.get('backend', 'unknown')}"))
     console.print(HEADING, highlight=False)
     for row in record["rows"]:
         show(console, row, row.get("us_graph") is not None)
@@ -98,7 +101,7 @@ def show(console: Console, row: rows.Row, on_device: bool) -> None:
     numbers = rows.time_of(row), limit, row.get("gbps"), row.get("tflops")
     text = " ".join(f"{_short(x):>{width}}" for x, width in zip(numbers, (8, 6, 6, 6), strict=True))
     lines = [f"{name:29} {text}"] if len(name) <= 29 else [name, f"{'':29} {text}"]
-    console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
+    say(console, "\n".join(map(escape, lines)))
 
 
 def _short(number: float | None) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -13,6 +11,7 @@ from rich.table import Table
 from ..dispatch import backends
 from ..errors import InputError
 from ..self_test import CASES, Case, Outcome, check_case
+from ..terminal import Progress, say
 
 NUMBER_WIDTH = len("1.2e-05 of 1.2e-05")
 CASE_WIDTH = 36
@@ -33,12 +32,9 @@ def run(console: Console, backend: str | None, seed: int) -> int:
     names = [name for name in backends.available() if name != "reference"] if backend is None else [backend]
     notes, failed = [], 0
     found: list[tuple[Case, list[Outcome]]] = []
-    with console.status("checking"):
-        said = time.perf_counter()
+    with Progress("checking") as progress:
         for number, case in enumerate(CASES):
-            if not console.is_terminal and time.perf_counter() - said > 5:
-                said = time.perf_counter()
-                print(f"{number} of {len(CASES)} cases checked", file=sys.stderr)
+            progress.update(f"{case.op} {case.variant}".strip(), number, len(CASES))
             outcomes = [outcome_of(case, name, seed) for name in names]
             failed += sum(not outcome.passed for outcome in outcomes)
             notes += [
@@ -53,7 +49,7 @@ def run(console: Console, backend: str | None, seed: int) -> int:
         some_found = [(case, [outcomes[i] for i in some]) for case, outcomes in found]
         console.print(_table([names[i] for i in some], some_found, console.width >= WHOLE_NAMES))
     for note in notes:
-        console.print(escape(note), highlight=False, soft_wrap=True)
+        say(console, escape(note))
     if failed:
         console.print(
             f"[red]{failed} beyond bounds[/red]: do not use these backends here; please report the lines above"

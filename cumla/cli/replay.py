@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import InputError, RunError
 from ..parallel import Communicator, RankError
@@ -33,6 +33,7 @@ from ..replay.report import counted, json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
+from ..terminal import Progress, say
 from ..timing import limit_blas_threads
 from . import given
 from .files import STDOUT, check_outputs
@@ -47,7 +48,6 @@ LAYERS_OF = {
     "--prefill-path": set(LAYER_RATIOS),
     "--layout": {*LAYER_RATIOS, *V41_RATIOS},
 }
-LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
         title += f", {args.layout.replace(',', ' and ')}"
     if options.ranks > 1:
         title += f", {options.ranks} ranks"
-    console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
-    runs = [replay(options, requests)] if options.ranks == 1 else replay_on_ranks(options, requests)
+    say(console, escape(f"{title}; trace: {trace}"))
+    with Progress("compiling kernels") as progress:
+        call = functools.partial(replay, options, requests, progress)
+        runs = [call()] if options.ranks == 1 else replay_on_ranks(options, call)
     engine, records, warm_up_seconds, wall_seconds = runs[0]
     for _, others, _, _ in runs[1:]:  # ranks take turns at checking
         for record, other in zip(records, others, strict=True):
@@ -162,10 +164,10 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
 Run = tuple[Engine, list[StepRecord], float, float]
 
 
-def replay_on_ranks(options: ReplayOptions, requests: list[TraceRequest]) -> list[Run]:
-    """The results of `replay` by rank. Errors that a user can fix are the same errors as with one rank."""
+def replay_on_ranks(options: ReplayOptions, call: Callable[[Communicator], Run]) -> list[Run]:
+    """The results of `call` by rank. Errors that a user can fix are the same errors as with one rank."""
     try:
-        return run_on_ranks(options, functools.partial(replay, options, requests))
+        return run_on_ranks(options, call)
     except RankError as error:
         if isinstance(error.__cause__, (MemoryError, InputError, RunError)):
             raise error.__cause__ from None
@@ -174,38 +176,25 @@ def replay_on_ranks(options: ReplayOptions, requests: list[TraceRequest]) -> lis
         raise
 
 
-def replay(options: ReplayOptions, requests: list[TraceRequest], comm: Communicator | None = None) -> Run:
-    """Run with a progress bar on stderr, of rank 0. Returns engine, steps and the seconds of warm-up and run."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    reports = comm is None or comm.rank == 0
-    with Progress(*columns, console=console, transient=True, disable=not (reports and console.is_terminal)) as progress:
-        task = progress.add_task("compiling kernels", total=None)
-        start = time.perf_counter()
-        warm_up(options, comm)
-        warm_up_seconds = time.perf_counter() - start
-        engine = Engine(options, requests, comm=comm)
-        progress.update(task, total=sum(request.total_length for request in requests))
-        records = []
-        start = said = time.perf_counter()
-        for record in engine.steps():
-            records.append(record)
+def replay(
+    options: ReplayOptions, requests: list[TraceRequest], progress: Progress, comm: Communicator | None = None
+) -> Run:
+    """Run, and show the progress of rank 0. Returns engine, steps and the seconds of warm-up and run."""
+    start = time.perf_counter()
+    warm_up(options, comm)
+    warm_up_seconds = time.perf_counter() - start
+    engine = Engine(options, requests, comm=comm)
+    total = sum(request.total_length for request in requests)
+    records = []
+    start = time.perf_counter()
+    for record in engine.steps():
+        records.append(record)
+        if comm is None or comm.rank == 0:
             scheduler = engine.scheduler
             done = sum(sequence.computed for sequence in (*scheduler.running, *scheduler.finished))
             what = (
                 f"step {record.step}: {record.prefill_tokens} prefill, {record.decode_tokens} decode, "
                 f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}"
             )
-            progress.update(task, completed=done, description=what)
-            if reports and not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
-                said = time.perf_counter()
-                total = sum(request.total_length for request in requests)
-                console.print(f"{done / total:.0%}, {said - start:.0f} s, {what}", highlight=False, soft_wrap=True)
-        return engine, records, warm_up_seconds, time.perf_counter() - start
+            progress.update(what, done, total)
+    return engine, records, warm_up_seconds, time.perf_counter() - start

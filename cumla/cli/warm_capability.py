@@ -12,6 +12,7 @@ from rich.table import Table
 from ..dispatch.dry_run import dry_running
 from ..errors import InputError
 from ..ops.support import assumed_capability, kernels_asked, shown_capability
+from ..terminal import say
 from .selection_calls import call_all, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, sparse_calls
@@ -36,10 +37,7 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
     for kernel, names in found.items():
         table.add_row(kernel, ", ".join(names))
     console.print(table)
-    console.print(
-        "Nothing was compiled: kernels are kept by device and compiler. `cumla warmup` on that device compiles them.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    say(console, "Nothing was compiled: kernels are kept by device and compiler. `cumla warmup` there compiles them.")
     return 0
 
 

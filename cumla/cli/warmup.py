@@ -19,6 +19,7 @@ from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
 from ..self_test import CASES, Bench, Case, cache_cases
+from ..terminal import Progress, say
 from .selection_calls import Call, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, sparse_calls
@@ -94,20 +95,21 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
     formats = "" if model.layout == DSV4_FP8.name else f", {model.layout.replace(',', ' and ')}"
     console.print(f"{model.kind}{formats}, {model.heads} heads, backend {backend}", highlight=False)
     start, slowest, count = time.perf_counter(), 0.0, 0
-    for name, call in tasks(model, batches, block_size, backend):
-        before = time.perf_counter()
-        try:
-            call()
-        except MiscompiledError as error:
-            raise RunError(str(error)) from None
-        seconds, count = time.perf_counter() - before, count + 1
-        slowest = max(slowest, seconds)
-        if seconds > 0.1:  # what was there already is not worth a line
-            console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
+    with Progress("compiling kernels") as progress:
+        for name, call in tasks(model, batches, block_size, backend):
+            progress.update(name)
+            before = time.perf_counter()
+            try:
+                call()
+            except MiscompiledError as error:
+                raise RunError(str(error)) from None
+            seconds, count = time.perf_counter() - before, count + 1
+            slowest = max(slowest, seconds)
+            if seconds > 0.1:  # what was there already is not worth a line
+                with progress.paused():
+                    say(console, f"{seconds:6.2f} s  {name}")
     seconds = time.perf_counter() - start
-    console.print(
-        f"{count} calls in {seconds:.1f} s, the slowest {slowest:.2f} s. {found()}", highlight=False, soft_wrap=True
-    )
+    say(console, f"{count} calls in {seconds:.1f} s, the slowest {slowest:.2f} s. {found()}")
     return 0
 
 

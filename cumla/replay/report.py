@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..terminal import say
 from .blocks import BLOCK_TOKENS
 from .options import WHOLE_LAYERS
 from .summary import ATTENTION_OPS
@@ -69,10 +70,10 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         console.print()
     failures = summary["verification"]["failures"]
     for failure in failures[:SHOWN_FAILURES]:
-        console.print(f"[red]beyond bounds:[/red] {escape(failure)}", soft_wrap=True, highlight=False)
+        say(console, f"[red]beyond bounds:[/red] {escape(failure)}")
     if len(failures) > SHOWN_FAILURES:
         console.print(f"[red]and {len(failures) - SHOWN_FAILURES} more[/red]")
-    console.print(_meaning(summary), soft_wrap=True, highlight=False)
+    say(console, _meaning(summary))
 
 
 def _meaning(summary: dict[str, Any]) -> str:
