@@ -9,7 +9,8 @@ candidates          V4.1's candidate blocks: their selection, and top-k over the
 compressor          the compressor, and norms with RoPE. States are saved of the tokens that a later step reads: all
                     of a decode, the last ones of a prompt
 decode              sparse decode over FP8 caches. Rows with lengths are as layers call it; of full lists, each query
-                    token lists random slots of a cache that is far larger than the L2 cache
+                    token lists random slots of a cache that is far larger than the L2 cache. `early_release=False`
+                    ends each call in an ordinary launch (docs/interop.md)
 formats             every format of a cache: inserts and gathers with a copy, decodes over V4.1's rows and V4's with the
                     same number of keys, over bfloat16 rows by both kernels and over V3.2's FP8
 indexer             scores, top-k, both at once, queries and keys; peers are DeepGEMM and vLLM's operations

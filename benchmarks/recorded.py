@@ -57,7 +57,10 @@ def with_slots(layout, *args, **options):
 def decode():
     v4, v32 = (functools.partial(with_slots, layout) for layout in (DSV4_FP8, V32_FP8))
     return [
-        *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
+        *(
+            v4(64, b, 1, 128, 512, 256, lengths=True, beside_ordinary=b in (1, 32, 128))
+            for b in (1, 2, 8, 32, 48, 64, 128, 256)
+        ),
         *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
         *(v4(64, b, 1, 128, 1024, 256, 2, lengths=True, ratio=128) for b in (1, 8, 32, 128)),
         *(v4(128, b, 1, 128, 1024, 256, lengths=True) for b in (1, 2, 8, 32, 128)),

@@ -109,6 +109,8 @@ def flash_mla_with_kvcache(
     topk_length: Any | None = None,
     extra_topk_length: Any | None = None,
     out: Any | None = None,
+    *,
+    early_release: bool = True,
 ) -> tuple[Any, Any]:
     """Decode: sparse over `indices` if they are given, else over all tokens of the block tables.
 
@@ -128,6 +130,7 @@ def flash_mla_with_kvcache(
     extra_*                  a second cache, its indices and lengths; beside tokens of 528 bytes also one of 288
     topk_length              [b] or [b, s_q] int32
     out                      [b, s_q, h_q, 512] to write instead of allocating
+    early_release            cumla's own: False: no later kernel starts before the results are stored (docs/interop.md)
 
     Returns out [b, s_q, h_q, 512] and softmax_lse [b, h_q, s_q] float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -141,7 +144,7 @@ def flash_mla_with_kvcache(
     if num_splits is not None:
         raise ValueError("num_splits: got a value, expected None")
     check_choice((V_DIM,), head_dim_v=head_dim_v)
-    check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache, early_release=early_release)
     b, s_q, h_q, _ = _shape("q", q, 4)
     _, page_block_size, h_k, _ = _cache_shape("k_cache", k_cache)
     if is_fp8_kvcache != (dlpack.borrow(k_cache, "k_cache").itemsize == 1):
@@ -157,7 +160,7 @@ def flash_mla_with_kvcache(
         out, lse = _results(q, (out, (b, s_q, h_q, V_DIM), None), (None, (b, h_q, s_q), "float32"))
         results = _decode(
             schedule, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, indices, attn_sink, extra_k_cache,
-            extra_indices_in_kvcache, topk_length, extra_topk_length, out, lse,
+            extra_indices_in_kvcache, topk_length, extra_topk_length, out, lse, early_release,
         )  # fmt: skip
     finally:
         _tensor.reset(token)
@@ -168,7 +171,7 @@ def flash_mla_with_kvcache(
 def _decode(
     schedule: FlashMLASchedMeta, q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any,
     softmax_scale: float | None, causal: bool, indices: Any, attn_sink: Any, extra_k_cache: Any,
-    extra_indices_in_kvcache: Any, topk_length: Any, extra_topk_length: Any, out: Any, lse: Any,
+    extra_indices_in_kvcache: Any, topk_length: Any, extra_topk_length: Any, out: Any, lse: Any, early_release: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     if indices is not None:
         if causal:
@@ -178,7 +181,7 @@ def _decode(
         return sparse_mla_decode(
             q, k_cache, indices, layout=layout, topk_length=topk_length, extra_k_cache=extra_k_cache,
             extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, attn_sink=attn_sink,
-            softmax_scale=softmax_scale, plan=plan, out=out, lse=lse,
+            softmax_scale=softmax_scale, plan=plan, out=out, lse=lse, early_release=early_release,
         )  # fmt: skip
     for name, value in (
         ("attn_sink", attn_sink), ("extra_k_cache", extra_k_cache), ("topk_length", topk_length),
@@ -193,6 +196,7 @@ def _decode(
     return dense_mla_decode(
         q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=bool(causal),
         plan=_plan(schedule, schedule.dense, "dense_mla_decode", arguments), out=out, lse=lse,
+        early_release=early_release,
     )  # fmt: skip
 
 
@@ -236,6 +240,8 @@ def flash_mla_sparse_fwd(
     attn_sink: Any | None = None,
     topk_length: Any | None = None,
     out: Any | None = None,
+    *,
+    early_release: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Sparse prefill.
 
@@ -247,6 +253,7 @@ def flash_mla_sparse_fwd(
     attn_sink    [h_q] float32
     topk_length  [s_q] int32
     out          [s_q, h_q, 512] bfloat16 to write instead of allocating
+    early_release  cumla's own, as in flash_mla_with_kvcache
 
     Returns out [s_q, h_q, 512], max_logits [s_q, h_q] and lse [s_q, h_q] float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -261,8 +268,9 @@ def flash_mla_sparse_fwd(
         results = _results(q, (out, (s_q, h_q, V_DIM), None), logits, logits)
     given: tuple[Any, Any, Any] = (results[0], results[1], results[2])
     return sparse_mla_prefill(
-        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=given
-    )
+        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=given,
+        early_release=early_release,
+    )  # fmt: skip
 
 
 def _shape(name: str, array: Any, axes: int) -> tuple[int, ...]:

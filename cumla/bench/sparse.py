@@ -58,6 +58,7 @@ class Decode:
     ratio    positions of a row of the second cache, with lengths
     slots    of each cache; None: as many as the sizes have
     beside_portable  the portable kernel is measured as well
+    beside_ordinary  the call that ends in an ordinary launch is measured as well
     """
 
     layout: CacheLayout
@@ -72,6 +73,7 @@ class Decode:
     ratio: int = 4
     slots: int | None = None
     beside_portable: bool = False
+    beside_ordinary: bool = False
 
     op: ClassVar[str] = "sparse_mla_decode"
 
@@ -98,6 +100,9 @@ class Decode:
         )  # fmt: skip
         if self.beside_portable and sizes.backend == "cuda":
             problem.impls["portable"] = "cupy", [x.portable for x in sets]
+        if self.beside_ordinary and sizes.backend == "cuda":
+            calls = [functools.partial(x.cumla, "cuda", early_release=False) for x in sets]
+            problem.impls["early_release=False"] = "cupy", calls
         return problem
 
     def inputs(self, sizes: Sizes, seed: int) -> DecodeInputs:
@@ -171,11 +176,11 @@ class DecodeInputs:
         with forced("portable"):
             return self.cumla("cuda", "portable")
 
-    def cumla(self, backend: str, plan: str | None = None) -> Any:
+    def cumla(self, backend: str, plan: str | None = None, early_release: bool = True) -> Any:
         cumla.sparse_mla_decode(
             self.q, self.caches[0].array, self.lists[0], layout=self.case.layout, attn_sink=self._sink(),
             **self.second(),
-            plan=self.plans[plan or backend], out=self.out, lse=self.lse, backend=backend,
+            plan=self.plans[plan or backend], early_release=early_release, out=self.out, lse=self.lse, backend=backend,
         )  # fmt: skip
         return self.out
 

@@ -24,12 +24,14 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..arrays.memory import coincide, extent, share_elements
+from ..kernels.cuda.ordinary import ordinary_launch
 from ..kernels.self_tests import FAILED, check_not_failed
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from . import debug, dry_run
 from .backends import choose, kernels
 from .launch_cache import record_output, record_written
+from .values import check_flags
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -44,9 +46,14 @@ Shape = tuple[int | str, ...]
 
 
 class Call:
-    """The arrays of one call. The first array decides the framework, the device and so the backend."""
+    """The arrays of one call. The first array decides the framework, the device and so the backend.
 
-    def __init__(self, backend: str | None = None, stream: Any = None) -> None:
+    early_release  whether the next kernel of the stream may start before this call's results are stored
+    """
+
+    def __init__(self, backend: str | None = None, stream: Any = None, early_release: bool = True) -> None:
+        check_flags(early_release=early_release)
+        self.early_release, self.open_launchings = bool(early_release), 0
         self._backend = backend
         self._stream = None if stream is None else streams.handle_of(stream)  # None: CuPy's current one
         self._framework = ""
@@ -154,6 +161,11 @@ class Call:
         on_device = self._device >= 0 or (self._dry_run is not None and self._dry_run.on_device)
         if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
+
+    @property
+    def first(self) -> Any:
+        """The first array."""
+        return self._first
 
     @property
     def stream(self) -> int | None:
@@ -325,14 +337,27 @@ class Launching:
 
     def __enter__(self) -> Any:
         self.call.check_apart()
-        if debug.active and self.call.checks_values():
-            self.within.__enter__()
-            return debug.Checked(self.module)
+        checks = debug.active and self.call.checks_values()
         self.within.__enter__()
-        return self.module
+        self.call.open_launchings += 1
+        return debug.Checked(self.module) if checks else self.module
 
     def __exit__(self, *error: Any) -> None:
-        self.within.__exit__(*error)
+        self.call.open_launchings -= 1
+        try:
+            if not (self.call.early_release or self.call.open_launchings or any(error)):
+                end_release(self.call.first)
+        finally:
+            self.within.__exit__(*error)
+
+
+def end_release(native: Any) -> None:
+    """Let no later kernel start before the work queued so far on CuPy's current stream has ended.
+
+    native  an array of the call; for host arrays there is nothing to do
+    """
+    if not isinstance(native, np.ndarray) and dry_run.current() is None:
+        ordinary_launch()
 
 
 def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
-from ..dispatch.values import check_choice, check_integers, check_kind, shown
+from ..dispatch.call import end_release
+from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, CacheLayout
 from ..metadata.builder import COMPRESS_RATIOS
@@ -87,6 +88,7 @@ class SparseMLALayer:
         workspace: LayerWorkspace | None = None,
         prefill_path: str | None = None,
         join: Callable[[], None] | None = None,
+        early_release: bool = True,
         backend: str | None = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -106,6 +108,7 @@ class SparseMLALayer:
                     None: the faster path for each chunk (cumla/layers/prefill_path.py)
         join        called before the first operation that reads q or the window's rows: a caller that computes them on
                     another stream makes this stream wait for that one in it
+        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
         observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
@@ -116,6 +119,7 @@ class SparseMLALayer:
         if workspace is not None:
             check_kind(LayerWorkspace, workspace=workspace)
         check_choice((*PATHS, None), prefill_path=prefill_path)
+        check_flags(early_release=early_release)
         for name, function in (("join", not_observed if join is None else join), ("observe", observe)):
             if not callable(function):
                 raise TypeError(f"{name}: got {shown(function)}, expected a function")
@@ -153,6 +157,8 @@ class SparseMLALayer:
                     run.prefill_over_pages(q, swa_cache, compressed, result, left)
                 else:
                     run.prefill_over_rows(q, swa_cache, compressed, result, chunk, left)
+            if not early_release:
+                end_release(q)
         return dlpack.give(result, framework) if out is None else out
 
 

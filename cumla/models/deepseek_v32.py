@@ -197,6 +197,7 @@ class DeepseekV32Attention:
         metadata: DeepseekV32StepMetadata,
         *,
         topk_indices: Any = None,
+        early_release: bool = True,
         out: Any = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -209,6 +210,7 @@ class DeepseekV32Attention:
         metadata       of the step's batch (DeepseekV32StepBuilder)
         topk_indices   [T, topk] int32, positions that each token selects, -1 for none, in place of the indexer's
                        selection, which is then not computed. A position after the token's own is left out
+        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
         out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
         observe        called with a part's name around each part ("project", "insert", "select", "map", "gather",
                        "decode", "prefill", "output")
@@ -219,7 +221,7 @@ class DeepseekV32Attention:
         self.check_step(hidden_states, layer_caches, metadata, topk_indices)
         run = V32Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
-        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
+        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
 
     def check_step(
         self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True

@@ -149,6 +149,7 @@ class DeepseekV4Attention:
         metadata: DeepseekV4StepMetadata,
         *,
         topk_indices: Any = None,
+        early_release: bool = True,
         out: Any = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -161,6 +162,7 @@ class DeepseekV4Attention:
         metadata       of the step's batch (DeepseekV4StepBuilder)
         topk_indices   [T, topk] int32, compressed rows that each token selects, counted within its request, -1 for
                        none; for ratio 4, in place of the indexer's selection, which is then not computed
+        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
         out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
         observe        called with a part's name around each part ("project", "insert", "compress", "select", "map",
                        "decode", "gather", "prefill", "output")
@@ -172,7 +174,7 @@ class DeepseekV4Attention:
         self.check_step(hidden_states, layer_caches, metadata, topk_indices)
         run = V4Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
-        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
+        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
 
     def check_step(
         self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True

@@ -160,6 +160,7 @@ class DeepseekV41Attention:
         metadata: DeepseekV41StepMetadata,
         selection: DeepseekV41Selection | None = None,
         *,
+        early_release: bool = True,
         out: Any = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -171,6 +172,7 @@ class DeepseekV41Attention:
         layer_caches   written; rows and keys by their owner alone
         metadata       of the step's batch (DeepseekV41StepBuilder)
         selection      of the model: layers that select write it, the others read it. Layers of ratio 0 need none
+        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
         out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
         observe        called with a part's name around each part ("project", "insert", "compress", "select", "decode",
                        "gather", "map", "prefill", "output")
@@ -183,7 +185,7 @@ class DeepseekV41Attention:
         check_v41_step(self, hidden_states, layer_caches, metadata, selection)
         run = V41Step(self, layer_caches, metadata, selection, observe)
         shape = len(metadata.positions), self.config.hidden_size
-        return attend(run.run, hidden_states, shape, self.activations, None, out, stream)
+        return attend(run.run, hidden_states, shape, self.activations, None, out, stream, early_release)
 
     def insert(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..dispatch.call import Call
+from ..dispatch.call import Call, end_release
 
 
 def attend(
@@ -19,17 +19,19 @@ def attend(
     topk_indices: Any,
     out: Any,
     stream: Any,
+    early_release: bool = True,
 ) -> Any:
     """Call run(hidden_states, topk_indices, out) with NumPy or CuPy arrays on the caller's stream; returns out.
 
     hidden_states  of any strides; copied if the last axis is not contiguous, as operations need it
     shape, dtype   of hidden_states and of out, which is allocated if None
     topk_indices   any array, or None
+    early_release  whether a later kernel may start before the results are stored
 
     Raises TypeError or ValueError, before `run` is called, for hidden states or an out of another shape or dtype, and
     for an out that is read-only, on another device, or not contiguous in its last axis.
     """
-    call = Call(stream=stream)
+    call = Call(stream=stream, early_release=early_release)
     x = call.borrow("hidden_states", hidden_states)
     framework = dlpack.framework_of(hidden_states)
     if x.dtype != dtype:
@@ -43,4 +45,6 @@ def attend(
             result = dlpack.empty(x.shape, x.dtype, x)
         given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
         run(x, given, result)
+        if not early_release:
+            end_release(x)
     return dlpack.give(result, framework) if out is None else out

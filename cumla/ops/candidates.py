@@ -46,6 +46,7 @@ def select_candidate_blocks(
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
     out: Any = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -58,6 +59,7 @@ def select_candidate_blocks(
     candidate_block_size    positions of a block
     max_workspace_bytes     most device memory for the blocks' scores; at least those of one request must fit
     workspace   uint8 [bytes] to use instead of allocating; its size is the bound
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out         to write instead of allocating
 
     Returns int32 [M, topk_blocks]: blocks in ascending order, then -1. A block's score is its largest valid logit; NaN
@@ -70,7 +72,7 @@ def select_candidate_blocks(
     check_integers(0, topk_blocks=topk_blocks)
     check_integers(1, next_n=next_n, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     logits, rows = checked_logits(call, logits, row_starts, row_ends, seq_lens, next_n)
     tokens, width = len(logits), blocks_of(logits.shape[1], candidate_block_size)
     candidates = call.output("out", out, INT32, (tokens, int(topk_blocks)))
@@ -189,6 +191,7 @@ def candidate_topk(
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
     out: Any = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -200,6 +203,7 @@ def candidate_topk(
     topk                 how many positions to select
     max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
+    early_release        False: no later kernel starts before the results are stored (docs/interop.md)
     out                  to write instead of allocating
 
     Returns int32 [B * next_n, topk]: positions in the order of their blocks, then -1 where there are fewer candidates:
@@ -211,7 +215,7 @@ def candidate_topk(
     check_integers(0, topk=topk)
     check_integers(1, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     next_n = q.shape[1]
     tokens = len(q) * next_n

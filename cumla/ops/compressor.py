@@ -41,6 +41,7 @@ def compress_and_insert(
     index_norm_weight: Any | None = None,
     index_state_cache: Any | None = None,
     index_k_cache: Any | None = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -71,6 +72,7 @@ def compress_and_insert(
     eps                 of the RMSNorm, positive
     layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32, or the
                         name of one; D is its head_dim. None: inferred from the bytes per token
+    early_release       False: no later kernel starts before the results are stored (docs/interop.md)
 
     index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache
                         the same arguments of a second compressor, all or none: the indexer's. Its states and rows use
@@ -87,7 +89,7 @@ def compress_and_insert(
     """
     check_integers(1, compress_ratio=compress_ratio)
     check_optional_size(block_size=block_size)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     kv_score = call.array("kv_score", kv_score, PROJECTED, ("T", -1))
     first = _rows(
         call, "", kv_score, position_bias, norm_weight, state_cache, k_cache, compress_ratio, layout, block_size

@@ -109,6 +109,7 @@ def dense_mla_decode(
     plan: DenseDecodePlan | None = None,
     out: Any | None = None,
     lse: Any | None = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -127,6 +128,7 @@ def dense_mla_decode(
                    the table if None. A bound that is too small costs time, results stay right
     plan           a DenseDecodePlan, which keeps the memory for partial results. Inside CUDA graph capture give one
                    that has served a call of this shape
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
@@ -137,7 +139,7 @@ def dense_mla_decode(
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """
     check_flags(causal=causal)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     q = call.array("q", q, HALVES, ("b", "s_q", "h", MLA_BF16.head_dim))
     check_heads(q.shape[2])
     batch, s_q, heads, head_dim = q.shape

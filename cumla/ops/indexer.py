@@ -219,6 +219,7 @@ def fp8_paged_mqa_logits(
     *,
     layout: CacheLayout | str | None = None,
     out: Any = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -239,6 +240,7 @@ def fp8_paged_mqa_logits(
     clean_logits       write -inf for rows that a query does not see; False leaves these logits unwritten
     layout             INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32, or the name of one; by kv_cache and q
                        if None
+    early_release      False: no later kernel starts before the results are stored (docs/interop.md)
     out                to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
@@ -247,7 +249,7 @@ def fp8_paged_mqa_logits(
     Source: DeepGEMM fp8_paged_mqa_logits.
     """
     check_flags(clean_logits=clean_logits)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     check_schedule(call, schedule_metadata)
     width = checked_width(max_context_len, table, pages)

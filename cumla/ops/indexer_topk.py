@@ -30,6 +30,7 @@ def top_k_per_row(
     seq_lens: Any | None = None,
     next_n: int = 1,
     out: Any = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -42,6 +43,7 @@ def top_k_per_row(
     seq_lens    [B] int32: row b * next_n + j has the first seq_lens[b] - next_n + 1 + j columns (decode rows); or
                 [B, next_n], columns of each row. M = B * next_n. Not together with row_starts or row_ends
     next_n      query tokens of a request, for seq_lens [B]
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out         to write instead of allocating
 
     Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Among equal logits the
@@ -52,7 +54,7 @@ def top_k_per_row(
     """
     check_integers(0, topk=topk)
     check_integers(1, next_n=next_n)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     logits, rows = checked_logits(call, logits, row_starts, row_ends, seq_lens, next_n)
     indices = call.output("out", out, INT32, (len(logits), int(topk)))
     if indices.size:
@@ -108,6 +110,7 @@ def indexer_topk(
     is_valid_token: Any | None = None,
     candidate_blocks: Any | None = None,
     candidate_block_size: int = CANDIDATE_BLOCK,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -124,6 +127,7 @@ def indexer_topk(
     topk                 how many keys to select
     max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
+    early_release        False: no later kernel starts before the results are stored (docs/interop.md)
     out                  to write instead of allocating
     slots                (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the
                          selected rows in a cache with the same pages and block size, and their count. Bit-identical to
@@ -144,7 +148,7 @@ def indexer_topk(
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
     if candidate_blocks is not None and max_seqlen_k:
         raise ValueError(f"max_seqlen_k: got {max_seqlen_k} together with candidate_blocks, expected one or the other")
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     paged = block_table is not None
     if paged:
         of_keys = {"cu_seqlen_ks": cu_seqlen_ks, "cu_seqlen_ke": cu_seqlen_ke, "kv_scales": kv_scales}

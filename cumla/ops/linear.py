@@ -26,6 +26,7 @@ def fp8_block_linear(
     finite_weights: bool = False,
     is_ue8m0: bool = False,
     out: Any = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -43,6 +44,7 @@ def fp8_block_linear(
                   unspecified
     is_ue8m0      whether all scales are powers of two from 2^-100 to 2^7, which saves work; if one is not, the result
                   is unspecified
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out           [T, N] or [T, G, N] to write instead of allocating
 
     Returns [T, N] or [T, G, N]. Each product is exact, sums are float32, rounded once at the end. The products of a
@@ -60,7 +62,7 @@ def fp8_block_linear(
     )  # fmt: skip
     if block_columns % COLUMNS_STEP:
         raise ValueError(f"block_columns: got {block_columns}, expected a multiple of {COLUMNS_STEP}")
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     grouped = call.borrow("x", x).ndim == 3
     groups: tuple[str, ...] = ("G",) if grouped else ()
     x = call.array("x", x, INPUTS, ("T", *groups, "K"))

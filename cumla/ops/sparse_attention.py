@@ -42,6 +42,7 @@ def sparse_mla_decode(
     batch_invariant: bool = False,
     out: Any | None = None,
     lse: Any | None = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -72,6 +73,7 @@ def sparse_mla_decode(
                    then never split, which makes small batches slower. False: on a GPU the batch decides how keys are
                    split, and results of a token in two batches may differ within the bounds that also hold against
                    the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
@@ -83,7 +85,7 @@ def sparse_mla_decode(
     """
     check_optional_size(block_size=block_size, extra_block_size=extra_block_size)
     check_flags(batch_invariant=batch_invariant)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     q = call.array("q", q, ROWS, ("b", "s_q", "h", -1))
     layout = attention_layout(call, k_cache, layout, q.shape[3])
     scale = scale_or_default(softmax_scale, q.shape[3])
@@ -129,6 +131,7 @@ def sparse_mla_prefill(
     block_size: int | None = None,
     workspace: Any = None,
     out: tuple[Any, Any, Any] | None = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any, Any]:
@@ -153,6 +156,7 @@ def sparse_mla_prefill(
     workspace    uint8 [516 * s_kv], for quantised rows [2 * d * s_kv], to use instead of allocating, with
                  precision="fp8" on a GPU. Every row of kv is converted, whether it is listed or not: kv should be the
                  rows of a chunk, not a serving cache
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out          (out, max_logits, lse) to write instead of allocating
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
@@ -162,7 +166,7 @@ def sparse_mla_prefill(
     """
     check_choice((V_DIM,), d_v=d_v)
     check_choice((None, "fp8"), precision=precision)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     q = call.array("q", q, ROWS, ("s_q", "h", "d"))
     call.check_float32("q", q.dtype.name)
     check_heads(q.shape[1])

@@ -25,6 +25,7 @@ def quantize_and_insert_k_cache(
     *,
     layout: CacheLayout | str | None = None,
     min_exponent: int | None = None,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -43,6 +44,7 @@ def quantize_and_insert_k_cache(
     min_exponent  the smallest power of two that is written as a scale, as an exponent from -126 to 0; None: the
                   layout's. Engines differ for V4.1: vLLM has -22 (DSV41_FP8's), FlashMLA and SGLang -13 (that of
                   DSV41_FP8_SPLIT)
+    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
     neither changes another byte. e2m1 has no NaN: there it makes the scale NaN and the tile's values 0. Values are
@@ -60,7 +62,7 @@ def quantize_and_insert_k_cache(
     if min_exponent is not None:
         check_integers(-126, 0, min_exponent=min_exponent)
     check_flags(is_ue8m0=is_ue8m0)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     k = call.array("k", k, FLOATS, ("T", -1))
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
     if not layout.num_scales:
@@ -163,6 +165,7 @@ def indexer_k_quant_and_cache(
     quant_block_size: int = 128,
     scale_fmt: str | None = "ue8m0",
     *,
+    early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -177,12 +180,13 @@ def indexer_k_quant_and_cache(
     quant_block_size  values that share a scale: 128; 32 for MXFP4
     scale_fmt         "ue8m0": scales are powers of two, as MXFP4's always are; None: amax / 448, not rounded to a power
                       of two
+    early_release     False: no later kernel starts before the results are stored (docs/interop.md)
 
     Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8 or INDEXER_MXFP4.
     """
     check_choice((INDEXER_FP8.scale_tile, INDEXER_MXFP4.scale_tile), quant_block_size=quant_block_size)
     check_choice(("ue8m0", None), scale_fmt=scale_fmt)
-    call = Call(backend, stream)
+    call = Call(backend, stream, early_release)
     k = call.array("k", k, FLOATS, ("T", INDEXER_FP8.head_dim))
     pages = indexer_pages(call, kv_cache, writable=True)
     tile = pages.layout.scale_tile or INDEXER_FP8.scale_tile

@@ -87,7 +87,8 @@ class ContextAttention:
         out            [T, h, 512] of q's dtype to write instead of allocating
         lse            [T, h] float32 to write instead of allocating
         plan           as in dense_mla_decode; None: one of this instance
-        options        scale, softmax_scale and max_seqlen (of the rank's tokens) as in dense_mla_decode
+        options        scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (of what a
+                       communicator other than cumla's own exchanges next) as in dense_mla_decode
 
         Returns out and lse, of the rank's own heads where heads are split.
         """
@@ -127,7 +128,7 @@ class ContextAttention:
         out, lse       as in dense_decode
         plan           as in sparse_mla_decode, made for these lengths; None: planned here
         options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length,
-                       extra_block_size and extra_layout as in sparse_mla_decode
+                       extra_block_size and extra_layout as in sparse_mla_decode; early_release as in dense_decode
 
         Returns out [T, h, 512] and lse [T, h], of the rank's own heads where heads are split.
         """

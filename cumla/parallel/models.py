@@ -43,6 +43,7 @@ class ShardedDeepseekV4Attention:
         rows: RankRows | None,
         *,
         topk_indices: Any = None,
+        early_release: bool = True,
         out: Any = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -58,7 +59,7 @@ class ShardedDeepseekV4Attention:
             check_rank_rows(call, self._sharded.comm, rows, layer_caches.compressed, metadata.window, layer.ratio)
         run = _RankV4Step(layer, layer_caches, metadata, observe, rows, self._sharded).run
         shape = len(metadata.positions), layer.config.hidden_size
-        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
+        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream, early_release)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class ShardedDeepseekV32Attention:
         rows: RankRows,
         *,
         topk_indices: Any = None,
+        early_release: bool = True,
         out: Any = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -127,7 +129,7 @@ class ShardedDeepseekV32Attention:
         check_rank_rows(call, self._context.comm, rows, layer_caches.rows, metadata.tokens)
         run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run
         shape = len(metadata.positions), layer.config.hidden_size
-        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
+        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream, early_release)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MX
 from support import peers as stand_ins
 
 SMALL = [
-    sparse.Decode(DSV4_FP8, 64, 3, 1, 128, 64, 256, lengths=True),
+    sparse.Decode(DSV4_FP8, 64, 3, 1, 128, 64, 256, lengths=True, beside_ordinary=True),
     sparse.Decode(DSV4_FP8, 16, 3, 1, 128, 128, 256, 2, lengths=True, ratio=128),
     sparse.Decode(DSV4_FP8, 64, 3, 1, 128, lengths=True),
     sparse.Decode(V32_FP8, 64, 3, 1, 256, lengths=True),

@@ -253,7 +253,7 @@ def test_nonsense(function, arguments, unused, what):
     """As for cumla's own functions: an error that names the argument, in a short message."""
     for name in inspect.signature(function).parameters:
         looks_right = what == "a fraction" and name in ("softmax_scale", "sm_scale")
-        looks_right |= what == "True" and name in ("is_fp8_kvcache", "is_ue8m0")
+        looks_right |= what == "True" and name in ("is_fp8_kvcache", "is_ue8m0", "early_release")
         if name in unused or looks_right:
             continue
         with raises_and_writes_nothing(HOST, {**arguments(), name: NONSENSE[what]}, (TypeError, ValueError)) as caught:

@@ -246,6 +246,12 @@ def test_differentiation_is_an_error(transform, wrap, rng):
     assert jax.grad(scaled, argnums=1)(q, 2.0) == lse(q)
 
 
+def test_early_release_is_a_static_argument():
+    choose = jax.jit(lambda x: ops.top_k_per_row(x, 2, early_release=False))
+    assert choose(jnp.array([[1.0, 3.0, 2.0]])).tolist() == [[1, 2]]
+    assert "early_release  False:" in ops.top_k_per_row.__doc__
+
+
 def test_signatures_and_documentation_are_those_of_calls_under_jit():
     decode = inspect.signature(ops.sparse_mla_decode)
     assert not {"out", "lse", "plan", "stream"} & set(decode.parameters)

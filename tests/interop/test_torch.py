@@ -79,6 +79,11 @@ def test_opcheck(case, device, rng):
     torch.library.opcheck(getattr(torch.ops.cumla, name).default, (), given)
 
 
+def test_early_release_is_an_argument_of_operators():
+    choose = torch.compile(lambda x: ops.top_k_per_row(x, 2, early_release=False), fullgraph=True, backend="eager")
+    assert choose(torch.tensor([[1.0, 3.0, 2.0]])).tolist() == [[1, 2]]
+
+
 @pytest.mark.parametrize(
     "case", ["sparse_mla_decode-DSV4_FP8-two-caches", "sparse_mla_prefill-512", "compute_swa_indices_and_lens"]
 )

@@ -168,6 +168,28 @@ def check(program, compiler, rng, **more):
         assert operations.same_bits(one, other)
 
 
+def test_a_call_ends_in_an_ordinary_launch_without_python(here, compiler, calls, monkeypatch, rng):
+    """early_release=False, made by Python and by the handler."""
+    from emulation.cupy import DRIVER, LAUNCHABLE
+
+    make, names = operations.CASES[CASE], []
+    monkeypatch.setitem(operations.CASES, CASE, lambda rng: {**make(rng), "early_release": False})
+
+    def launch(config, function, *more):
+        names.append(LAUNCHABLE[function - 1][0].name)
+        return DRIVER.cuLaunchKernelEx(config, function, *more)
+
+    compiler.driver = types.SimpleNamespace(cuLaunchKernelEx=launch)
+    program = Program(here, CASE, rng)
+    check(program, compiler, rng)
+    assert calls
+    assert not names
+    calls.clear()
+    check(program, compiler, rng)
+    assert not calls
+    assert names[-1] == "ordinary_launch"
+
+
 def test_work_goes_to_the_stream_of_the_call(here, program, compiler, rng):
     import cupy
 

@@ -11,6 +11,7 @@ import pytest
 
 import cumla
 from cumla.arrays import dlpack
+from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.reference.sparse_attention import attend
 from cumla.layers.prefill_path import chunk_paths
 from cumla.layers.selection import IndexerInputs, score_bytes
@@ -215,6 +216,20 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
     if ratio == 4:
         with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
             layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
+
+
+@pytest.mark.parametrize("early_release", [True, False])
+def test_a_step_may_end_in_an_ordinary_launch(here, rng, early_release):
+    config = ServingConfig(window_size=WINDOW, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8)
+    pool = Pool(rng, [5], BLOCK)
+    cache = here.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend="cuda").build(0, batch_of(here, [5], [1], pool))
+    q, k = (here.put(rng.standard_normal(shape).astype(BF16)) for shape in ((1, 3, 512), (1, 512)))
+    with recorded_launches() as found:
+        SparseMLALayer(1).step(q, k, cache, metadata, early_release=early_release)
+    ordinary = [launch.kernel.raw.name == "ordinary_launch" for launch in found]
+    assert len(found) > 1
+    assert ordinary == [False] * (len(found) - 1) + [not early_release]
 
 
 INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
