@@ -344,7 +344,7 @@ OPS = {
             plan=None,
         ),
         Op(compressor.compress_and_insert, writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache")),
-        Op(latents.compress_latents, writes=("latents", "state_cache")),
+        Op(latents.compress_latents, writes=("latents", "state_cache", "restart_rows", "restart_positions")),
         Op(linear.fp8_block_linear, results=linear_results, outputs=("out",)),
         Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
         Op(

@@ -160,13 +160,18 @@ class DeepseekV41Caches:
     indexer     [compressed_blocks, compressed_block_size / ratio, 132 or 68] uint8 (or [.., 128] numbers), keys of the
                 owner; None at ratio 0
     ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. An owner of ratio 2
-                alone has it
+                alone has it, as the next two
+    restart_rows       float32 [rings, 1024], and
+    restart_positions  int32 [rings], of compress_latents: what a step needs to be run again. None: a step that begins
+                       at an odd position and is longer than the ring must not be run again
     """
 
     window: Any
     compressed: Any = None
     indexer: Any = None
     ring: Any = None
+    restart_rows: Any = None
+    restart_positions: Any = None
 
     @classmethod
     def allocate(
@@ -208,13 +213,14 @@ class DeepseekV41Caches:
         if not ratio:
             return cls(window)
         rows = serving.compressed_block_size // ratio
-        ring = None
-        if ratio > 1:
-            ring = xp.zeros((rings, ring_capacity(serving.num_speculative_tokens), RING_VALUES), np.float32)
         compressed, keys = (
             allocate(layout, compressed_blocks, rows, xp) for layout in (layouts.compressed, layouts.indexer)
         )
-        return cls(window, compressed, keys, ring)
+        if ratio == 1:
+            return cls(window, compressed, keys)
+        ring = xp.zeros((rings, ring_capacity(serving.num_speculative_tokens), RING_VALUES), np.float32)
+        restart = xp.zeros((rings, RING_VALUES), np.float32), xp.zeros(rings, np.int32)
+        return cls(window, compressed, keys, ring, *restart)
 
 
 def v41_formats(cache_format: str, key_format: str | None = None) -> V41Formats:

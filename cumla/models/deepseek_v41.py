@@ -177,7 +177,8 @@ class DeepseekV41Attention:
         observe        called with a part's name around each part ("project", "insert", "compress", "select", "decode",
                        "gather", "map", "prefill", "output")
 
-        Returns out, to which the caller adds the residual. A step of decodes, once one of its size has run, allocates
+        Returns out, to which the caller adds the residual. A step that is run again, as after an error in a later
+        layer, gives the same bytes in out and in the caches. A step of decodes, once one of its size has run, allocates
         nothing if `out` is given, and can be captured in a CUDA graph.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit, and where the
         layer's owner or source has not run in this step, or wrote to other caches.
@@ -286,7 +287,8 @@ class V41Step:
             window = metadata.window
             ring = {
                 "positions": metadata.positions, "query_start_loc": window.query_start_loc,
-                "state_cache": self.caches.ring,
+                "state_cache": self.caches.ring, "restart_rows": self.caches.restart_rows,
+                "restart_positions": self.caches.restart_positions,
             }  # fmt: skip
         compress_latents(
             wide[:, : layer.ratio * HEAD_DIM], layer.latent_norm,

@@ -244,13 +244,9 @@ def check_v41_step(
         call.pages("layer_caches.compressed", caches.compressed, layouts.compressed, rows, writable=owns)
         call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=owns)
         if "ring" in wanted:
-            call.array(
-                "layer_caches.ring",
-                caches.ring,
-                FLOAT32,
-                (-1, ring_capacity(config.num_speculative_tokens), RING_VALUES),
-                writable=True,
-            )
+            capacity = ring_capacity(config.num_speculative_tokens)
+            call.array("layer_caches.ring", caches.ring, FLOAT32, ("rings", capacity, RING_VALUES), writable=True)
+            check_restart(call, caches.restart_rows, caches.restart_positions)
         tokens, topk = len(metadata.positions), layer.config.index_topk
         blocks = selection.candidate_blocks
         for name, array, width in (("topk_indices", selection.topk_indices, topk), ("slots", selection.slots, topk)):
@@ -261,6 +257,16 @@ def check_v41_step(
             blocks = call.array("selection.candidate_blocks", blocks, INT32, (-1, width))
             check_tokens("selection.candidate_blocks", blocks, tokens)
     remember_validated(key)
+
+
+def check_restart(call: Call, rows: Any, positions: Any) -> None:
+    """Raise TypeError or ValueError for what a step needs to be run again, if it is given."""
+    if (rows is None) != (positions is None):
+        raise ValueError(
+            "layer_caches.restart_positions: got one of restart_rows and restart_positions, expected both or none"
+        )
+    call.optional("layer_caches.restart_rows", rows, FLOAT32, ("rings", RING_VALUES), writable=True)
+    call.optional("layer_caches.restart_positions", positions, INT32, ("rings",), writable=True)
 
 
 def check_tokens(name: str, array: Any, tokens: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch.call import BF16, FLOAT32, SLOTS, Call
-from ..dispatch.call import INT32 as STARTS
+from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers
 from ..kernels.types.compressor import LatentRows
@@ -27,6 +26,8 @@ def compress_latents(
     positions: Any | None = None,
     query_start_loc: Any | None = None,
     state_cache: Any | None = None,
+    restart_rows: Any | None = None,
+    restart_positions: Any | None = None,
     eps: float = 1e-20,
     round_pooled: bool = False,
     backend: str | None = None,
@@ -51,6 +52,11 @@ def compress_latents(
     state_cache      [rings, capacity, 1024] float32, written: one ring a request, for its whole life;
                      cumla.metadata.ring_capacity gives the capacity. Only the last `capacity` tokens of a request are
                      saved
+    restart_rows     [rings, 1024] float32, and
+    restart_positions  [rings] int32, at first 0, both written: with them a step may be run again, as after an error in
+                     a later layer, and writes the same. A request that starts at an odd position p and has at least
+                     `capacity` tokens overwrites the row of p - 1 in its ring: that row and p are saved here. None:
+                     such a step must not be run again
     compress_ratio   1 or 2
     eps              of the RMSNorm, positive
     round_pooled     round the pooled row to bfloat16 before the norm, as DeepSeek's code and SGLang do; False: as vLLM
@@ -78,18 +84,27 @@ def compress_latents(
             got, expected = ("None", "an array") if value is None else ("an array", "None")
             raise ValueError(f"{name}: got {got} for compress_ratio {compress_ratio}, expected {expected}")
     positions = call.optional("positions", positions, SLOTS, ("T",))
-    starts = call.optional("query_start_loc", query_start_loc, STARTS, (-1,))
+    starts = call.optional("query_start_loc", query_start_loc, INT32, (-1,))
     if starts is not None and not len(starts):
         raise ValueError("query_start_loc: got no entries, expected one more than there are requests")
     state = call.optional("state_cache", state_cache, FLOAT32, (-1, -1, 2 * DIM), writable=True)
-    if state is not None and state.size:
-        row, page = state.strides[1], state.strides[0]
-        if row < 8 * DIM or (len(state) > 1 and page < state.shape[1] * row):
-            raise ValueError(f"state_cache: got strides {state.strides} bytes, expected rows and rings side by side")
+    restart = _restart(call, restart_rows, restart_positions, state)
     epsilon = check_epsilon(eps)
     if len(slots):
         with call.kernels("latents") as kernels:
-            step = positions, starts, state
+            step = positions, starts, state, *restart
             kernels.compress_latents(
                 LatentRows(kv_score, norm_weight, slots, latents, *step, epsilon, bool(round_pooled))
             )
+
+
+def _restart(call: Call, rows: Any, positions: Any, state: Any) -> tuple[Any, Any]:
+    """Check what is saved of each ring for a step that is run again."""
+    if (rows is None) != (positions is None):
+        raise ValueError("restart_positions: got one of restart_rows and restart_positions, expected both or none")
+    if rows is None:
+        return None, None
+    if state is None:
+        raise ValueError("restart_rows: got an array for compress_ratio 1, expected None")
+    rows = call.array("restart_rows", rows, FLOAT32, (len(state), 2 * DIM), writable=True)
+    return rows, call.array("restart_positions", positions, INT32, (len(state),), writable=True)

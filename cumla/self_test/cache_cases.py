@@ -245,13 +245,14 @@ def _latents(ratio: int) -> Run:
             compress_latents(rows, weight, slots, latents, compress_ratio=1, backend=bench.backend)
             return (latents,)
         positions, rings = np.array([12, 1, 15, 16, 17, 18]), np.array([0, 1, 2, 2, 2, 2])
-        state = bench.normal(4, 8, 1024, dtype=np.float32)
+        state = bench.normal(4, 2, 1024, dtype=np.float32)
+        restart = bench.normal(4, 1024, dtype=np.float32), bench.put([0, 1, 9, 0], np.int32)
         compress_latents(
-            rows, weight, bench.put(rings * 8 + positions % 8, np.int64), latents, compress_ratio=2,
+            rows, weight, bench.put(rings * 2 + positions % 2, np.int64), latents, compress_ratio=2,
             positions=bench.put(positions, np.int64), query_start_loc=bench.starts(QUERY_LENS), state_cache=state,
-            backend=bench.backend,
+            restart_rows=restart[0], restart_positions=restart[1], backend=bench.backend,
         )  # fmt: skip
-        return latents, state
+        return latents, state, *restart
 
     return run
 
@@ -308,7 +309,7 @@ CASES = (
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
     Case("compress_latents", "ratio 1", "latents", (ROUNDED,), _latents(1)),
-    Case("compress_latents", "ratio 2", "latents", (ROUNDED, EQUAL), _latents(2)),
+    Case("compress_latents", "ratio 2", "latents", (ROUNDED, EQUAL, EQUAL, EQUAL), _latents(2)),
     Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),
     Case(
         "compress_and_insert",

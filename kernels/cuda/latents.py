@@ -15,6 +15,7 @@ def compress_latents(rows: LatentRows) -> None:
     if state is not None:
         ring_stride, row_stride, _ = strides(state)
         rings = (state.data.ptr, ring_stride, row_stride, len(state) * state.shape[1], max(state.shape[1], 1))
+    restart = () if rows.restart_rows is None else (rows.restart_rows,)
     kernel(
         "common/latents.cu",
         "compress_latents",
@@ -25,14 +26,17 @@ def compress_latents(rows: LatentRows) -> None:
         POSITION="int64" if rows.positions is None else C_NAMES[rows.positions.dtype.name],
         RATIO=ratio,
         ROUND_POOLED=int(rows.round_pooled),
-        WIDE=int(is_aligned(rows.kv_score, rows.norm_weight, rows.latents, *(() if state is None else (state,)))),
+        WIDE=int(
+            is_aligned(rows.kv_score, rows.norm_weight, rows.latents, *(() if state is None else (state,)), *restart)
+        ),
     )(
         (requests + -(-len(slots) // ratio),),
         (THREADS,),
         (
             rows.kv_score, strides(rows.kv_score)[0], rows.norm_weight, slots, len(slots),
             rows.latents, strides(rows.latents)[0], pointer(rows.positions), pointer(rows.query_start_loc), requests,
-            *rings, rows.eps,
+            *rings, pointer(rows.restart_rows), strides(restart[0])[0] if restart else 0,
+            pointer(rows.restart_positions), rows.eps,
         ),
         overlap=True,
     )  # fmt: skip

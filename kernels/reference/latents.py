@@ -32,11 +32,32 @@ def compress_latents(rows: LatentRows) -> None:
             position = int(rows.positions[token])
             if position < 0 or position % 2 == 0:
                 continue
-            ring = int(slots[token]) // capacity
-            before = given[token - 1] if token > start else state[ring, (position - 1) % capacity]
+            before = given[token - 1] if token > start else _row_before(rows, token)
             window = np.stack([before, given[token]]).astype(np.float64).reshape(2, 2, DIM)
             write(token, pooled(window))
         if start in here:
+            if rows.restart_positions is not None:
+                _keep_for_restart(rows, start, end - start)
             for token in here:
                 if token >= end - capacity:
                     state[slots[token] // capacity, slots[token] % capacity] = given[token]
+
+
+def _row_before(rows: LatentRows, token: int) -> np.ndarray:
+    """The row before a request's first token, at an odd position: of the ring, or kept for a step that is run again."""
+    ring, position = int(rows.slots[token]) // rows.state.shape[1], int(rows.positions[token])
+    if rows.restart_positions is not None and rows.restart_positions[ring] == position:
+        return rows.restart_rows[ring]
+    return rows.state[ring, (position - 1) % rows.state.shape[1]]
+
+
+def _keep_for_restart(rows: LatentRows, token: int, tokens: int) -> None:
+    """Keep the row before a request's first token if the request's tokens are about to overwrite it in the ring."""
+    ring, position = int(rows.slots[token]) // rows.state.shape[1], int(rows.positions[token])
+    is_odd = position > 0 and position % 2 == 1
+    if is_odd and rows.restart_positions[ring] == position:
+        return
+    keeps = is_odd and tokens >= rows.state.shape[1]
+    if keeps:
+        rows.restart_rows[ring] = _row_before(rows, token)
+    rows.restart_positions[ring] = position if keeps else 0

@@ -23,7 +23,10 @@ class CompressorRows(NamedTuple):
 
 
 class LatentRows(NamedTuple):
-    """The arguments of `cumla.compress_latents`; positions, query_start_loc and state are None for a ratio of 1."""
+    """The arguments of `cumla.compress_latents`; positions, query_start_loc and state are None for a ratio of 1.
+
+    restart_rows, restart_positions  both or neither are None
+    """
 
     kv_score: Any
     norm_weight: Any
@@ -32,6 +35,8 @@ class LatentRows(NamedTuple):
     positions: Any
     query_start_loc: Any
     state: Any
+    restart_rows: Any
+    restart_positions: Any
     eps: float
     round_pooled: bool
 

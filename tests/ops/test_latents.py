@@ -118,6 +118,144 @@ def test_rejected_drafts_and_replay(lab, rng):
     np.testing.assert_array_equal(drafts.rows[5:], right.rows[5:])
 
 
+def restart_of(lab, state):
+    """Zeroed arrays of what steps need to be run again."""
+    rings = len(lab.get(state))
+    return {
+        "restart_rows": lab.put(np.zeros((rings, 2 * DIM), np.float32)),
+        "restart_positions": lab.put(np.zeros(rings, np.int32)),
+    }
+
+
+@pytest.mark.parametrize("first", [12, 13, 21])
+@pytest.mark.parametrize("count", [3, 7, 8, 9, 16, 19])
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("count") not in (7, 8))
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("count") not in (7, 8))
+def test_a_step_that_is_run_again(lab, rng, first, count):
+    """At an even and at odd positions, shorter and longer than the ring: the same rows, ring and what is kept."""
+    given, weight = random_tokens(rng, first + count)
+    sequence = Sequence(lab, given, weight)
+    sequence.options |= restart_of(lab, sequence.state)
+    sequence.step(0, first)
+    found = []
+    for _ in range(3):
+        sequence.rows[:] = np.nan
+        sequence.step(first, first + count, padding=2)
+        arrays = (sequence.state, *sequence.options.values())
+        found.append([sequence.rows.copy(), *(lab.get(x).copy() for x in arrays)])
+        for got, once in zip(found[-1], found[0], strict=True):
+            np.testing.assert_array_equal(got, once)
+    want = wanted(given, weight, 2)
+    odd = np.arange(first | 1, first + count, 2)
+    np.testing.assert_allclose(found[0][0][odd], want[odd // 2], rtol=1e-5, atol=1e-5)
+    sequence.step(first, first + min(count, 5))  # again, and shorter
+    np.testing.assert_array_equal(sequence.rows[first : first + 3], found[0][0][first : first + 3])
+
+
+def test_steps_run_again_in_any_schedule(lab, rng):
+    """Drafts, chunks, rejections, a ring that the next request gets: each step up to three times, of any length."""
+    capacity, longest = 4, 40
+    sequences = []
+    state = lab.put(np.full((3, capacity, 2 * DIM), np.nan, np.float32))
+    restart = restart_of(lab, state)
+    for _ in range(1 if lab.tiny else 4):
+        given, weight = random_tokens(rng, longest)
+        sequences.append(Sequence(lab, given, weight, capacity, **restart))
+        sequences[-1].state = state
+    for sequence in sequences:
+        done = 0
+        while done < longest - 12:
+            count = int(rng.integers(1, 13))
+            accepted = count if count >= capacity else int(rng.integers(1, count + 1))
+            for _ in range(rng.integers(0, 3)):  # attempts that fail later, of any length
+                sequence.step(done, done + int(rng.integers(1, 13)))
+            sequence.given[done + accepted :] = rng.normal(size=(longest - done - accepted, 2 * DIM))
+            sequence.step(done, done + count)
+            done += accepted
+        want = wanted(sequence.given, sequence.weight, 2)
+        odd = np.arange(1, done, 2)
+        np.testing.assert_allclose(sequence.rows[odd], want[odd // 2], rtol=1e-5, atol=1e-5)
+
+
+def strided(shape, strides):
+    return np.lib.stride_tricks.as_strided(np.zeros(1 << 16, np.float32), shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"restart_positions": None}, "restart_positions: got one of restart_rows and restart_positions"),
+        ({"restart_rows": np.zeros((2, 1024), np.float32)}, r"restart_rows: got shape \(2, 1024\)"),
+        ({"restart_rows": np.zeros((3, 1024))}, "restart_rows: got dtype float64"),
+        ({"restart_positions": np.zeros(3, np.int64)}, "restart_positions: got dtype int64"),
+        ({"restart_positions": np.zeros(2, np.int32)}, "restart_positions: got shape"),
+        ({"restart_rows": strided((3, 1024), (2048, 4))}, "restart_rows: got strides .*, to write expected one whose"),
+        ({"state_cache": strided((3, 8, 1024), (8192, 4096, 4))}, "state_cache: got strides .*, to write expected one"),
+        ({"state_cache": strided((3, 8, 1024), (32768, 2048, 4))}, "state_cache: got strides .*, to write expected"),
+        ({"query_start_loc": np.zeros(0, np.int32)}, "query_start_loc: got no entries, expected one more than"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_rings_that_are_refused(rng, changes, message):
+    """Before anything is written."""
+    given, weight = random_tokens(rng, 3)
+    latents = np.full((3, DIM), 7, np.float32)
+    arguments = {
+        "positions": np.arange(3), "query_start_loc": np.array([0, 3], np.int32),
+        "state_cache": np.zeros((3, 8, 2 * DIM), np.float32), "restart_rows": np.zeros((3, 2 * DIM), np.float32),
+        "restart_positions": np.zeros(3, np.int32),
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        cumla.compress_latents(given, weight, np.arange(3), latents, compress_ratio=2, **(arguments | changes))
+    assert (latents == 7).all()
+    assert not arguments["state_cache"].any()
+    cumla.compress_latents(given, weight, np.arange(3), latents, compress_ratio=2, **arguments)
+    assert arguments["state_cache"].any()
+
+
+def test_ratio_1_has_nothing_to_run_again():
+    row = np.zeros((1, DIM), np.float32)
+    restart = {"restart_rows": np.zeros((1, 2 * DIM), np.float32), "restart_positions": np.zeros(1, np.int32)}
+    with pytest.raises(ValueError, match=r"^restart_rows: got an array for compress_ratio 1, expected None"):
+        cumla.compress_latents(row, row[0] + 1, np.zeros(1, np.int64), row.copy(), compress_ratio=1, **restart)
+
+
+def test_rings_between_one_another(lab, rng):
+    """Rows of a ring need not be neighbours: [capacity, rings, 1024] in memory."""
+    given, weight = random_tokens(rng, 14)
+    plain, between = Sequence(lab, given, weight), Sequence(lab, given, weight)
+    between.state = lab.put(np.full((8, 3, 2 * DIM), np.nan, np.float32)).transpose(1, 0, 2)
+    for sequence in (plain, between):
+        for first, end in ((0, 3), (3, 13), (13, 14)):
+            sequence.step(first, end)
+    np.testing.assert_array_equal(between.rows, plain.rows)
+    np.testing.assert_array_equal(lab.get(between.state), lab.get(plain.state))
+
+
+def test_starts_below_0_and_ends_beyond_the_slots(lab, rng):
+    """Such a request begins with token 0; its last tokens in slot_mapping are saved."""
+    given, weight = random_tokens(rng, 12)
+    positions, capacity = np.arange(3, 15), 4
+    state = rng.normal(size=(1, capacity, 2 * DIM)).astype(np.float32)
+    for starts, slots in (([-2, 12], 12), ([-5, 40], 12), ([0, 12], 7), ([-1, 30], 9)):
+        found = []
+        for place in (lab, Lab("reference", False)):
+            latents, its = place.put(np.full((12, DIM), 7, np.float32)), place.put(state.copy())
+            arrays = [place.put(x) for x in (given, weight, (positions % capacity)[:slots])]
+            pairs = {"positions": positions, "query_start_loc": np.array(starts, np.int32)}
+            cumla.compress_latents(
+                *arrays, latents, **{name: place.put(x) for name, x in pairs.items()}, state_cache=its,
+                compress_ratio=2, backend=place.backend,
+            )  # fmt: skip
+            found.append((place.get(latents), place.get(its)))
+        np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(found[0][1], found[1][1])
+        tokens = given[slots - capacity : slots]
+        np.testing.assert_array_equal(found[1][1][0, positions[slots - capacity : slots] % capacity], tokens)
+        pairs = np.stack([state[0, 2], given[0]])
+        np.testing.assert_allclose(found[0][0][0], wanted(pairs, weight, 2)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_requests_whose_first_token_is_padding(lab, rng):
     """They save nothing, but complete the rows that lie within the step."""
     given, weight = random_tokens(rng, 6)

@@ -97,9 +97,10 @@ def test_layers_share_rows_and_selections(finished):
     assert caches[1].compressed is not caches[3].compressed
     assert [x.ring is not None for x in caches] == [False, True, False, False, False, False]
     assert len({id(layer.shared.selection) for layer in engine.layers}) == 1
+    rings = sum(array.nbytes for array in (caches[1].ring, caches[1].restart_rows, caches[1].restart_positions))
     windows, blocks = [cache.window.shape[0] * cache.window.strides[0] for cache in caches], engine.pool.num_blocks
     assert [layer.cache_bytes for layer in engine.layers] == [
-        windows[0], windows[1] + blocks * 128 * (288 + 132) + caches[1].ring.nbytes + blocks * padding(128), windows[2],
+        windows[0], windows[1] + blocks * 128 * (288 + 132) + rings + blocks * padding(128), windows[2],
         windows[3] + blocks * 256 * (288 + 132) + blocks * padding(256), *windows[4:],
     ]  # fmt: skip
 

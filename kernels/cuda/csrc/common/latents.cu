@@ -4,7 +4,8 @@
 // its request's first. Block: 128 threads; thread i has the channels 4 i to 4 i + 3 of a row. Shared memory: sums of squares.
 //
 // A request's CTA pools its first token, the only one that reads the ring, and saves the request's last tokens. One of these may
-// overwrite the row that was read: each thread has read its channels before it writes them.
+// overwrite the row that was read: each thread has read its channels before it writes them. That row and the first token's position
+// are kept for a step that is run again (restart_rows, restart_positions; 0: none).
 //
 // Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED, WIDE (rows
 // may be accessed 4 values at a time).
@@ -86,7 +87,8 @@ struct LatentRow {
 extern "C" __global__ void __launch_bounds__(THREADS, 10)
 compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, const SLOT* slots, int num_slots,
                  OUTPUT* latents, int64 latents_stride, const POSITION* positions, const int* starts, int requests,
-                 float* state, int64 ring_stride, int64 row_stride, int64 num_rows, int capacity, float eps) {
+                 float* state, int64 ring_stride, int64 row_stride, int64 num_rows, int capacity, float* restart_rows,
+                 int64 restart_stride, int* restart_positions, float eps) {
     __shared__ float squares[RATIO][THREADS / 32];
     pdl_wait();
     LatentRow row;
@@ -98,8 +100,12 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         int64 slot = slots[start], position = positions[start];
         if (!rings.has(slot)) return;
         bool pools = position > 0 && position % 2 == 1;
+        bool again = restart_rows && pools && restart_positions[slot / capacity] == position;
+        bool keeps = restart_rows && pools && !again && end - start >= capacity;
         if (pools) {
-            row.load(0, rings.row(slot / capacity, (position - 1) % capacity));
+            float* kept = restart_rows + slot / capacity * restart_stride;
+            row.load(0, again ? kept : rings.row(slot / capacity, (position - 1) % capacity));
+            if (keeps) write4(kept + LatentRow::channel(), row.kv[0]), write4(kept + DIM + LatentRow::channel(), row.score[0]);
             row.ask(1, kv_score + start * kv_stride);
             row.ask_norm(weight);
         }
@@ -120,7 +126,8 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
                     write4(place, kv[i]), write4(place + DIM, score[i]);
                 }
         }
-        if (pools) row.finish(squares[0], eps, latents + start * latents_stride);
+        if (pools) row.finish(squares[0], eps, latents + start * latents_stride);  // after its barrier all have read the position
+        if (restart_rows && threadIdx.x == 0) restart_positions[slot / capacity] = again || keeps ? int(position) : 0;
         return;
     }
     int token = 2 * (blockIdx.x - requests);
