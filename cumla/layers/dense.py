@@ -141,9 +141,9 @@ class MLACommonImpl:
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
 
-        Returns output; its rows of padding tokens, within the metadata's tokens and after them, are 0. A step of
-        decodes only does not synchronise with the host and, after the same shape has run once, allocates only its
-        output, so a CUDA graph can capture it when `output` is given.
+        Returns output; its rows of padding tokens, within the metadata's tokens and after them, are 0, where padding
+        requests have a seq_len of 0. A step of decodes only does not synchronise with the host and, after the same
+        shape has run once, allocates only its output, so a CUDA graph can capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
         check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)

@@ -167,8 +167,9 @@ class _Run:
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
     ) -> None:
         decode, tokens = self.inputs.metadata.decode, len(positions)
-        if decode is None:
-            raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
+        if decode is None:  # a step of padding tokens alone, of no request
+            self._select_none(slice(0, tokens), slots)
+            return
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
         each = lens.shape[1] if lens.ndim == 2 else 1
         schedule = decode.schedule_metadata
@@ -180,12 +181,8 @@ class _Run:
         if entries < len(lens):
             lens, table = lens[:entries], table[:entries]
         if taken < tokens:
-            self.out[taken:tokens] = -1
-            if self.candidates is not None and self.candidates.written:
-                self.candidates.blocks[taken:tokens] = -1
+            self._select_none(slice(taken, tokens), slots)
             if slots is not None:
-                slots[0][taken:] = -1
-                slots[1][taken:] = 0
                 slots, is_valid_token = (slots[0][:taken], slots[1][:taken]), is_valid_token[:taken]
         of_decodes = taken * row_bytes_of(self.candidates, table.shape[1] * self.inputs.cache.shape[1])
         q = self.q[:taken].reshape(-1, each, *self.q.shape[1:])
@@ -203,6 +200,15 @@ class _Run:
                 self.out[:taken], token_to_req[:taken], block_table, self.inputs.cache.shape[1], is_valid_token,
                 compact=True, out=slots, backend=self.backend,
             )  # fmt: skip
+
+    def _select_none(self, padding: slice, slots: tuple[Any, Any] | None) -> None:
+        """Write that padding tokens select no rows and no blocks."""
+        self.out[padding] = -1
+        if self.candidates is not None and self.candidates.written:
+            self.candidates.blocks[padding] = -1
+        if slots is not None:
+            slots[0][padding] = -1
+            slots[1][padding] = 0
 
     def prefill_among_candidates(
         self, chunk: DeepseekV32IndexerPrefillChunkMetadata, positions: Any, token_to_req: Any, block_table: Any

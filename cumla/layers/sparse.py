@@ -338,6 +338,10 @@ class _Run:
         gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[prefills]
         workspace = dlpack.empty((prefills.stop - prefills.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
+            if metadata.replay_start is not None:  # windows have no row before it, also where it is within the step
+                first = dlpack.borrow(metadata.replay_start, "replay_start")[requests]
+                valid = (seq_lens - first.clip(0)).clip(0)
+                gather_lens = dlpack.namespace_of(valid).where(valid < gather_lens, valid, gather_lens)
             topk_indices, topk = self._selected(compressed, tokens)
             starts = dlpack.borrow(metadata.query_start_loc, "query_start_loc")[requests.start : requests.stop + 1]
             gathered: dict[str, Any] = {}

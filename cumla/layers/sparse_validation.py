@@ -202,11 +202,16 @@ def check_compressed(
         )
     if compressed.decode_slots is not None or compressed.decode_lens is not None:
         raise ValueError("compressed.decode_slots: got arrays, expected None at compress_ratio 128: all rows are taken")
+    check_has_c128a(metadata)
+    return 0
+
+
+def check_has_c128a(metadata: DeepseekSparseSWAMetadata) -> None:
+    """Raise ValueError for metadata of a builder whose model has no layers of ratio 128."""
     if metadata.c128a_decode_topk_lens is None:
         raise ValueError(
             "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
         )
-    return 0
 
 
 def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:

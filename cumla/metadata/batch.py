@@ -249,10 +249,23 @@ class HostLens(NamedTuple):
             )
         return cls(starts, starts[1:] - starts[:-1], seq_lens)
 
+    def check_order(self, decode_threshold: int) -> None:
+        """Raise ValueError for a decode, a query of 1 to decode_threshold tokens, that follows a longer query."""
+        is_prefill = self.query_lens > decode_threshold
+        first = first_true(is_prefill)
+        if first < 0:
+            return
+        wrong = first_true((self.query_lens[first:] > 0) & ~is_prefill[first:])
+        if wrong >= 0:
+            raise ValueError(
+                f"query_start_loc_cpu: request {first + wrong} with {self.query_lens[first + wrong]} query tokens "
+                f"follows a prefill, expected decodes (at most {decode_threshold} tokens) first"
+            )
+
     def split(
         self, batch: CommonAttentionMetadata, decode_threshold: int, require_uniform: bool = False
     ) -> tuple[int, int, int, int]:
-        """The same as `split_decodes_and_prefills`."""
+        """The same as `split_decodes_and_prefills`, of a batch whose order is right."""
         num_reqs, num_tokens, query_lens = batch.num_reqs, batch.num_actual_tokens, self.query_lens
         all_decodes = (num_reqs, 0, num_tokens, 0)
         if batch.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
@@ -264,7 +277,7 @@ class HostLens(NamedTuple):
         num_decodes = first_true(is_prefill)
         if num_decodes < 0:
             return all_decodes
-        if require_uniform and first and not query_lens[num_decodes] and not query_lens[is_prefill].any():
+        if require_uniform and not query_lens[num_decodes] and not query_lens[is_prefill].any():
             return all_decodes  # padded to a captured size
         num_decode_tokens = int(self.starts[num_decodes])
         return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
@@ -281,12 +294,16 @@ def split_decodes_and_prefills(
                       (a padded uniform batch), all requests are decodes
 
     Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens). Empty queries after the
-    first prefill count as prefills.
+    first prefill count as prefills. Padding tokens, those of num_actual_tokens after the last request's, count as the
+    prefills' if there are any, otherwise as the decodes'.
+    Raises ValueError for a decode that follows a query of more than decode_threshold tokens.
     Source: vLLM split_decodes_and_prefills, without its assertions on the order of zero-length padding.
     """
     check_integers(0, decode_threshold=decode_threshold)
     check_flags(require_uniform=require_uniform)
-    return HostLens.of(common_attn_metadata).split(common_attn_metadata, decode_threshold, require_uniform)
+    lens = HostLens.of(common_attn_metadata)
+    lens.check_order(decode_threshold)
+    return lens.split(common_attn_metadata, decode_threshold, require_uniform)
 
 
 @plain_integers

@@ -126,10 +126,10 @@ class ServingConfig:
 
     @property
     def decode_swa_width(self) -> int:
-        """Entries of a decode token's window row. Not causal: window and drafts, padded to a multiple of 64."""
+        """Entries of a decode token's window row. Not causal: window and longest decode, padded to a multiple of 64."""
         if not self.noncausal_decodes:
             return self.window_size
-        return -(-(self.window_size + self.num_speculative_tokens) // 64) * 64
+        return -(-(self.window_size + self.decode_threshold) // 64) * 64
 
     def has_compressed_rows(self, compress_ratio: int) -> bool:
         """Whether the layers with this ratio have compressed rows beside their window."""

@@ -305,14 +305,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         """The entries for the decode kernels, and the columns of their block tables."""
         before, batch_size, columns = self._before, num_decodes, 0
         if flatten:
-            batch_size = num_decode_tokens
-            if self.flattens_ragged:
-                batch_size = min(batch_size, self._most_entries)  # tokens beyond are padding
-            elif batch_size > self._most_entries:
-                raise ValueError(
-                    f"num_actual_tokens: got {batch_size} tokens of decodes, expected at most {self._most_entries}, "
-                    "max_num_seqs * (1 + num_speculative_tokens)"
-                )
+            batch_size = min(num_decode_tokens, self._most_entries)  # tokens beyond are padding
             columns = min(-(-max_seq_len // self.page_positions), block_table.shape[1], self._max_columns)
         return IndexerCounts(
             num_decodes, batch_size, flatten, lens_per_entry, columns,

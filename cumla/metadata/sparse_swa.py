@@ -38,8 +38,8 @@ class DeepseekSparseSWAMetadata:
     max_seq_len               longest sequence, or a bound on it, as in the batch
     longest                   longest sequence of seq_lens_cpu; layers check the widths of their tables by it
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
-    prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach, none of
-                              them before its replay_start
+    prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach: its new
+                              ones, and of those before none before its replay_start
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
     c128a_global_decode_topk_indices  [num_decode_tokens, 1, width] int32 slots of all compressed rows;
                               None without C128A layers, as are the next two
@@ -198,8 +198,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         common_attn_metadata  the batch
         c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
         replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a request
-                           that is replayed does not rebuild those before. Windows start there or later, except
-                           those of noncausal decodes. None: 0
+                           that is replayed does not rebuild those before. Windows start there or later, on every
+                           path and also where it is within the step, except those of noncausal decodes. None: 0
         validate           check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
@@ -223,8 +223,6 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             check_batch(batch, lens, config, **tables)
         split = lens.split(batch, self.decode_threshold)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
-        if config.noncausal_decodes:
-            check_decode_width(config, lens.query_lens[:num_decodes])
         counts = BatchCounts(
             batch.num_reqs, num_decodes, num_decode_tokens, int(lens.starts[-1]) if batch.num_reqs else 0, rows,
             self._rows_in_use, self._width_in_use,
@@ -344,13 +342,3 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             views["c128a_decode_topk_lens"] = buffers.c128a_lens[decodes]
             views["c128a_prefill_topk_indices"] = buffers.c128a_indices[prefills, :width]
         return views
-
-
-def check_decode_width(config: ServingConfig, query_lens: np.ndarray) -> None:
-    """Raise ValueError for a decode whose window and tokens do not fit in a row of decode_swa_indices."""
-    longest = int(query_lens.max(initial=0))
-    if config.window_size + longest > config.decode_swa_width:
-        raise ValueError(
-            f"query_start_loc_cpu: request {int(query_lens.argmax())} has {longest} query tokens, expected at most "
-            f"{config.decode_swa_width - config.window_size}, decode_swa_width without the window"
-        )

@@ -117,8 +117,8 @@ def _surely_right(lens: HostLens, max_query_len: int, max_seq_len: int, decode_t
 def _check_each(
     batch: CommonAttentionMetadata, lens: HostLens, limit: int, config: ServingConfig, tables: dict[str, Table]
 ) -> None:
-    """Raise the error of the first request that is wrong."""
-    starts, seq_lens, prefills = lens.starts.tolist(), lens.seq_lens.tolist(), False
+    """Raise the error of the first request that is wrong by itself, then that of the order."""
+    starts, seq_lens = lens.starts.tolist(), lens.seq_lens.tolist()
     for r, seq_len in enumerate(seq_lens):
         start, end = starts[r], starts[r + 1]
         query_len = end - start
@@ -134,12 +134,7 @@ def _check_each(
             )
         if seq_len > limit:
             raise ValueError(_too_long(r, seq_len, batch, config, tables))
-        if prefills and 0 < query_len <= config.decode_threshold:
-            raise ValueError(
-                f"query_start_loc_cpu: request {r} with {query_len} query tokens follows a prefill, expected decodes "
-                f"(at most {config.decode_threshold} tokens) first"
-            )
-        prefills = prefills or query_len > config.decode_threshold
+    lens.check_order(config.decode_threshold)
 
 
 def _too_long(

@@ -26,6 +26,8 @@ from .validation import check_sparse_step
 class ShardedSparseMLALayer:
     """`SparseMLALayer` of one rank: the same step, over the rank's part of the compressed rows.
 
+    layer        of ratio 0, 1, 4 or 128. `step` refuses V4.1's layers with compressed rows: ratio 2, and ratio 1 where
+                 the metadata's config has has_c1a
     comm         the rank's communicator
     split_heads  whether q has the rank's own heads only
     """
@@ -55,7 +57,7 @@ class ShardedSparseMLALayer:
         k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
         swa_cache   the window cache, replicated on every rank
         metadata    of the step's batch, the same on every rank
-        compressed  for ratios 4 and 128
+        compressed  for ratios 4 and 128, None for the others
         out         [num_tokens, h, 512] to write instead of allocating
         observe     called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
 
@@ -134,7 +136,7 @@ class ShardedSparseMLALayer:
         xp, ratio = dlpack.namespace_of(positions), self.layer.compress_ratio
         complete = ((positions + 1) // ratio)[:, None]
         if ratio == C128A_RATIO:
-            width = max(1, metadata.config.max_model_len // ratio)
+            width = metadata.c128a_global_decode_topk_indices.shape[-1]  # follows the step's longest sequence
             rows = xp.arange(width, dtype=positions.dtype)[None]
         else:
             rows = self._of(compressed.topk_indices, tokens)

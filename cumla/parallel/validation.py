@@ -11,10 +11,11 @@ import numpy as np
 
 from ..dispatch.call import BF16, INT32, SLOTS, Call
 from ..dispatch.values import check_integers, check_kind
+from ..kernels.types.metadata import C128A_RATIO
 from ..layers.dense import MLACommonImpl
 from ..layers.dense_validation import check_cache
 from ..layers.sparse import SparseMLALayer
-from ..layers.sparse_validation import check_inserted, check_rows, check_window_step, tokens_used
+from ..layers.sparse_validation import check_has_c128a, check_inserted, check_rows, check_window_step, tokens_used
 from ..metadata.builder import check_current
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_columns
@@ -23,6 +24,9 @@ from ..ops.shards import check_shard
 from ..ops.sparse_attention import V_DIM, check_heads
 from .communicator import Communicator
 from .rank_rows import RankRows, ShardedCompressedCache
+
+SHARDED_RATIOS = (4, C128A_RATIO)  # of layers with compressed rows
+_SERVED = "ratio 4 or 128, and ratio 0 or 1 without compressed rows"
 
 
 def check_rank_shard(
@@ -71,9 +75,14 @@ def check_sparse_step(
     check_kind(DeepseekSparseSWAMetadata, metadata=metadata)
     check_current("metadata", metadata)
     ratio = layer.compress_ratio
-    if (compressed is None) != (ratio == 1):
+    has_rows = metadata.config.has_compressed_rows(ratio)
+    if has_rows and ratio not in SHARDED_RATIOS:
+        raise ValueError(
+            f"compress_ratio: got {ratio} with V4.1's compressed rows, which ranks do not shard, expected {_SERVED}"
+        )
+    if has_rows != (compressed is not None):
         got, expected = ("None", "rows") if compressed is None else ("rows", "None")
-        raise ValueError(f"compressed: got {got}, expected {expected} for ratio {ratio}")
+        raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}: ranks serve {_SERVED}")
     call, used = Call(backend), tokens_used(metadata)
     q = check_window_step(call, layer, q, k, swa_cache, metadata, used, comm.size if split_heads else 1)
     call.optional("out", out, (q.dtype,), (len(q), q.shape[1], V_DIM), writable=True)
@@ -82,10 +91,14 @@ def check_sparse_step(
     call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
     check_rank_shard(call, comm, "compressed", compressed, compressed.cache, metadata, ratio)
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
-    if (compressed.topk_indices is None) != (ratio != 4):
-        got, expected = ("None", "int32 [num_tokens, topk]") if ratio == 4 else ("an array", "None: all rows are taken")
+    if (compressed.topk_indices is None) != (ratio == C128A_RATIO):
+        got, expected = "an array", "None: all rows are taken"
+        if compressed.topk_indices is None:
+            got, expected = "None", "int32 [num_tokens, topk]"
         raise ValueError(f"compressed.topk_indices: got {got}, expected {expected} at compress_ratio {ratio}")
-    if ratio == 4:
+    if ratio == C128A_RATIO:
+        check_has_c128a(metadata)
+    else:
         selected = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
         check_rows("compressed.topk_indices", selected, used, "tokens")
 

@@ -99,12 +99,23 @@ def test_tokens_of_a_noncausal_decode_see_its_whole_block(place):
     assert (buffers[len(expected) :] == -1).all()
 
 
-def test_a_block_that_its_row_cannot_hold():
-    config = dataclasses.replace(CONFIG, noncausal_decodes=True, window_size=61, num_speculative_tokens=3)
-    builder = DeepseekSparseSWAMetadataBuilder(config, backend="reference")
-    builder.build(0, make_batch(HOST, [90, 90], [1, 3]))
-    with pytest.raises(ValueError, match="request 1 has 4 query tokens, expected at most 3"):
-        builder.build(0, make_batch(HOST, [90, 90], [1, 4]))
+@pytest.mark.parametrize(
+    ("window", "block", "width"),
+    [(64, 1, 128), (63, 1, 64), (60, 4, 64), (60, 5, 128), (61, 4, 128), (128, 1, 192), (128, 5, 192), (128, 65, 256)],
+)
+def test_every_block_that_counts_as_a_decode_has_a_row(place, window, block, width):
+    """Window and block, padded to 64 entries: also where the window alone, or with the drafts, fills them."""
+    config = dataclasses.replace(
+        CONFIG, noncausal_decodes=True, window_size=window, num_speculative_tokens=block - 1, max_num_batched_tokens=256
+    )
+    assert config.decode_swa_width == width
+    seq_lens, query_lens = [window + block + 20, block, window + block], [block] * 3
+    batch = make_batch(place, seq_lens, query_lens)
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend).build(0, batch)
+    assert metadata.decode_swa_indices.shape == (3 * block, 1, width)
+    table = place.get(batch.block_table_tensor)
+    expected = [slots_of(table, r, range(max(s - block - window, 0), s)) for r, s in enumerate(seq_lens)]
+    assert windows(place, metadata) == [its for its in expected for _ in range(block)]
 
 
 def test_chunks_of_layers_of_ratio_1_have_compressed_rows():

@@ -317,10 +317,12 @@ def test_only_layers_of_ratio_0_insert_alone():
         s.stack.layers[C2A].insert(s.given["hidden_states"], s.given["layer_caches"], s.given["metadata"])
 
 
-def test_a_draft_layer_s_blocks_are_not_longer_than_its_rows():
+def test_a_draft_layer_s_block_is_a_decode():
+    """Of the longest decode: its row has window and block; a longer one is a prefill."""
     stack = Stack(2)
     serving = serving_of(stack.config, num_speculative_tokens=4, noncausal_decodes=True)
     builder = DeepseekV41StepBuilder(dataclasses.replace(serving, compress_ratios=(0,), window_size=60), "cpu")
-    batch = PagedRequests(1, 80, {"window": 64}, 0).batch([(0, 70, 5)])[0]
-    with pytest.raises(ValueError, match="request 0 has 5 query tokens, expected at most 4"):
-        builder.build(batch)
+    paged = PagedRequests(1, 80, {"window": 64}, 0)
+    window = builder.build(paged.batch([(0, 70, 5)])[0]).window
+    assert window.decode_swa_lens.tolist() == [65] * 5
+    assert builder.build(paged.batch([(0, 70, 6)])[0]).window.num_prefills == 1

@@ -23,6 +23,7 @@ from cumla.parallel import (
     run_threads,
 )
 from support.backends import only
+from support.batch_kinds import KINDS, padded
 from support.lab import BF16
 from support.models import GoldenLayer, PagedRequests, V4Layer, V32Layer, relative_rms
 
@@ -58,11 +59,14 @@ class Ranked:
         topk = None if golden.topk is None else golden.topk[first : first + count]
         return self.batch([(0, first, count)]) | {"topk_indices": topk}
 
-    def batch(self, scheduled):
-        """The same for (request, first position, tokens), which select for themselves."""
+    def batch(self, scheduled, padding=0):
+        """The same for (request, first position, tokens), which select for themselves; `padding` tokens are NaN."""
         golden, whole = self.whole.golden, self.whole
         batch, tables = whole.paged.batch(scheduled)
-        hidden, rows = np.concatenate([golden.hidden[first : first + count] for _, first, count in scheduled]), None
+        tokens, batch, rows = batch.num_actual_tokens, padded(batch, padding), None
+        hidden = np.full((tokens + padding, golden.hidden.shape[1]), np.nan, np.float32)
+        spans = [golden.hidden[first : first + count] for _, first, count in scheduled]
+        hidden[:tokens] = np.concatenate([hidden[:0], *spans])
         if self.is_v32 or self.ratio > 1:
             table = self.table[[request for request, _, _ in scheduled]]
             slots = local_slot_mapping(
@@ -122,6 +126,29 @@ def test_ranks_select_what_one_device_selects(case, size):
     for outs in run_threads(size, on, SECONDS):
         for out in outs:
             assert relative_rms(out, golden.out[: len(out)]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [1, 3, 8, 13])
+def test_every_kind_of_batch(case, kind):
+    """Each token's output is transformers', on both ranks, whatever is padding."""
+    kind, golden = KINDS[kind], GoldenLayer(case)
+
+    def on(comm):
+        ranked = Ranked(case, comm, 4)
+        builder = ranked.whole.builder
+        for request, first, _ in kind.spans:
+            ranked.sharded.step(**ranked.batch([(request, 0, first)]))
+        config = dataclasses.replace(builder.config, num_speculative_tokens=kind.drafts)
+        ranked.whole.builder = type(builder)(config, ranked.layer.backend)
+        return ranked.sharded.step(**ranked.batch(kind.scheduled, kind.padding))
+
+    tokens = sum(kind.counts)
+    want = np.concatenate([golden.out[:0], *(golden.out[first : first + count] for _, first, count in kind.spans)])
+    for out in run_threads(2, on, SECONDS):
+        assert len(out) == tokens + kind.padding
+        if tokens:
+            assert relative_rms(out[:tokens], want) < 1e-5
 
 
 @pytest.mark.parametrize("case", [2, 3, 8, 13])

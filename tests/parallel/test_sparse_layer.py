@@ -6,7 +6,7 @@ import pytest
 import cumla
 from cumla.layers import SparseMLALayer
 from cumla.metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
-from cumla.parallel import Shard, ShardedCompressedCache, ShardedSparseMLALayer, run_threads
+from cumla.parallel import RankError, Shard, ShardedCompressedCache, ShardedSparseMLALayer, run_threads, sparse_layer
 from support import ranks
 from support.backends import only
 from support.lab import BF16
@@ -20,7 +20,8 @@ SECONDS = 60
 class Problem:
     """A step over rows where those of new tokens, and the last compressed row of each request, are not written."""
 
-    def __init__(self, rng, ratio, layout=cumla.DSV4_FP8, extra_layout=None):
+    def __init__(self, rng, ratio, layout=cumla.DSV4_FP8, extra_layout=None, **config):
+        self.config = config
         self.layout, self.extra_layout, self.extra = layout, extra_layout, extra_layout or layout
         self.ratio, self.lens = ratio, SEQ_LENS // ratio if ratio > 1 else 0 * SEQ_LENS
         self.request = np.repeat(np.arange(3), QUERY_LENS)
@@ -58,10 +59,11 @@ class Problem:
         half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # as half the default scale
         return ranks.attend(half, caches, self.sink)
 
-    def on(self, comm, split_heads, backend=None):
+    def on(self, comm, split_heads, backend=None, given=None):
+        own = {"compress_ratios": (self.ratio,), "max_model_len": 512}
         config = ServingConfig(
-            window_size=WINDOW, compress_ratios=(self.ratio,), block_size=BLOCK, compressed_block_size=128,
-            index_topk=TOPK, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=512,
+            window_size=WINDOW, block_size=BLOCK, compressed_block_size=128, index_topk=TOPK, max_num_batched_tokens=64,
+            max_num_seqs=4, **(own | self.config),
         )  # fmt: skip
         starts = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
         batch = CommonAttentionMetadata(
@@ -69,7 +71,8 @@ class Problem:
             self.table, self.slots(self.request, self.position),
         )  # fmt: skip
         compressed, shard = None, Shard(comm.rank, comm.size, 2)
-        if self.ratio > 1:
+        given = self.ratio > 1 if given is None else given
+        if given:
             table, pages = self.context.pages(shard)
             slots, cache = self.context.slots(table, shard, backend), self.extra.allocate(pages, BLOCK)
             new = self.context.starts[1:][self.lens > 0] - 1
@@ -79,7 +82,7 @@ class Problem:
             compressed = ShardedCompressedCache(
                 cache, table, shard, self.context.rows[new], slots[new], self.selected if self.ratio == 4 else None
             )
-        c128a = np.zeros((3, 4), np.int32) if self.ratio == 128 else None
+        c128a = np.zeros((3, 4), np.int32) if 128 in config.compress_ratios else None
         heads = self.context.own_heads(comm) if split_heads else slice(None)
         layer = SparseMLALayer(
             self.ratio, TOPK, np.ascontiguousarray(self.sink[heads]), 0.5 * 512**-0.5, self.layout, self.extra_layout
@@ -93,7 +96,7 @@ class Problem:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
-@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("ratio", [0, 1, 4, 128])
 def test_a_step_gives_what_one_device_gives(rng, ratio, split_heads, size):
     """With a sink and another softmax scale, for decodes and a prefill in a step."""
     problem = Problem(rng, ratio)
@@ -115,3 +118,66 @@ def test_a_step_of_v41_s_formats(rng, ratio):
     problem = Problem(rng, ratio, cumla.DSV41_FP8, cumla.DSV41_FP4)
     outs = run_threads(2, lambda comm: problem.on(comm, False), SECONDS)
     ranks.check_outs(outs, problem.wanted(), False, 2)
+
+
+def test_layers_of_ratio_0_of_v41(rng):
+    """Beside layers with compressed rows, they have a window alone."""
+    problem = Problem(rng, 0, cumla.DSV41_FP8, compress_ratios=(0, 2, 1), has_c1a=True)
+    outs = run_threads(2, lambda comm: problem.on(comm, False), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), False, 2)
+
+
+@pytest.mark.parametrize(("ratio", "options"), [(2, {}), (1, {"has_c1a": True}), (2, {"has_c1a": True})])
+@pytest.mark.parametrize("given", [True, False])
+def test_compressed_rows_of_v41_are_refused(rng, ratio, options, given):
+    """By name, before anything is written."""
+    problem, written = Problem(rng, ratio, **options), []
+
+    def on(comm):
+        cache = cumla.DSV4_FP8.allocate(30, BLOCK)
+        written.append(cache)
+        problem.window_cache = lambda upto: cache
+        return problem.on(comm, False, given=given)
+
+    for size in (1, 2):
+        with pytest.raises(RankError, match=rf"compress_ratio: got {ratio} with V4.1's .* expected ratio 4 or 128"):
+            run_threads(size, on, SECONDS)
+    assert len(written) == 3
+    assert not any(cache.any() for cache in written)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "given", "message"),
+    [
+        (0, True, "compressed: got rows, expected None at compress_ratio 0: ranks serve ratio 4 or 128"),
+        (1, True, "compressed: got rows, expected None at compress_ratio 1"),
+        (4, False, "compressed: got None, expected rows at compress_ratio 4"),
+        (128, False, "compressed: got None, expected rows at compress_ratio 128"),
+    ],
+)
+def test_rows_that_do_not_belong_to_the_ratio(rng, ratio, given, message):
+    problem = Problem(rng, ratio)
+    with pytest.raises(RankError, match=message):
+        run_threads(2, lambda comm: problem.on(comm, False, given=given), SECONDS)
+
+
+def test_metadata_without_layers_of_ratio_128(rng):
+    problem = Problem(rng, 128, compress_ratios=(1, 4))
+    with pytest.raises(RankError, match="metadata: got one without C128A layers"):
+        run_threads(2, lambda comm: problem.on(comm, False), SECONDS)
+
+
+def test_a_rank_lists_rows_by_the_steps_longest_sequence(monkeypatch):
+    """Not by max_model_len: its memory is that of one device."""
+    widths = []
+    localise = sparse_layer.localise_indices
+    monkeypatch.setattr(
+        sparse_layer,
+        "localise_indices",
+        lambda rows, *more, **named: widths.append(rows.shape) or localise(rows, *more, **named),
+    )
+    for longest in (512, 1 << 20):
+        problem = Problem(np.random.default_rng(7), 128, max_model_len=longest)
+        outs = run_threads(2, lambda comm, problem=problem: problem.on(comm, False), SECONDS)
+        ranks.check_outs(outs, problem.wanted(), False, 2)
+    assert set(widths) == {(2, 128), (12, 128)}
