@@ -43,12 +43,11 @@ from cumla.bench.problem import Arrays, Problem
 from cumla.bench.products import BlockLinear
 from cumla.bench.sparse import Decode
 from cumla.layers.weights import BlockQuantizedWeight
-from cumla.models import products
+from cumla.models import expected_weights, products
 from cumla.models.block_scaled import BlockScaledWeight
 from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
 from cumla.models.products import multiply, multiply_groups, width
-from cumla.replay.whole import v4_shapes, v32_shapes
 
 BF16 = ml_dtypes.bfloat16
 FLASH = DeepseekV4Config(
@@ -83,7 +82,6 @@ class Model:
     attention: Any
     step: Any
     chain: Any
-    shapes: Mapping[str, tuple[int, ...]]
     in_fp8: tuple[str, ...]
     products: Mapping[str, tuple[str, Any]]
     parts: Mapping[str, Callable[[int], Any]]
@@ -95,7 +93,7 @@ class Model:
 
 MODELS = {
     "C4A": Model(
-        "C4A", FLASH, DeepseekV4Attention, layer_steps.V4Step, layer_chain.V4Chain, v4_shapes(FLASH, RATIO),
+        "C4A", FLASH, DeepseekV4Attention, layer_steps.V4Step, layer_chain.V4Chain,
         ("q_a_proj", "kv_proj", "q_b_proj", "o_a_proj", "o_b_proj", "compressor.indexer.q_b_proj"),
         {
             "low rank": ("low_rank", BF16), "q": ("q_b", BF16), "compressors": ("pooled", np.float32),
@@ -109,7 +107,7 @@ MODELS = {
         True,
     ),
     "V3.2": Model(
-        "V3.2", V32, DeepseekV32Attention, layer_steps.V32Step, layer_chain.V32Chain, v32_shapes(V32),
+        "V3.2", V32, DeepseekV32Attention, layer_steps.V32Step, layer_chain.V32Chain,
         ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "indexer.wk", "indexer.wq_b"),
         {
             "low rank, index keys": ("low_rank", BF16), "q, index q": ("queries", BF16), "W_UK": ("latent", BF16),
@@ -135,7 +133,8 @@ def layer_on(backend, model, weights, activations="bfloat16"):
 def published(model):
     """Weights on the host: random, of the sizes that layers need."""
     rng, found = cupy.random.default_rng(0), {}
-    for name, shape in model.shapes.items():
+    for weight in expected_weights(model.config, 0).values():
+        name, shape = weight.transformers, weight.shape
         weight = rng.standard_normal(shape, np.float32)
         if "norm" in name and name.endswith("weight"):
             weight = 1 + weight / 10

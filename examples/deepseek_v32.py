@@ -13,14 +13,14 @@ import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
 
 from cumla.metadata.builder import ServingConfig
-from cumla.models.deepseek_v32 import (
+from cumla.models import (
+    Checkpoint,
     DeepseekV32Attention,
     DeepseekV32Caches,
     DeepseekV32Config,
     DeepseekV32StepBuilder,
+    Scratch,
 )
-from cumla.models.safetensors import Checkpoint
-from cumla.models.scratch import Scratch
 
 PAGE = 64  # positions
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")

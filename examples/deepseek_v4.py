@@ -15,10 +15,15 @@ import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
 
 from cumla.metadata.builder import ServingConfig
-from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
-from cumla.models.safetensors import Checkpoint
-from cumla.models.scratch import Scratch
-from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
+from cumla.models import (
+    STATE_BLOCK_SIZES,
+    Checkpoint,
+    DeepseekV4Attention,
+    DeepseekV4Caches,
+    DeepseekV4Config,
+    DeepseekV4StepBuilder,
+    Scratch,
+)
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
 SCORES = ("sqrtsoftplus", "sigmoid")  # of experts, from the router's logits

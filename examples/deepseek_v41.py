@@ -20,15 +20,16 @@ import numpy as np
 import tiny_checkpoint
 from serving import Request, Server, Stopwatch, gated_mlp, main, rms_norm
 
-from cumla.models.deepseek_v41 import (
+from cumla.models import (
+    Checkpoint,
     DeepseekV41Attention,
     DeepseekV41Caches,
     DeepseekV41Config,
     DeepseekV41Selection,
+    DeepseekV41StepBuilder,
+    Scratch,
+    serving_of,
 )
-from cumla.models.safetensors import Checkpoint
-from cumla.models.scratch import Scratch
-from cumla.models.v41_step import DeepseekV41StepBuilder, serving_of
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")

@@ -2,8 +2,7 @@
 
     python examples/tiny_checkpoint.py v4 FOLDER        or v32, v41
 
-The rule: one generator for all parameters in the order of their names; standard normals n of each, then 1 + 0.1 n for
-the weights of norms, 0.1 n for biases, 0.5 n for position biases, n for other vectors, n / sqrt(columns) for matrices.
+seeded_weights.py has the rule.
 """
 
 import argparse
@@ -11,13 +10,9 @@ import json
 import pathlib
 
 import numpy as np
+from seeded_weights import seeded_weights
 
-from cumla.models import safetensors
-from cumla.models.deepseek_v4 import DeepseekV4Config
-from cumla.models.deepseek_v32 import DeepseekV32Config
-from cumla.models.deepseek_v41 import DeepseekV41Config
-from cumla.replay import whole
-from cumla.replay.whole_v41 import v41_shapes
+from cumla.models import DeepseekV4Config, DeepseekV32Config, DeepseekV41Config, expected_weights, safetensors
 
 V4 = {
     "model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128,
@@ -59,7 +54,7 @@ def write(folder: pathlib.Path, config: dict, seed: int) -> None:
     """Write a checkpoint of this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    arrays = whole.by_the_rule(shapes_outside_attention(config) | attention_shapes(config), seed)
+    arrays = seeded_weights(shapes_outside_attention(config) | attention_shapes(config), seed)
     for layer, kind in enumerate(mlp_types(config)):
         if kind == "hash_moe":  # the experts of each token id
             shape = (config["vocab_size"], config["num_experts_per_tok"])
@@ -152,25 +147,19 @@ def draft_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def attention_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    if is_v41(config):
-        v41, count = DeepseekV41Config.from_dict(config), config["num_hidden_layers"]
-        drafts = range(config.get("num_nextn_predict_layers", 0))
-        layers = {f"layers.{layer}": layer for layer in range(count)} | {f"mtp.{i}": count + i for i in drafts}
-        return {
-            f"{prefix}.attn.{name}": shape
-            for prefix, layer in layers.items()
-            for name, shape in v41_shapes(v41, layer).items()
-        } | (draft_shapes(config) if drafts else {})
-    if is_v4(config):
-        v4 = DeepseekV4Config.from_dict(config)
-        layers = [whole.v4_shapes(v4, ratio) for ratio in v4.compress_ratios]
-    else:
-        layers = [whole.v32_shapes(DeepseekV32Config.from_dict(config))] * config["num_hidden_layers"]
-    return {
-        f"model.layers.{layer}.self_attn.{name}": shape
-        for layer, its in enumerate(layers)
-        for name, shape in its.items()
+    layers = {layer: f"model.layers.{layer}.self_attn" for layer in range(config["num_hidden_layers"])}
+    if is_v41(config):  # transformers has no such model: published names
+        drafts = config.get("num_nextn_predict_layers", 0)
+        layers = {layer: f"layers.{layer}.attn" for layer in layers}
+        layers |= {config["num_hidden_layers"] + draft: f"mtp.{draft}.attn" for draft in range(drafts)}
+    kind = DeepseekV41Config if is_v41(config) else DeepseekV4Config if is_v4(config) else DeepseekV32Config
+    attention = kind.from_dict(config)
+    shapes = {
+        f"{prefix}.{weight.transformers}": weight.shape
+        for layer, prefix in layers.items()
+        for weight in expected_weights(attention, layer).values()
     }
+    return shapes | (draft_shapes(config) if is_v41(config) and config.get("num_nextn_predict_layers") else {})
 
 
 if __name__ == "__main__":

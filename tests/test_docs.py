@@ -11,6 +11,7 @@ import pytest
 import cumla
 import cumla.layers
 import cumla.metadata
+import cumla.models
 from cumla.__main__ import main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -90,7 +91,9 @@ def references():
     return set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize("module", [cumla, cumla.layers, cumla.metadata], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [cumla, cumla.layers, cumla.metadata, cumla.models], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_in_the_reference(module):
     modules = {"layers", "metadata"}
     names = {f"{module.__name__}.{name}" for name in module.__all__ if name not in modules}

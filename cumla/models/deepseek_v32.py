@@ -24,92 +24,21 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_a
 from . import caches
 from .block_scaled import let_products_round
 from .caches import DeepseekV32Caches
-from .config_validation import (
-    OWN_SELECTION,
-    Choice,
-    Each,
-    check_absent,
-    check_all_read,
-    check_fixed,
-    check_numbers,
-    check_rotated,
-    names_of,
-    numbers_of,
-    rope_of,
-    theta_of,
-)
 from .hidden_states import attend
 from .products import compute_type, first_rows, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed
-from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
 from .step import DeepseekV32StepBuilder as DeepseekV32StepBuilder
 from .step import DeepseekV32StepMetadata
+from .v32_config import INDEX_DIM, LATENT, ROPE
+from .v32_config import DeepseekV32Config as DeepseekV32Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
 from .weights import V32_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 FLOAT32 = np.dtype(np.float32)
-LATENT, ROPE = 512, 64
-INDEX_DIM = 128
-READ = ("rope_parameters", "partial_rotary_factor", "num_key_value_heads")  # besides the fields; the last has no effect
-COMPUTED = OWN_SELECTION | {
-    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_head_dim": INDEX_DIM, "attention_bias": False,
-    "rope_interleave": True, "indexer_rope_interleave": False,
-    "layer_types": Choice(Each(f"{kind}_attention") for kind in ("deepseek_sparse", "indexed", "full")),
-}  # fmt: skip
 ROUNDED = ("low_rank", "queries", "o")  # products that may round activations to FP8
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
 LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps is, as in the authors' code and transformers
-
-
-@dataclass(frozen=True)
-class DeepseekV32Config:
-    """Sizes and parameters of a model's attention layers, named as in transformers' configuration.
-
-    rope_scaling  None, or YaRN's parameters
-    rms_norm_eps  of the norms around the layers; the norms within a layer have 1e-6
-    """
-
-    hidden_size: int
-    num_attention_heads: int
-    q_lora_rank: int
-    qk_nope_head_dim: int = 128
-    v_head_dim: int = 128
-    index_n_heads: int = 64
-    index_topk: int = 2048
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 163840
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-
-    @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
-        """Read a config.json.
-
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
-        biases that cumla does not support, and for an entry that changes attention and is not read.
-        """
-        check_fixed(config, model_type="deepseek_v32")
-        check_absent(
-            config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
-        )
-        numbers = numbers_of(cls, config, besides=("rope_scaling",))
-        heads = Choice((ROPE, numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE))
-        check_all_read(config, (*names_of(cls), *READ), COMPUTED | {"head_dim": heads, "qk_head_dim": heads[1]})
-        rope = rope_of(config)
-        check_rotated(ROPE, ROPE, config, rope or {})
-        return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
-    @property
-    def softmax_scale(self) -> float:
-        scale = float((self.qk_nope_head_dim + ROPE) ** -0.5)
-        scaling = checked_scaling(self.rope_scaling)
-        if scaling is not None and scaling.get("mscale_all_dim"):
-            scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
-        return scale
 
 
 class DeepseekV32Attention:
@@ -150,9 +79,7 @@ class DeepseekV32Attention:
         if activations == "fp8":
             let_products_round(self, *ROUNDED)
         read.check_all_read()
-        self.cos_sin = self.xp.asarray(
-            cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)
-        )
+        self.cos_sin = self.xp.asarray(config.cos_sin_table(max_position or config.max_position_embeddings))
         self.indexer = Indexer(
             config.index_n_heads, config.index_topk, self.layouts.indexer, True, self.scratch, backend
         )

@@ -1,10 +1,10 @@
 """Weights by name: transformers' names, the published checkpoints' names, and FP8 with scales of blocks.
 
-A layer takes a mapping from transformers' names within its attention module ("q_a_proj.weight",
-"compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices as the authors' code
-("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with a scale for each block of 128 by 128
-values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of
-"weight", within the module, too.
+A layer takes a mapping from names within its attention module to arrays: transformers' names ("q_a_proj.weight",
+"compressor.indexer.q_b_proj.weight") or the authors' ("wq_a.weight", "indexer.wq_b.weight"). A published checkpoint
+names the same matrices as the authors' code ("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with
+a scale for each block of 128 by 128 values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or
+"weight_scale_inv" (V3.2) in place of "weight", within the module, too.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ V41_ATTENTION = {  # transformers has no such model: published names
 }
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
+LAST_NORM = "norm.weight"  # of a whole published model
 WeightFormat = Literal["fp8", "bfloat16"]
 
 
@@ -105,8 +106,8 @@ def weights_of_layer(
 ) -> LayerWeights:
     """The weights of one layer's attention. Reads names alone.
 
-    weights  by transformers' names within the module; or a checkpoint's tensors, under transformers' or the published
-             names of the whole model, with or without "model." in front
+    weights  by transformers' or the published names within the module; or a checkpoint's tensors, by names of the whole
+             model, with or without "model." in front
     layer    its number
     table    V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
     block    rows and columns of an FP8 matrix that share a scale
@@ -115,19 +116,18 @@ def weights_of_layer(
     Raises KeyError if a checkpoint has no tensor of the layer's attention, ValueError if two tensors are the same
     weight.
     """
-    if any(name in weights for name in table.values()):
-        return LayerWeights(weights, {name: name for name in weights}, block)
+    in_module = any(name in weights for name in {*table, *table.values()} - {LAST_NORM})
     own, published = f"layers.{layer}.self_attn.", [f"layers.{layer}.attn."]
     if first_draft is not None and layer >= first_draft:
         published.append(f"mtp.{layer - first_draft}.attn.")
-    starts = tuple(front + start for front in ("", "model.") for start in (own, *published))
+    starts = ("",) if in_module else tuple(front + start for front in ("", "model.") for start in (own, *published))
     names: dict[str, str] = {}
     for name in weights:
         if not str(name).startswith(starts):
             continue
-        rest = next(name.removeprefix(start) for start in starts if name.startswith(start))
+        rest = next(str(name).removeprefix(start) for start in starts if str(name).startswith(start))
         # An unknown name stays whole: the layer has no use for it.
-        within = rest if name.removesuffix(rest).endswith(own) else _transformers_name(rest, table) or name
+        within = rest if str(name).removesuffix(rest).endswith(own) else _transformers_name(rest, table) or name
         if names.setdefault(within, name) != name:
             raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
     if not names:

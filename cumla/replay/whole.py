@@ -1,8 +1,7 @@
 """Whole attention layers of a replay, from hidden states to their output: those of V4 and V3.2 (whole_v41: V4.1's).
 
-Hidden states are made from tokens as the sparse layers' rows are, as wide as the model's. Weights follow from the seed
-by the rule of cumla's golden layers (tests/data/README.md). On the CPU sizes are a tiny model's, on a device those of
-the published ones; heads and topk are the replay's.
+Hidden states are made from tokens as the sparse layers' rows are, as wide as the model's. Weights follow from the seed.
+On the CPU sizes are a tiny model's, on a device those of the published ones; heads and topk are the replay's.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from ..models.deepseek_v32 import (
 )
 from ..models.scratch import Scratch
 from ..models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
+from ..models.weight_shapes import expected_weights
 from .activations import token_rows
 from .blocks import BLOCK_TOKENS
 from .options import MAX_RUNNING, WHOLE_RATIOS, ReplayOptions
@@ -201,66 +201,20 @@ def made_layer(
         v32 = DeepseekV32Config(
             sizes.hidden, heads, sizes.q_rank, index_n_heads=sizes.index_heads, index_topk=topk
         )  # fmt: skip
-        return DeepseekV32Attention(v32, 0, by_the_rule(v32_shapes(v32), seed + index), **options)
+        return DeepseekV32Attention(v32, 0, random_weights(v32, 0, seed + index), **options)
     ratio = WHOLE_RATIOS[name]
     groups = math.gcd(sizes.o_groups, heads)
     v4 = DeepseekV4Config(
         sizes.hidden, heads, sizes.q_rank, groups, sizes.o_rank, (ratio,), index_n_heads=sizes.index_heads,
         index_topk=topk, sliding_window=window,
     )  # fmt: skip
-    return DeepseekV4Attention(v4, 0, by_the_rule(v4_shapes(v4, ratio), seed + index), **options)
+    return DeepseekV4Attention(v4, 0, random_weights(v4, 0, seed + index), **options)
 
 
-def v4_shapes(config: DeepseekV4Config, ratio: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, by transformers' names within its attention."""
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    groups, index_heads = config.o_groups, config.index_n_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_a_proj.weight": (rank, hidden), "q_a_norm.weight": (rank,), "q_b_proj.weight": (heads * 512, rank),
-        "kv_proj.weight": (512, hidden), "kv_norm.weight": (512,), "sinks": (heads,),
-        "o_a_proj.weight": (groups * config.o_lora_rank, heads * 512 // groups),
-        "o_b_proj.weight": (hidden, groups * config.o_lora_rank),
-    }  # fmt: skip
-    coff = 2 if ratio == 4 else 1
-    for prefix, dim in (("compressor.", 512), ("compressor.indexer.", 128))[: 0 if ratio == 1 else coff]:
-        shapes |= {
-            f"{prefix}kv_proj.weight": (coff * dim, hidden), f"{prefix}gate_proj.weight": (coff * dim, hidden),
-            f"{prefix}position_bias": (ratio, coff * dim), f"{prefix}kv_norm.weight": (dim,),
-        }  # fmt: skip
-    if ratio == 4:
-        shapes["compressor.indexer.scorer.weights_proj.weight"] = (index_heads, hidden)
-        shapes["compressor.indexer.q_b_proj.weight"] = (index_heads * 128, rank)
-    return shapes
-
-
-def v32_shapes(config: DeepseekV32Config) -> dict[str, tuple[int, ...]]:
-    hidden, heads, rank, index_heads = (
-        config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
-    )  # fmt: skip
-    nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
-    return {
-        "q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,),
-        "q_b_proj.weight": (heads * (nope + 64), rank),
-        "kv_a_proj_with_mqa.weight": (576, hidden), "kv_a_layernorm.weight": (512,),
-        "kv_b_proj.weight": (heads * (nope + v_dim), 512), "o_proj.weight": (hidden, heads * v_dim),
-        "indexer.wk.weight": (128, hidden), "indexer.weights_proj.weight": (index_heads, hidden),
-        "indexer.k_norm.weight": (128,), "indexer.k_norm.bias": (128,),
-        "indexer.wq_b.weight": (index_heads * 128, rank),
-    }  # fmt: skip
-
-
-def by_the_rule(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    """Weights, float32: one generator for all in the order of their names (tests/data/README.md)."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    weights: dict[str, np.ndarray] = {}
-    for name in sorted(shapes):
-        n = generator.standard_normal(shapes[name], dtype=np.float32)
-        if "norm" in name and name.endswith("weight"):
-            weights[name] = 1 + np.float32(0.1) * n
-        elif name.endswith("bias") and "position" not in name:
-            weights[name] = np.float32(0.1) * n
-        elif "position_bias" in name:
-            weights[name] = np.float32(0.5) * n
-        else:
-            weights[name] = n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
+def random_weights(config: Any, layer: int, seed: int) -> dict[str, np.ndarray]:
+    """Weights of a layer's attention, float32: vectors near 1, matrices that keep the variance of their input."""
+    rng, weights = np.random.default_rng(seed), {}
+    for name, weight in expected_weights(config, layer).items():
+        n = rng.standard_normal(weight.shape, np.float32)
+        weights[name] = 1 + np.float32(0.1) * n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
     return weights

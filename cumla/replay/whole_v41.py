@@ -18,13 +18,12 @@ from ..dispatch.backends import array_module, takes_device_arrays
 from ..metadata.builder import ServingConfig
 from ..models.caches import DeepseekV41Caches
 from ..models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
-from ..models.v41_config import mode_of
 from ..models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
 from .blocks import BLOCK_TOKENS
 from .options import MAX_RUNNING, V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions
 from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
-from .whole import LEAST_REACH, Sizes, WholeLayer, by_the_rule, cache_bytes, scratch_of
+from .whole import LEAST_REACH, Sizes, WholeLayer, cache_bytes, random_weights, scratch_of
 
 V41 = "v41"
 NAMES = tuple(V41_RATIOS)
@@ -148,30 +147,8 @@ def made_layer(
     """A layer with its weights, for `reach` positions; kept, as a warm-up has the same ones as the run."""
     config = _config(tiny, heads, topk, window)
     return DeepseekV41Attention(
-        config, number, by_the_rule(v41_shapes(config, number), seed + index),
+        config, number, random_weights(config, number, seed + index),
         activations="bfloat16" if takes_device_arrays(backend) else "float32", cache_format=cache_format,
         key_format=key_format, max_position=reach, scratch=scratch_of(backend, 0), xp=array_module(backend),
         backend=backend,
     )  # fmt: skip
-
-
-def v41_shapes(config: DeepseekV41Config, layer: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's weights, by the published names within its attention."""
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-    groups, width, mode = config.o_groups, config.o_groups * config.o_lora_rank, mode_of(config, layer)
-    shapes: dict[str, tuple[int, ...]] = {
-        "wq_a.weight": (rank, hidden), "q_norm.weight": (rank,), "wq_b.weight": (heads * 512, rank),
-        "wkv.weight": (512, hidden), "kv_norm.weight": (512,), "attn_sink": (heads,),
-        "wo_a.weight": (width, heads * 512 // groups), "wo_b.weight": (hidden, width),
-    }  # fmt: skip
-    if mode == "full":
-        names = ("wkv", "wgate")[: config.ratio(layer)]
-        shapes |= {f"compressor.{name}.weight": (512, hidden) for name in names}
-        shapes |= {
-            "compressor.norm.weight": (512,), "indexer.wk.weight": (config.index_head_dim, 512),
-            "indexer.k_norm.weight": (config.index_head_dim,),
-        }  # fmt: skip
-    if mode in ("full", "reindex"):
-        shapes["indexer.wq_b.weight"] = (config.index_n_heads * config.index_head_dim, rank)
-        shapes["indexer.weights_proj.weight"] = (config.index_n_heads, hidden)
-    return shapes

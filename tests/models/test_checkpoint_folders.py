@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from seeded_weights import seeded_weights
 
 from cumla import fp8_block_linear
 from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
 from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from cumla.models.safetensors import Checkpoint, write
+from cumla.models.weight_shapes import expected_weights
 from cumla.models.weights import V4_ATTENTION, V32_ATTENTION, V41_ATTENTION, weights_of_layer
-from cumla.replay.whole import by_the_rule, v4_shapes, v32_shapes
-from cumla.replay.whole_v41 import v41_shapes
 from support.lab import BF16
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 16, "index_n_heads": 2, "index_topk": 8}
@@ -278,23 +278,23 @@ class Recorded(Mapping):
         return len(self.tensors)
 
 
-def published(shapes, table):
-    names = {within: name for name, within in table.items()}
-    return {names[name]: shape for name, shape in shapes.items()}
+def shapes_of(config, layer):
+    return {name: weight.shape for name, weight in expected_weights(config, layer).items()}
 
 
-V4_WINDOW, V4_INDEXED = (published(v4_shapes(V4, ratio), V4_ATTENTION) for ratio in V4.compress_ratios)
+V4_WINDOW, V4_INDEXED = (shapes_of(V4, layer) for layer in range(2))
+V32_OWN = {weight.transformers: weight.shape for weight in expected_weights(V32, 0).values()}
 # The layer's class, its configuration, the number of the layer to load, and shapes by the prefix of each layer.
 LAYERS = {
     "v4": (DeepseekV4Attention, V4, 1, {
         "layers.0.attn": V4_WINDOW, "layers.1.attn": V4_INDEXED, "mtp.0.attn": V4_WINDOW, "mtp.1.attn": V4_WINDOW,
     }),
     "v32": (DeepseekV32Attention, V32, 1, {
-        f"model.layers.{i}.self_attn": v32_shapes(V32) for i in range(12)
-    } | {"mtp.1.attn": published(v32_shapes(V32), V32_ATTENTION)}),
+        f"model.layers.{i}.self_attn": V32_OWN for i in range(12)
+    } | {"mtp.1.attn": shapes_of(V32, 0)}),
     "v41": (DeepseekV41Attention, V41, 1, {
-        "layers.0.attn": v41_shapes(V41, 0), "layers.1.attn": v41_shapes(V41, 1),
-        "mtp.0.attn": v41_shapes(V41, 2), "mtp.1.attn": v41_shapes(V41, 3),
+        "layers.0.attn": shapes_of(V41, 0), "layers.1.attn": shapes_of(V41, 1),
+        "mtp.0.attn": shapes_of(V41, 2), "mtp.1.attn": shapes_of(V41, 3),
     }),
 }  # fmt: skip
 LAYERS["v41 draft"] = (*LAYERS["v41"][:2], 3, LAYERS["v41"][3])
@@ -307,7 +307,7 @@ def test_a_layer_reads_its_own_tensors_alone(tmp_path, model):
     kind, config, layer, shapes = LAYERS[model]
     arrays = {
         f"{prefix}.{name}": array for seed, (prefix, its) in enumerate(shapes.items())
-        for name, array in by_the_rule(its, seed).items()
+        for name, array in seeded_weights(its, seed).items()
     }  # fmt: skip
     write(tmp_path / "a.safetensors", arrays)
     strange = [*(f"{prefix.rpartition('.')[0]}.ffn.experts.0.w1.weight" for prefix in shapes), "mtp.9.attn.wq_a.weight"]

@@ -6,9 +6,10 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import pytest
+from seeded_weights import seeded_weights
 
 from cumla.models import safetensors
-from support.models import by_the_rule, outputs, records, relative_rms
+from support.models import outputs, records, relative_rms
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 MODULES = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
@@ -31,7 +32,7 @@ def test_experts_equal_transformers(case):
     record = records("experts")[case]
     module, config, seed = __import__(MODULES[record["model"]]), record["config"], record["seed"]
     model = object.__new__(module.Model)
-    model.xp, model.config, model.weights = np, config, by_the_rule(record["parameters"], seed)
+    model.xp, model.config, model.weights = np, config, seeded_weights(record["parameters"], seed)
     bias = np.random.Generator(np.random.PCG64(seed + 1)).standard_normal(config["n_routed_experts"], dtype=np.float32)
     model.weights["mlp.gate.e_score_correction_bias"] = np.float32(record["bias"]) * bias
     x = np.random.Generator(np.random.PCG64(seed + 7)).standard_normal((9, config["hidden_size"]), dtype=np.float32)

@@ -5,6 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import pytest
+from seeded_weights import seeded_weights
 
 from cumla.layers import selection
 from cumla.layers.weights import BlockQuantizedWeight
@@ -13,7 +14,6 @@ from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from cumla.models.v41_config import mode_of
 from cumla.models.v41_step import DeepseekV41StepBuilder, serving_of
 from cumla.ops.candidates import candidate_topk
-from cumla.replay.whole import by_the_rule
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import GOLDEN, Stack, check_outputs, check_picks, golden_arrays
 
@@ -170,7 +170,7 @@ def test_prompts_whose_rows_are_all_candidates_score_them_together(monkeypatch):
 def draft_layer(**options):
     record = GOLDEN["draft"]
     config = DeepseekV41Config.from_dict(record["config"])
-    weights = by_the_rule(record["parameters"], record["seed"])
+    weights = seeded_weights(record["parameters"], record["seed"])
     layer = DeepseekV41Attention(
         config, config.num_hidden_layers, weights, activations="float32", cache_format="float32", max_position=512,
         backend="cpu", **options,
@@ -320,7 +320,8 @@ def test_a_request_without_a_ring_completes_nothing():
 def test_fp8_weights_have_scales_of_32_by_32():
     """A checkpoint's e4m3 matrices, dequantised: the layer equals one of the dequantised weights."""
     record = GOLDEN["cases"][2]
-    config, weights = DeepseekV41Config.from_dict(record["config"]), by_the_rule(record["parameters"], record["seed"])
+    config = DeepseekV41Config.from_dict(record["config"])
+    weights = seeded_weights(record["parameters"], record["seed"])
     quantized, plain = {}, {}
     for name, weight in weights.items():
         quantized[name] = plain[name] = weight

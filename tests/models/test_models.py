@@ -7,9 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from seeded_weights import seeded_weights
 
 import cumla
-from support.models import by_the_rule, outputs, records, relative_rms
+from support.models import outputs, records, relative_rms
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 MODELS = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
@@ -175,7 +176,7 @@ def test_a_tiny_checkpoint_has_the_golden_names_and_weights(examples, tmp_path):
         record = records("models")[case]
         tiny_checkpoint.write(tmp_path / str(case), record["config"], record["seed"])
         tensors = Checkpoint(tmp_path / str(case))
-        weights = by_the_rule(record["parameters"], record["seed"])
+        weights = seeded_weights(record["parameters"], record["seed"])
         tables = {name for name in tensors if name.endswith("tid2eid")}
         assert set(tensors) - tables == set(weights)
         assert tables == set(record["tid2eid"])

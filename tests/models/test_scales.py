@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from models.test_fp8_weights import one, quantized
+from seeded_weights import seeded_weights
 
 from cumla.layers.weights import BlockQuantizedWeight, weight_of
 from cumla.models.block_scaled import BlockScaledWeight, Parts, block_scaled
@@ -16,7 +17,6 @@ from cumla.models.products import multiply
 from cumla.models.safetensors import Checkpoint, write
 from cumla.models.scratch import Scratch
 from cumla.models.weights import V4_ATTENTION, V32_ATTENTION, V41_ATTENTION
-from cumla.replay.whole import by_the_rule
 from support.models import GoldenLayer
 from support.v41_stack import GOLDEN
 
@@ -30,7 +30,7 @@ def model_of(name):
     if name == "v41":
         record = GOLDEN["cases"][0]
         config, prefix = DeepseekV41Config.from_dict(record["config"]), f"layers.{V41_LAYER}.attn."
-        whole = by_the_rule(record["parameters"], record["seed"])
+        whole = seeded_weights(record["parameters"], record["seed"])
         weights = {n.removeprefix(prefix): w for n, w in whole.items() if n.startswith(prefix)}
         weights = {n: one(w, (32, 32)) if n in V41_IN_FP8 else w for n, w in weights.items()}
         return DeepseekV41Attention, config, V41_LAYER, weights, V41_ATTENTION

@@ -6,13 +6,13 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from seeded_weights import seeded_weights
 
 import cumla
 from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.models.caches import DeepseekV41Caches
 from cumla.models.deepseek_v41 import DeepseekV41Attention
 from cumla.models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
-from cumla.replay.whole import by_the_rule
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import Stack
 
@@ -292,7 +292,7 @@ def test_windows_of_a_replayed_request():
 ])  # fmt: skip
 def test_a_layer_says_what_it_does_not_take(wrong):
     stack = Stack(2)
-    weights = by_the_rule(stack.record["parameters"], 0)
+    weights = seeded_weights(stack.record["parameters"], 0)
     given = {"config": stack.config, "layer": 0, "weights": weights} | wrong[0]
     with pytest.raises((TypeError, ValueError, KeyError), match=re.escape(wrong[1])):
         DeepseekV41Attention(given.pop("config"), given.pop("layer"), given.pop("weights"), **given)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from models.test_fp8_weights import one, quantized, values
 from models.test_step_errors import read_only
+from seeded_weights import seeded_weights
 
 from cumla.layers import MLACommonImpl
 from cumla.layers.weights import BlockQuantizedWeight, weight_of
 from cumla.models.block_scaled import BlockScaledWeight, block_scaled
 from cumla.models.products import in_groups, multiply_block_scaled, stacked
 from cumla.models.scratch import Scratch
-from cumla.replay.whole import by_the_rule
 from support import v41_stack
 from support.lab import BF16
 from support.models import GoldenLayer, V4Layer, V32Layer
@@ -67,7 +67,9 @@ def test_layers_of_v41(monkeypatch, view):
     """Weights are FP8, with blocks of 32 by 32, if the published checkpoint has them so."""
     outputs = []
     for change in (as_they_are, VIEWS[view]):
-        monkeypatch.setattr(v41_stack, "by_the_rule", lambda *rule, change=change: of_v41(by_the_rule(*rule), change))
+        monkeypatch.setattr(
+            v41_stack, "seeded_weights", lambda *its, change=change: of_v41(seeded_weights(*its), change)
+        )
         stack = Stack(2)
         assert isinstance(stack.layers[0].o_b, BlockScaledWeight)
         outputs.append(stack.run(0, [40, 1]))

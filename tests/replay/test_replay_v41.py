@@ -7,15 +7,12 @@ import pytest
 
 from cumla.__main__ import main
 from cumla.models.caches import V41_FORMATS
-from cumla.models.v41_config import DeepseekV41Config
 from cumla.replay.engine import Engine
 from cumla.replay.options import V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 from cumla.replay.verify import CHOICE_BOUND
-from cumla.replay.whole_v41 import v41_shapes
 from cumla.replay.whole_v41_exact import gap
 from support import wrong_calls
-from support.v41_stack import GOLDEN
 
 OPTIONS = ReplayOptions(
     backend="cpu", layers=parse_layers("v41"), heads=2, window=128, topk=8, batch_tokens=300, cache_tokens=4096,
@@ -114,7 +111,7 @@ def padding(rows):
     ("what", "layer", "found"),
     [
         ("cumla.models.output_projection.apply_rope", "v41 window", "the layer's output"),
-        ("cumla.models.deepseek_v41.compress_latents", "v41 c2a full", "through FP4"),
+        ("cumla.models.deepseek_v41.compress_latents", "v41 c2a full", "of the selected rows' keys"),
         ("cumla.models.deepseek_v41.indexer_k_quant_and_cache", "v41 c1a full", "of the selected rows' keys"),
         ("cumla.layers.selection.candidate_topk", "v41 c1a reindex", "gap of the selected rows"),
         ("cumla.models.deepseek_v41.apply_rope", "v41 c2a reuse", "the layer's output"),
@@ -170,15 +167,6 @@ def test_a_request_after_a_shared_prefix_has_the_outputs_of_a_run_alone(finished
     """Its ring is another one than that of the request that wrote the prefix."""
     engine, _ = finished
     assert next(s for s in engine.scheduler.finished if s.index == 2).shared == 512
-
-
-@pytest.mark.parametrize("case", range(3))
-def test_shapes_are_those_of_the_golden_layers(case):
-    record = GOLDEN["cases"][case]
-    config, shapes = DeepseekV41Config.from_dict(record["config"]), {}
-    for layer in range(config.num_hidden_layers):
-        shapes |= {f"layers.{layer}.attn.{name}": list(shape) for name, shape in v41_shapes(config, layer).items()}
-    assert shapes == {name: list(shape) for name, shape in record["parameters"].items()}
 
 
 def test_the_command(capsys):

@@ -4,6 +4,7 @@ import functools
 import json
 
 import numpy as np
+from seeded_weights import seeded_weights
 
 from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.metadata.builder import ServingConfig
@@ -15,7 +16,6 @@ from cumla.models.deepseek_v32 import (
     DeepseekV32StepBuilder,
 )
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
-from cumla.replay.whole import by_the_rule
 
 from .golden import DATA
 
@@ -43,7 +43,7 @@ class GoldenLayer:
         self.config, self.tokens = self.record["config"], sum(self.record["splits"])
         generator = np.random.Generator(np.random.PCG64(seed + 7))
         self.hidden = generator.standard_normal((self.tokens, self.config["hidden_size"]), dtype=np.float32)
-        self.weights = by_the_rule(self.record["parameters"], seed)
+        self.weights = seeded_weights(self.record["parameters"], seed)
         self.out = outputs("layers")[f"{case}/out"].astype(np.float64)
         self.topk = outputs("layers").get(f"{case}/topk")
 

@@ -4,12 +4,12 @@ import functools
 import json
 
 import numpy as np
+from seeded_weights import seeded_weights
 
 from cumla.models.caches import DeepseekV41Caches
 from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from cumla.models.scratch import Scratch
 from cumla.models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
-from cumla.replay.whole import by_the_rule
 
 from .golden import DATA
 from .models import PagedRequests, relative_rms
@@ -43,7 +43,7 @@ class Stack:
         self.hidden = [hidden_states(case, request) for request in range(len(record["requests"]))]
         longest = max(map(sum, record["requests"]))
         self.put, self.xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
-        weights, scratch = by_the_rule(record["parameters"], record["seed"]), Scratch()
+        weights, scratch = seeded_weights(record["parameters"], record["seed"]), Scratch()
         self.serving = serving_of(
             self.config, num_speculative_tokens=SPECULATIVE, max_num_batched_tokens=1024, max_num_seqs=4,
             max_model_len=1024, block_size=pages[0], compressed_block_size=pages[1], num_heads=8,
