@@ -74,7 +74,7 @@ class DeepseekV32Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
         self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
-        read = WeightReader(weights, keeps_fp8(weight_format))
+        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
             let_products_round(self, *ROUNDED)

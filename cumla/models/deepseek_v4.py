@@ -57,7 +57,7 @@ class DeepseekV4Attention:
     weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     scratch       temporary memory, shared by layers that run one after another
-    xp            numpy or cupy, where the layer computes; None: where its weights are
+    xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
     Other weights are kept in the type that the device multiplies: the activations' type, on the host float32. The
     weights that multiply the hidden states are stacked in one matrix.
@@ -96,7 +96,7 @@ class DeepseekV4Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
         self.scratch = scratch or Scratch()
-        read = WeightReader(weights, keeps_fp8(weight_format))
+        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
             let_products_round(self, *ROUNDED)

@@ -68,7 +68,7 @@ class DeepseekV41Attention:
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
     round_rows    round rotated rows to bfloat16 before they are quantised, as these two do; False: as vLLM
     scratch       temporary memory, shared by layers that run one after another
-    xp            numpy or cupy, where the layer computes; None: where its weights are
+    xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
     Other weights are kept in the type that the device multiplies: the activations' type, on the host float32.
     """
@@ -106,7 +106,7 @@ class DeepseekV41Attention:
         self.ratio, self.mode = config.ratio(layer), mode_of(config, layer)
         self.round_pooled, self.round_rows = bool(round_pooled), bool(round_rows)
         self.scratch = scratch or Scratch()
-        read = WeightReader(weights, keeps_fp8(weight_format))
+        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)

@@ -119,13 +119,13 @@ def check_v4_step(
         )
     check_positions(layer, window)
     key = call_key(
-        "v4", whole, ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
-        window.block_size, window.config.compressed_block_size, window.slot_mapping,
+        "v4", whole, ratio, layer.backend, layouts.v4.name, layer.cos_sin, hidden_states, topk_indices,
+        *vars(caches).values(), window.block_size, window.config.compressed_block_size, window.slot_mapping,
         *(() if step is None else (step.state_block_size, step.slot_mapping)),
     )  # fmt: skip
     if key in VALIDATED:
         return
-    call = begin(layer.backend, hidden_states)
+    call = begin(layer, hidden_states)
     call.pages("layer_caches.window", caches.window, layouts.v4, window.block_size, writable=True)
     wanted = {1: (), 4: ("compressed", "state", "indexer", "indexer_state"), 128: ("compressed", "state")}[ratio]
     for name, value in vars(caches).items():
@@ -166,6 +166,7 @@ def check_v32_step(
         whole,
         layer.backend,
         layouts.v32.name,
+        layer.cos_sin,
         hidden_states,
         topk_indices,
         caches.rows,
@@ -174,7 +175,7 @@ def check_v32_step(
     )
     if key in VALIDATED:
         return
-    call = begin(layer.backend, hidden_states)
+    call = begin(layer, hidden_states)
     call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None, writable=True)
     call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
     check_selection(call, topk_indices, len(metadata.positions))
@@ -225,12 +226,12 @@ def check_v41_step(
         arrays = (*arrays, step.slot_mapping, step.row_positions, metadata.ring_slot_mapping)
     key = call_key(
         "v41", ratio, layer.mode, layer.layer, layer.backend, layouts.window.name, layouts.compressed.name,
-        hidden_states, *vars(caches).values(), *arrays, window.block_size, config.compressed_block_size,
+        layer.cos_sin, hidden_states, *vars(caches).values(), *arrays, window.block_size, config.compressed_block_size,
         window.slot_mapping,
     )  # fmt: skip
     if key in VALIDATED:
         return
-    call = begin(layer.backend, hidden_states)
+    call = begin(layer, hidden_states)
     call.pages("layer_caches.window", caches.window, layouts.window, window.block_size, writable=True)
     if ratio:
         assert selection is not None
@@ -306,9 +307,10 @@ def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk
         )
 
 
-def begin(backend: str | None, hidden_states: Any) -> Call:
-    """A call whose arrays must be on the device of the hidden states."""
-    call = Call(backend)
+def begin(layer: AttentionLayer, hidden_states: Any) -> Call:
+    """A call whose arrays must be on the layer's device."""
+    call = Call(layer.backend)
+    call.borrow("layer", layer.cos_sin)
     call.borrow("hidden_states", hidden_states)
     return call
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from ..arrays import dlpack
 from ..dispatch.values import check_choice
 from ..layers.weights import BLOCK, FP8, NUMBERS, BlockQuantizedWeight, checked_blocks, dequantized_on_host
@@ -190,13 +192,14 @@ class LayerWeights(Mapping[str, Any]):
 
 
 class WeightReader:
-    """Reads a layer's weights by name, and checks the type and shape of each.
+    """Reads a layer's weights by name, and checks the type, shape and device of each.
 
+    xp        numpy or cupy, where the layer computes
     keep_fp8  whether `matrix` leaves FP8 as it is
     """
 
-    def __init__(self, weights: Mapping[str, Any], keep_fp8: bool = False) -> None:
-        self._weights, self._keep, self._read = weights, keep_fp8, set[str]()
+    def __init__(self, weights: Mapping[str, Any], xp: Any, keep_fp8: bool = False) -> None:
+        self._weights, self._xp, self._keep, self._read = weights, xp, keep_fp8, set[str]()
 
     def __call__(self, name: str, *shape: int) -> Any:
         """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
@@ -218,6 +221,12 @@ class WeightReader:
     def _checked(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
+        if not isinstance(array, np.ndarray):  # one in host memory is copied to the layer's device
+            its = array.data.device_id
+            if self._xp is np:
+                raise ValueError(f"{name}: got an array on CUDA device {its}, expected host memory, as of the layer")
+            if its != (here := self._xp.cuda.runtime.getDevice()):
+                raise ValueError(f"{name}: got an array on CUDA device {its}, expected CuPy's current device, {here}")
         self._read.add(name)
         return array
 

@@ -55,7 +55,7 @@ class ShardedDeepseekV4Attention:
             raise ValueError(f"rows: got {type(rows).__name__}, expected {expected} for ratio {layer.ratio}")
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
         if rows is not None:
-            call = begin(layer.backend, hidden_states)
+            call = begin(layer, hidden_states)
             check_rank_rows(call, self._sharded.comm, rows, layer_caches.compressed, metadata.window, layer.ratio)
         run = _RankV4Step(layer, layer_caches, metadata, observe, rows, self._sharded).run
         shape = len(metadata.positions), layer.config.hidden_size
@@ -125,7 +125,7 @@ class ShardedDeepseekV32Attention:
         layer = self.attention
         check_kind(RankRows, rows=rows)
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
-        call = begin(layer.backend, hidden_states)
+        call = begin(layer, hidden_states)
         check_rank_rows(call, self._context.comm, rows, layer_caches.rows, metadata.tokens)
         run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run
         shape = len(metadata.positions), layer.config.hidden_size

@@ -153,3 +153,41 @@ def test_an_out_of_other_strides_is_refused_before_anything_is_written(case):
 
 def arrays_of(caches):
     return [cache for cache in vars(caches).values() if isinstance(cache, np.ndarray)]
+
+
+@pytest.mark.parametrize("case", [8, 13])
+def test_a_weight_on_another_device_is_refused(here, case):
+    """A layer computes on one device: an array in host memory is copied there, one on another device is an error."""
+    golden, kind = GoldenLayer(case), V4Layer if case == 8 else V32Layer
+    options = {"activations": "bfloat16", "cache_format": "bfloat16", "backend": "cuda", "lab": here}
+    host, device = quantized(golden.weights), here.xp.cuda.Device
+    fp8, vector = ("o_b_proj.weight", "sinks") if case == 8 else ("o_proj.weight", "indexer.k_norm.bias")
+    for name in (fp8, "q_a_proj.weight", vector):
+        golden.weights = host | {name: viewed(host[name], here.put)}
+        kind(golden, **options)
+        with pytest.raises(ValueError, match=rf"^{name}: got an array on CUDA device 0, expected host memory"):
+            kind(golden)
+        with (
+            device(1),
+            pytest.raises(ValueError, match=rf"^{name}: got an array on CUDA device 0, expected CuPy's current"),
+        ):
+            kind(golden, **options)
+        with device(1):
+            golden.weights = host | {name: viewed(host[name], here.put)}
+            kind(golden, **options)
+
+
+@pytest.mark.parametrize("case", [8, 13])
+def test_hidden_states_on_another_device_than_the_layer(here, case):
+    golden = GoldenLayer(case)
+    paged = (V4Layer if case == 8 else V32Layer)(
+        golden, activations="bfloat16", cache_format="bfloat16", backend="cuda", lab=here
+    )
+    batch, tables = paged.paged.batch([(0, 0, 3)])
+    metadata, x = paged.build(batch, tables), golden.hidden[:3].astype(BF16)
+    paged.layer.step(here.put(x), paged.caches, metadata)
+    with (
+        here.xp.cuda.Device(1),
+        pytest.raises(ValueError, match=r"^hidden_states: got an array on CUDA device 1, expected"),
+    ):
+        paged.layer.step(here.put(x), paged.caches, metadata)
