@@ -111,8 +111,8 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
     try:
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
-            next(thread for thread in threads if thread.is_alive()).join(0.05)
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(0.05)
             if errors and end is None:
                 end = time.monotonic() + time_limit
             if end is not None and time.monotonic() > end:

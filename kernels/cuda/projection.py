@@ -273,8 +273,8 @@ def fp8_product(
 
     out_scales  [n, M, N / 128], if out is to be rounded to e4m3 as in quantize_groups
 
-    The last axis of each is contiguous. A scale of x times a scale of the weight counts as 0 below 2^-126. Returns False, and
-    writes nothing, for what sm90/fp8_product.cu does not take.
+    The last axis of each is contiguous. A scale of x times a scale of the weight counts as 0 below 2^-126.
+    Returns False, and writes nothing, for what sm90/fp8_product.cu does not take.
     """
     (groups, tokens, columns), rows = values.shape, weight.shape[1]
     device = out.device.id

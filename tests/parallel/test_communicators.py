@@ -291,6 +291,21 @@ def store_of(kind, place):
     return FileStore(place) if kind == "file" else TcpStore(*place)
 
 
+def test_ranks_may_end_at_any_time(monkeypatch):
+    """Also right after they were seen to run."""
+    is_alive = threading.Thread.is_alive
+
+    def was_alive(thread):
+        was = is_alive(thread)
+        if was and thread.name.startswith("rank"):
+            thread.join(10)
+        return was
+
+    monkeypatch.setattr(threading.Thread, "is_alive", was_alive)
+    for size in (1, 3):
+        assert run_threads(size, lambda comm: (time.sleep(0.01), comm.rank)[1]) == list(range(size))
+
+
 def test_a_folder_stays_the_same_when_the_current_directory_changes(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
