@@ -1,6 +1,6 @@
 """A mode for engines in development that checks the values in arrays: `with cumla.debug():`.
 
-Outside of it a call only reads the integer `active`. The checks are in debug_validation.py.
+Outside of it a call only reads the integer `active`. The checks are in debug_validation.py and debug_maps.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ def debug() -> Iterator[None]:
     slots              outside of the cache and not -1, or given twice in one insert
     block tables       no page of the cache for a position that a call reads (other entries may have any value)
     indices            out of range, except -1; candidate blocks likewise
+    selections         entries, but none that names a row complete at its token's position, as where slots are given
+    lengths            of an operation: negative, or more than its list, its keys, its cache or its block table has;
+                       bounds of packed sequences that descend
+    positions          without a row in RoPE's table, except -1 for padding
+    softmax scales     not above 0, or above 4.5 / sqrt(d); YaRN's reach 4.2 / sqrt(d). NaN and infinity always are
+                       errors
     rings              of V4.1's compressor, that two requests have, and slots that are not at their position
     replay_start       after a request's first position of the step
     requests           of a token, without a row in the block table
-    lengths            seq_lens and query_start_loc of a batch that differ from their copies in host memory
+    batches            seq_lens and query_start_loc that differ from their copies in host memory
     metadata           of a build before its builder's last, whose arrays contain another batch by now
 
     Every call waits for the device, and is checked and launched in full, without the launch cache. In a CUDA graph
@@ -95,7 +101,7 @@ class Checked:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function: Callable[..., None] = getattr(self._kernels, name)
-        check = importlib.import_module(".debug_validation", __package__).CHECKS.get(name)
+        check = importlib.import_module(".debug_maps", __package__).CHECKS.get(name)
         if check is None:
             return function
         names = parameters(self._kernels.__name__.rpartition(".")[2], name)

@@ -182,7 +182,7 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
     native = call.borrow("seq_lens", batch.seq_lens)
     if not call.checks_values():
         return
-    from ..dispatch.debug_validation import check_equal
+    from ..dispatch.debug_values import check_equal
 
     with streams.callers(native, dlpack.framework_of(batch.seq_lens), call.stream):
         for name, count in (("seq_lens", batch.num_reqs), ("query_start_loc", batch.num_reqs + 1)):

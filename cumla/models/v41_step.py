@@ -31,7 +31,8 @@ class CompressedRowsStep:
 
     block_table      [num_reqs, B] int32, pages of the compressed rows and of the indexer's keys
     slot_mapping     [slots] int64, of the row that each token completes; -1 for the others
-    row_positions    [slots] int32, the first position of the row that each token is of, by which the row is rotated
+    row_positions    [slots] int32, the first position of the row that each token is of, by which the row is rotated;
+                     -1 for padding
     indexer          of the layers that select rows
     """
 
@@ -122,7 +123,8 @@ class DeepseekV41StepBuilder:
             first = positions
             if ratio == POOLED:
                 first = self._buffer("row_positions", np.int32, positions)
-                first[...] = positions - positions % POOLED
+                xp = dlpack.namespace_of(positions)
+                xp.maximum(positions - positions % POOLED, -1, out=first)  # padding stays -1
             rows[ratio] = CompressedRowsStep(compressed_block_table, indexer.slot_mapping, first, indexer)
         ring_slots = None
         if POOLED in self.ratios:

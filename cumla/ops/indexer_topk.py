@@ -59,7 +59,7 @@ def top_k_per_row(
     indices = call.output("out", out, INT32, (len(logits), int(topk)))
     if indices.size:
         with call.kernels("indexer") as kernels:
-            kernels.top_k_per_row(logits, rows, indices)
+            kernels.top_k_per_row(logits, rows, indices, None)
     return call.results()
 
 

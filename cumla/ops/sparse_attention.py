@@ -67,7 +67,7 @@ def sparse_mla_decode(
                    raw pages that of the first
     attn_sink      [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
                    sink. With +inf out is 0
-    softmax_scale  1 / sqrt(d) if None
+    softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
     plan           a DecodePlan that the layers of a step share; None: planned here
     batch_invariant  True: a token's result is bit-identical whatever else is in the batch. The keys of a token are
                    then never split, which makes small batches slower. False: on a GPU the batch decides how keys are
@@ -141,7 +141,7 @@ def sparse_mla_prefill(
     kv           [s_kv, d] or [s_kv, 1, d] of q's dtype; with precision="fp8" also quantised rows: uint8 pages as
                  sparse_mla_decode takes them, or gathered rows [s_kv, token_bytes] as raw pages of block_size 1
     indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv, slots of pages; an index outside kv is absent
-    softmax_scale  1 / sqrt(d) if None
+    softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
     topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one beyond topk

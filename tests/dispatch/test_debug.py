@@ -16,7 +16,7 @@ from metadata.batches import make_batch
 import cumla
 from cumla.dispatch import launch_cache
 from cumla.dispatch.backends import kernels
-from cumla.dispatch.debug_validation import CHECKS
+from cumla.dispatch.debug_maps import CHECKS
 from cumla.kernels.types.shard import Shard
 from cumla.layers.selection import IndexerInputs, select_rows
 from cumla.layers.sparse import SparseMLALayer
@@ -64,6 +64,13 @@ def filled(value):
     return lambda x: np.full_like(x, value)
 
 
+def of(value):
+    return lambda x: value
+
+
+THIRD_SLOTS = {"indices": filled(3), "extra_indices": filled(3)}
+FIRST_ROWS = {"decode_compressed_indices": filled(0), "prefill_topk_indices": filled(0)}
+
 # By example: valid arguments, arguments that fail in debug mode, and the message.
 WRONG = [
     ("quantize_and_insert_k_cache-V32_FP8", {}, {"slot_mapping": changed(1, 10**6)},
@@ -92,7 +99,8 @@ WRONG = [
     ("cp_gather_indexer_k_quant_cache", {}, {"block_table": changed((0, 0), -1)},
      r"block_table: request 0 has page -1 for position 0 \(column 0\)"),
     ("gather_cache-bfloat16", {}, {"block_table": filled(10**6)}, r"block_table: request \d+ has page 1000000"),
-    ("dense_mla_decode-bfloat16", {"block_table": filled(1)}, {"block_table": changed((0, 0), 99)},
+    ("dense_mla_decode-bfloat16", {"block_table": filled(1), "softmax_scale": of(0.1)},
+     {"block_table": changed((0, 0), 99)},
      r"block_table: request 0 has page 99 for position 0 \(column 0\), expected 0 to \d+"),
     ("candidate_topk", {"candidate_blocks": filled(-1)}, {"block_table": filled(10**6)},
      r"block_table: request \d+ has page 1000000"),
@@ -119,12 +127,93 @@ WRONG = [
      r"token \d+ in topk_indices selects"),
     ("combine_topk_swa_indices", {"topk_indices": filled(0)}, {"topk_indices": filled(-2)},
      r"topk_indices: token \d+, entry 0: got -2, expected -1 or 0 to \d+"),
-    ("build_flashinfer_mixed_sparse_indices", {"decode_compressed_indices": filled(0)},
-     {"decode_compressed_indices": filled(10**6)}, r"decode_compressed_indices: token \d+, entry 0: got 1000000"),
+    ("build_flashinfer_mixed_sparse_indices", FIRST_ROWS, {"decode_compressed_indices": filled(10**6)},
+     r"decode_compressed_indices: token \d+, entry 0: got 1000000"),
     ("swap_blocks", {"src_to_dst": filled(0)}, {"src_to_dst": changed((1, 1), 99)},
      "src_to_dst: pair 1 has 99 as its second block, expected -1 or 0 to"),
     ("advance_step", {"seq_lens": filled(1), "block_tables": filled(0)}, {"seq_lens": changed(1, 10**6)},
      "block_tables: request 1 has positions 1000000 to 1000000, but"),
+    *(("sparse_mla_decode-DSV4_FP8-two-caches", THIRD_SLOTS, {name: change}, text) for name, change, text in (
+        ("topk_length", changed(1, 12), "topk_length: query 0 of request 1 has 12, expected 0 to 11"),
+        ("topk_length", changed(0, -1), "topk_length: query 0 of request 0 has -1, expected 0 to 11"),
+        ("extra_topk_length", changed((0, 1), 10), "extra_topk_length: query 1 of request 0 has 10, expected 0 to 9"),
+        ("softmax_scale", of(512**0.5),
+         r"softmax_scale: got 22.6274, expected more than 0 and at most 0.199, 4.5 / sqrt\(512\)"),
+        ("softmax_scale", of(0.0), "softmax_scale: got 0, expected more than 0"),
+        ("softmax_scale", of(-0.05), "softmax_scale: got -0.05, expected more than 0"),
+    )),
+    ("sparse_mla_prefill-512", {"indices": filled(3)}, {"topk_length": changed(2, 900)},
+     "topk_length: query 2 has 900, expected 0 to 13"),
+    ("sparse_mla_prefill-576", {"indices": filled(3)}, {"softmax_scale": of(0.2)},
+     r"softmax_scale: got 0.2, expected more than 0 and at most 0.188, 4.5 / sqrt\(576\)"),
+    ("dense_mla_decode-bfloat16", {"block_table": filled(1), "softmax_scale": of(0.18)}, {"softmax_scale": of(0.19)},
+     "softmax_scale: got 0.19"),
+    ("dense_mla_decode-bfloat16", {"block_table": filled(1), "softmax_scale": of(0.1)},
+     {"cache_seqlens": changed(1, -4)},
+     "cache_seqlens: request 1 has -4, expected at least 0"),
+    ("mha_varlen-causal", {}, {"softmax_scale": of(14.0)}, "softmax_scale: got 14"),
+    ("mha_varlen-causal", {}, {"cu_seqlens_k": changed(4, 1000)}, "cu_seqlens_k: entry 4 has 1000, expected 0 to 145"),
+    ("mha_varlen-causal", {}, {"cu_seqlens_q": changed(slice(1, 3), [9, 2])}, "cu_seqlens_q: entry 2 has 2 after 9"),
+    ("fused_indexer_q_rope_quant-not-quantised", {"positions": filled(6)}, {"positions": changed(1, 7)},
+     "positions: token 1 has 7, expected 0 to 6, a row of index_q_cos_sin_cache, or -1 for padding"),
+    ("fused_indexer_q_rope_quant-not-quantised", {"positions": filled(6)}, {"index_weights_softmax_scale": of(0.0)},
+     r"index_weights_softmax_scale \* index_weights_head_scale: got 0, expected more than 0"),
+    *((name, {"positions": of(np.array([-1, 0, 19, 7]))} | sound, {"positions": change}, text)
+      for name, sound in (
+          ("apply_rope-there-and-back", {}), ("inverse_rope_and_quantize-scales", {}),
+          *((f"{op}-{layout}", {"slot_mapping": of(np.array([-1, 2, 0, 9]))}) for op, layout in (
+              ("qnorm_rope_and_insert", "DSV4_FP8"), ("norm_rope_and_insert", "DSV41_FP4"),
+              ("indexer_knorm_rope_and_insert", "INDEXER_FP8"),
+          )),
+      )
+      for change, text in (
+          (changed(1, 900), r"positions: token 1 has 900, expected 0 to \d+, a row of cos_sin_cache"),
+          (changed(2, -5), "positions: token 2 has -5"),
+          *([(changed(3, -1), r"positions: token 3 has -1, expected 0 to \d+, a row of \w+$")] if sound else []),
+    )),
+    ("compress_and_insert-DSV4_FP8", {}, {"positions": changed(5, 20)}, "positions: token 5 has 20, expected 0 to 19"),
+    ("dequantize_and_gather_k_cache-V32_FP8", {}, {"gather_lens": filled(99)},
+     r"gather_lens: request 0 has 99, expected 0 to \d+"),
+    ("dequantize_and_gather_k_cache-V32_FP8", {}, {"gather_lens": changed(2, -1)}, "gather_lens: request 2 has -1"),
+    ("dequantize_and_gather_k_cache-V32_FP8", {}, {"seq_lens": changed(1, -9)}, "seq_lens: request 1 has -9"),
+    ("cp_gather_indexer_k_quant_cache", {}, {"cu_seq_lens": changed(3, 41)},
+     "cu_seq_lens: entry 3 has 41, expected 0 to 40"),
+    ("gather_cache-e4m3-one-scale", {}, {"cu_seq_lens": changed(slice(1, 3), [9, 4])},
+     "cu_seq_lens: entry 2 has 4 after 9, expected ascending rows of dst"),
+    ("gather_cache-e4m3-one-scale", {}, {"seq_starts": changed(0, -2)}, "seq_starts: request 0 has -2"),
+    ("fp8_paged_mqa_logits", {}, {"context_lens": changed(1, 5000)},
+     "block_table: request 1 has positions 0 to 4999, but 2 columns of 5 cover 10"),
+    ("fp8_paged_mqa_logits", {}, {"context_lens": changed(2, -1)}, "context_lens: request 2 has -1, expected at least"),
+    ("indexer_topk", {}, {"context_lens": changed(0, 11)}, "block_table: request 0 has positions 0 to 10, but 2 col"),
+    ("candidate_topk", {"candidate_blocks": filled(-1)}, {"context_lens": changed(0, 11)},
+     "block_table: request 0 has positions 0 to 10, but 2 columns of 5 cover 10"),
+    ("get_paged_mqa_logits_metadata", {}, {"context_lens": changed(3, -7)}, "context_lens: request 3 has -7"),
+    *(("fp8_mqa_logits", {"cu_seqlen_ks": filled(3), "cu_seqlen_ke": filled(70)}, {name: change}, text)
+      for name, change, text in (
+        ("cu_seqlen_ke", changed(1, 71), "cu_seqlen_ke: query 1 has 71, expected 3 to 70"),
+        ("cu_seqlen_ke", changed(1, 2), "cu_seqlen_ke: query 1 has 2, expected 3 to 70"),
+        ("cu_seqlen_ks", changed(4, -1), "cu_seqlen_ks: query 4 has -1, expected 0 to 70"),
+    )),
+    *((name, {"row_ends": filled(90)}, wrong, text) for name, wrong, text in (
+        ("top_k_per_row", {"row_ends": changed(2, 91)}, "row_ends: row 2 has 91, expected 0 to 90"),
+        ("select_candidate_blocks", {"row_ends": changed(2, -1)}, "row_ends: row 2 has -1, expected 0 to 90"),
+        ("apply_candidate_mask", {"row_starts": of(np.array([0, 0, 0, 99, 0], np.int32))}, "row_starts: row 3 has 99"),
+    )),
+    ("combine_topk_swa_indices", {"topk_indices": filled(0)}, {"gather_lens": changed(1, 10**6)},
+     r"gather_lens: request 1 has 1000000, expected 0 to \d+"),
+    ("combine_topk_swa_indices", {"topk_indices": filled(0), "N": of(16), "compact": of(True)},
+     {"topk_indices": filled(14)},
+     r"topk_indices: token \d+ selects no complete row: entry 0 is 14, expected an entry among its rows 0 to \d+"),
+    ("compute_global_topk_indices_and_lens",
+     {"topk_indices": filled(3), "block_table": filled(2), "positions": of(np.full(6, 19, np.int32)),
+      "compress_ratio": of(4)},
+     {"topk_indices": filled(5)},
+     "topk_indices: token 0 selects no complete row: entry 0 is 5, expected an entry among its rows 0 to 4"),
+    ("build_flashinfer_mixed_sparse_indices", FIRST_ROWS, {"prefill_topk_indices": filled(19)},
+     r"prefill_topk_indices: token \d+ selects no complete row"),
+    ("build_flashinfer_mixed_sparse_indices",
+     FIRST_ROWS | {"decode_compressed_topk_lens": of(np.array([6, 0], np.int32))},
+     {"decode_compressed_topk_lens": changed(0, 7)}, "decode_compressed_topk_lens: token 0 has 7, expected 0 to 6"),
 ]  # fmt: skip
 
 
@@ -139,7 +228,7 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
     arguments = dict(right.arguments)
     for changes in (sound, wrong):
         with cumla.debug() if changes is wrong else contextlib.nullcontext():
-            arguments |= {key: change(arguments[key]) for key, change in changes.items()}
+            arguments |= {key: change(arguments.get(key)) for key, change in changes.items()}
         given = {key: put(place, value) for key, value in arguments.items()} | {"backend": place.backend}
         if changes is sound:
             with cumla.debug():
@@ -163,11 +252,12 @@ def test_every_kernel_with_such_arguments_is_checked():
     parameters = {name: names_of(file, name) for file, names in OPERATIONS.items() for name in names}
     checked = {
         "slot_mapping", "slots", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst",
-        "candidates",
+        "candidates", "positions", "seq_lens", "gather_lens", "context_lens", "topk_length", "cache_seqlens", "lens",
+        "cu_seq_lens", "cu_seqlens_q", "starts", "rows", "softmax_scale",
     }  # fmt: skip
-    reading = {name for name, of in parameters.items() if of & checked and name not in ("top_k_per_row",)}
-    # Not checked: forwarded pages, an output, and what ignores blocks that are out of range.
-    ignoring = {"local_block_table", "select_candidate_blocks", "apply_candidate_mask", "top_k_of_candidates"}
+    reading = {name for name, of in parameters.items() if of & checked}
+    # Not checked: forwarded pages and lengths, outputs.
+    ignoring = {"local_block_table", "local_seq_lens", "build_indexer_chunk", "top_k_of_candidates"}
     assert reading - CHECKS.keys() == ignoring
     assert CHECKS.keys() <= parameters.keys()
 
@@ -338,7 +428,7 @@ def test_tensors_of_torch():
 
 
 def test_nothing_is_read_while_it_is_off(place, monkeypatch):
-    monkeypatch.setattr("cumla.dispatch.debug_validation.host", None)
+    monkeypatch.setattr("cumla.dispatch.debug_values.host", None)
     insert(place, 99)
     with cumla.debug(), pytest.raises(TypeError):
         insert(place, 99)

@@ -247,6 +247,7 @@ def test_padding_changes_nothing():
     batch = dataclasses.replace(batch, slot_mapping=slots)
     table = np.concatenate([tables["compressed"], -np.ones_like(tables["compressed"][:1])])
     metadata = padded.builder.build(batch, table, np.array([0, 1, -1], np.int32))
+    assert all((rows.row_positions[2:] == -1).all() for rows in metadata.rows.values())
     for number, (layer, caches) in enumerate(zip(padded.layers, padded.caches, strict=True)):
         x = np.concatenate([padded.hidden[r][number, first : first + 1] for r, first in ((0, 30), (1, 8))])
         x = np.concatenate([x, np.full((2, x.shape[1]), np.nan, x.dtype)])
