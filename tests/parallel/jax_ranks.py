@@ -77,7 +77,7 @@ def sparse(rng):
 
     def on(q, cache, table, selected, token_to_req):
         slots, lens = parallel.localise_indices("cp", selected, token_to_req, table, ranks.BLOCK, interleave=2)
-        out, lse = parallel.sparse_decode("cp", q, cache, slots, lens)
+        out, lse = parallel.sparse_decode("cp", q, cache, slots, lens, early_release=False)
         return out, lse, slots, lens
 
     run = mapped(on, (ALL, CP, CP, ALL, ALL), (ALL, ALL, CP, CP))
