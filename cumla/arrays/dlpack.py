@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from . import capsule, streams
+from . import capsule, jax_arrays, streams
 from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
@@ -44,7 +44,8 @@ _FRAMEWORK_OF_TYPE: dict[type, str] = {np.ndarray: "numpy"}
 
 
 def framework_of(array: Any) -> str:
-    """ "numpy", "cupy", "torch", "jax", or "other" for any other array with one of the array protocols.
+    """ "numpy", "cupy", "torch", "jax", or "other" for any other array with one of the array protocols. "jax" has the
+    device of the array, on which `give` puts results.
 
     Raises TypeError unless it is an array, and for a JAX tracer, which has no memory.
     """
@@ -52,7 +53,7 @@ def framework_of(array: Any) -> str:
     if kind is None:
         kind = _identify(array)
         _FRAMEWORK_OF_TYPE[type(array)] = kind
-    return kind
+    return jax_arrays.framework_of(array) if kind == "jax" else kind
 
 
 def array_type(framework: str) -> type | None:
@@ -109,6 +110,12 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
         native, read_only = _BORROW[framework](array, name, stream)
     except NoCuPyError as error:
         raise ValueError(f"{name}: {error}") from None
+    except Exception as error:
+        if str(error).startswith(f"{name}: ") or isinstance(error, MemoryError) or _is_of_cupy(error):
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        shown = type(array).__name__
+        raise kind(f"{name}: got a {shown} whose memory cannot be used, expected a plain array: {error}") from error
     if not writable:
         return native
     if read_only:
@@ -117,6 +124,11 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
     if overlaps_itself(native):
         raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
     return native
+
+
+def _is_of_cupy(error: Exception) -> bool:
+    """Whether an error is the device's: it says nothing about the argument."""
+    return type(error).__module__.startswith("cupy")
 
 
 def _as_bytes_if_float8(native: Any) -> Any:
@@ -156,14 +168,27 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
         raise ValueError(f"{name}: got a view with its negative bit set, expected the tensor's resolve_neg()")
     dtype, device = _torch_type(tensor.dtype, name), tensor.device
     if device.type == "cuda":
-        size = dtype.itemsize
+        size, address = dtype.itemsize, tensor.data_ptr()
+        if not address and tensor.numel():
+            raise _freed(name, tensor)
         strides = tuple([stride * size for stride in tensor.stride()])
-        return _over_device_memory(tensor.data_ptr(), tensor.shape, strides, dtype, device.index, tensor), False
+        return _over_device_memory(address, tensor.shape, strides, dtype, device.index, tensor), False
     if device.type != "cpu":
         raise ValueError(f"{name}: got a torch tensor on {device}, expected one on the CPU or a CUDA device")
+    last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+        raise _freed(name, tensor)
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype), False
     return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
+
+
+def _freed(name: str, tensor: Any) -> ValueError:
+    size = tensor.untyped_storage().nbytes()
+    return ValueError(
+        f"{name}: got a tensor of shape {tuple(tensor.shape)} whose storage was resized to {size} bytes, expected one "
+        "with memory for its elements"
+    )
 
 
 def _torch_type(torch_dtype: Any, name: str) -> np.dtype[Any]:
@@ -184,6 +209,7 @@ _TORCH_TYPES: dict[Any, np.dtype[Any]] = {}
 
 
 def _borrow_jax(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+    jax_arrays.check(array, name)
     devices = array.devices()
     if len(devices) != 1:
         raise ValueError(f"{name}: got a JAX array sharded over {len(devices)} devices, expected one device")
@@ -375,11 +401,12 @@ def give(native: Any, framework: str) -> Any:
     """A NumPy or CuPy array as an array of `framework` over the same memory."""
     if framework == "torch":
         return _give_torch(native)
-    if framework == "jax":
-        jax = sys.modules["jax"]
-        # Both share memory: on the CPU because `empty` aligns its memory as XLA needs it.
-        return jax.device_put(native) if isinstance(native, np.ndarray) else jax.dlpack.from_dlpack(native)
-    return native
+    return jax_arrays.give(native, framework) if framework == "jax" else native
+
+
+def give_shared(native: Any, framework: str) -> Any:
+    """The same for memory that may be written later: a copy for JAX, whose arrays must not change."""
+    return give(native.copy() if framework == "jax" else native, framework)
 
 
 def _give_torch(native: Any) -> Any:

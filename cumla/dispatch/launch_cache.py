@@ -196,7 +196,8 @@ def _key_of_torch(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     address = x.data_ptr()
     arrays.append(x)
     addresses.append(address)
-    return x.shape, x.stride(), x.dtype, device, address % ALIGNMENT
+    # A null pointer has a key of its own: a tensor whose storage was freed is none that passed the checks.
+    return x.shape, x.stride(), x.dtype, device, address % ALIGNMENT if address else None
 
 
 def _key_of_tuple(x: Any, arrays: list[Any], addresses: list[int]) -> Any:

@@ -90,7 +90,7 @@ class CommonAttentionMetadata:
 
         Each array is copied to the device once, on the current stream of the framework, and the slots are computed
         there; nothing is read back. The lengths are copied, the block table is not. The `_cpu` arrays are NumPy arrays;
-        for a batch in host memory the other arrays share their memory.
+        for a batch in host memory the other arrays share their memory, unless they are JAX's.
 
         Not for captures: a CUDA graph would keep the lengths of its capture. For graphs call the constructor with
         arrays whose addresses do not change, as examples/graph_loop.py does.
@@ -117,7 +117,8 @@ class CommonAttentionMetadata:
             starts_cpu, lens_cpu = starts.astype(np.int32), lens.astype(np.int32)
             query_start_loc, seq_lens = module.asarray(starts_cpu), module.asarray(lens_cpu)
             slots = compute_slot_mapping(int(starts[-1]), query_start_loc, seq_lens, table, block_size, backend=backend)
-            query_start_loc, seq_lens, slots = (dlpack.give(x, framework) for x in (query_start_loc, seq_lens, slots))
+            query_start_loc, seq_lens = (dlpack.give_shared(x, framework) for x in (query_start_loc, seq_lens))
+            slots = dlpack.give(slots, framework)
         return cls(
             query_start_loc=query_start_loc,
             query_start_loc_cpu=starts_cpu,

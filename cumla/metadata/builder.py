@@ -217,11 +217,6 @@ class Build:
     number: int
 
 
-def give_view(view: Any, framework: str) -> Any:
-    """A view of a fixed buffer as an array of `framework`; a copy for JAX, whose arrays must not change."""
-    return dlpack.give(view.copy() if framework == "jax" else view, framework)
-
-
 class ViewCache:
     """Views of a builder's fixed buffers by name, cached by their counts.
 
@@ -237,7 +232,7 @@ class ViewCache:
         return (self._give if framework == "jax" else self._kept)(framework, *counts)
 
     def _give(self, framework: str, *counts: int) -> dict[str, Any]:
-        return {name: give_view(view, framework) for name, view in self._cut(*counts).items()}
+        return {name: dlpack.give_shared(view, framework) for name, view in self._cut(*counts).items()}
 
 
 class AttentionMetadataBuilder(abc.ABC, Generic[M]):

@@ -14,7 +14,7 @@ from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind, plain_integers, shown
 from ..kernels.types.metadata import IndexerChunk
 from .batch import HostLens, check_lengths, host_integers
-from .builder import ServingConfig, give_view
+from .builder import ServingConfig
 
 INT32_MAX = 2**31 - 1
 MOST_PARTS = 256  # cached views: slicing takes longer than filling them
@@ -334,7 +334,7 @@ class ChunkBuilder:
         )
 
     def _give(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
-        return ChunkArrays(*(give_view(view, framework) for view in self._native(part)))
+        return ChunkArrays(*(dlpack.give_shared(view, framework) for view in self._native(part)))
 
     def _too_many(self, total_rows: int, requests: slice) -> ValueError:
         return ValueError(

@@ -92,7 +92,7 @@ class GroupedBatch:
         starts = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
 
         def sent(array: np.ndarray) -> Any:
-            return dlpack.give(xp.asarray(array), framework)
+            return dlpack.give_shared(xp.asarray(array), framework)
 
         return CommonAttentionMetadata(
             query_start_loc=sent(starts),

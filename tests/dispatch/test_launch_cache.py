@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.dispatch.launch_cache import UsedArrays, call_key, record
+from cumla.dispatch.launch_cache import UsedArrays, _key_of_torch, call_key, record
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
 from support.lab import BF16, Lab
@@ -37,6 +37,18 @@ def test_a_list_has_the_cache_key_of_its_arrays():
     assert call_key([a, b], 1) == call_key((b, a), 1)
     assert call_key([a, b], 1) != call_key([a, b[:, :4]], 1)
     assert call_key([a, np.zeros(3)], 1) is None
+
+
+def test_a_tensor_whose_memory_was_freed_has_another_cache_key():
+    """Its address is null, whose alignment is that of any other memory."""
+
+    def key(address):
+        tensor = types.SimpleNamespace(
+            get_device=lambda: 0, data_ptr=lambda: address, shape=(4,), stride=lambda: (1,), dtype="float32"
+        )
+        return _key_of_torch(tensor, [], [])
+
+    assert key(1 << 20) == key(1 << 21) != key(0)
 
 
 @pytest.mark.usefixtures("emulated")
