@@ -153,7 +153,8 @@ def mixed_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    return Result((batch, s_q, heads, sparse_attention.V_DIM), "bfloat16"), Result((batch, heads, s_q), "float32")
+    out = Result((batch, s_q, heads, sparse_attention.V_DIM), dtype_name(arguments["q"]))
+    return out, Result((batch, heads, s_q), "float32")
 
 
 def decode_scratch(arguments: Mapping[str, Any]) -> int:
@@ -167,7 +168,7 @@ def decode_scratch(arguments: Mapping[str, Any]) -> int:
 def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
     logits = Result((tokens, heads), "float32")
-    return Result((tokens, heads, sparse_attention.V_DIM), "bfloat16"), logits, logits
+    return Result((tokens, heads, sparse_attention.V_DIM), dtype_name(arguments["q"])), logits, logits
 
 
 def prefill_scratch(arguments: Mapping[str, Any]) -> int:

@@ -75,6 +75,7 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
+        _check_given(op, arguments)
         results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
         like = arguments[op.arrays[0]]
         scratch = None
@@ -85,12 +86,32 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
         return None if given_results else _returned(results)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return None if given_results else _returned(empty(named(args, kwargs)))
+        arguments = named(args, kwargs)
+        _check_given(op, arguments)
+        _check_meta({name: arguments[name] for name in (*given, *op.arrays) if arguments.get(name) is not None})
+        return None if given_results else _returned(empty(arguments))
 
     LIBRARY.define(name + _schema(op, given), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _check_given(op: Op, arguments: dict[str, Any]) -> None:
+    """Raise TypeError for None in place of an array: a schema's Tensor takes it."""
+    for name, parameter in op.signature.parameters.items():
+        if parameter.annotation == "Any" and parameter.default is parameter.empty and arguments.get(name) is None:
+            raise TypeError(f"{name}: got None, expected a tensor")
+
+
+def _check_meta(tensors: dict[str, Any]) -> None:
+    """Raise ValueError for tensors of which only some are on the device "meta", which has no values."""
+    first, *names = tensors
+    for name in names:
+        if (tensors[name].device.type == "meta") != (tensors[first].device.type == "meta"):
+            raise ValueError(
+                f"{name}: got a tensor on {tensors[name].device}, expected it on {tensors[first].device} as {first}"
+            )
 
 
 def _returned(results: tuple[Any, ...]) -> Any:

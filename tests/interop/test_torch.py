@@ -63,7 +63,7 @@ def test_compiles_without_graph_breaks_to_the_bits_of_an_eager_call(case, device
     results = torch.compile(lambda given: function(**given), fullgraph=True, backend=compiler)(given)
     results = () if results is None else results if isinstance(results, tuple) else (results,)
     written = [given[name] for name in OPS[name].writes if given.get(name) is not None]
-    assert_same([*written, *results], eager(case, arguments, device))
+    assert_same([*results, *written], eager(case, arguments, device))
 
 
 def with_names(arguments):
@@ -239,3 +239,42 @@ def test_that_there_are_no_gradients_is_said(rng):
     with pytest.warns(UserWarning, match="cumla::sparse_mla_decode: an autograd kernel was not registered"):
         out.float().sum().backward()
     assert given["q"].grad is None
+
+
+ONE_OF_EACH = [next(x for x in operations.CASES if operations.operation(x) == name) for name in OPS]
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_tensors_without_values_name_the_argument(case, rng):
+    """None, tensors on the device "meta" among others, and freed ones: no result is made of them."""
+    arguments, op = operations.CASES[case](rng), OPS[operations.operation(case)]
+    function = getattr(ops, op.name)
+    arrays = [name for name in op.arrays if isinstance(arguments.get(name), np.ndarray)]
+    for argument in arrays:
+        given = tensors(arguments, "cpu")
+        parameter = op.signature.parameters[argument]
+        if parameter.default is parameter.empty and parameter.annotation == "Any":
+            with pytest.raises(TypeError, match=f"^{argument}: got None, expected a tensor"):
+                function(**{**given, argument: None})
+        if len(arrays) > 1:
+            named = arrays[1] if argument == arrays[0] else argument
+            with pytest.raises(ValueError, match=f"^{named}: got a tensor on (meta|cpu), expected it on (cpu|meta) as "):
+                function(**{**given, argument: given[argument].to("meta")})
+        if argument == "scale" and arguments.get("kv_cache_dtype") == "auto" or not given[argument].numel():
+            continue
+        given[argument] = given[argument].clone()
+        given[argument].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=rf"^({argument}|kv\[\d\] \(\w+\)): got a tensor of .* was resized to 0"):
+            function(**given)
+    if arrays:
+        results = function(**tensors(arguments, "meta"))
+        assert all(x.device.type == "meta" for x in (results if isinstance(results, tuple) else (results,)) if x is not None)
+
+
+def test_a_batch_by_torch_vmap(rng):
+    """torch's fallback calls the operator for each item."""
+    q, kv = torch.randn(3, 2, 1, 512), torch.randn(9, 512)
+    indices = torch.randint(0, 9, (2, 4), dtype=torch.int32)
+    got = torch.vmap(lambda q: ops.sparse_mla_prefill(q, kv, indices)[0])(q)
+    want = [cumla.sparse_mla_prefill(item, kv, indices)[0] for item in q]
+    assert torch.equal(got, torch.stack(want))

@@ -107,11 +107,11 @@ def operation(case):
 
 
 def expected(case, arguments, writes, put=np.array):
-    """The outputs and results of an eager call on arrays made by `put`, in that order."""
+    """The results of an eager call on arrays made by `put`, and then the arrays that it wrote."""
     arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     results = getattr(cumla, operation(case))(**arrays)
     results = () if results is None else results if isinstance(results, tuple) else (results,)
-    return [arrays[name] for name in writes if arrays.get(name) is not None] + list(results)
+    return [*results, *(arrays[name] for name in writes if arrays.get(name) is not None)]
 
 
 def same_bits(got, want):
