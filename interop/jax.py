@@ -13,11 +13,17 @@
     cache, out = step(cache, k, slots, q, indices)
     jax.block_until_ready(out)
 
-Names, order of arguments and meaning are cumla's own. JAX's arrays are immutable, so a function returns the
-arrays that cumla's writes in place: one array, or a tuple in the order of the arguments. XLA updates an array
-in place if it is donated to the jitted function, and copies it first if it is not. Arguments other than arrays
-are static. Nothing else is copied, and all work stays on XLA's stream. JAX arrays have no strides: V4's
+Names, order of arguments and meaning are cumla's own. JAX's arrays are immutable, so a function returns what
+cumla's own returns, and then the arrays that it writes, in the order of its arguments: one array, or a tuple. XLA
+updates an array in place if it is donated to the jitted function, and copies it first if it is not. Arguments other
+than arrays are static. Nothing else is copied, and all work stays on XLA's stream. JAX arrays have no strides: V4's
 padded pages are raw pages [num_blocks, page_bytes], as above.
+
+NumPy's and other frameworks' arrays, and lists of numbers, are copied to JAX first. Where jax_enable_x64 is off,
+64-bit integers become 32-bit ones, as everywhere in JAX; a value that does not fit is an OverflowError.
+
+In a program of several devices each operation gets whole arrays and is computed on each device. Inside of
+jax.shard_map it gets a device's part: cumla.interop.jax_parallel has attention over a sharded context.
 
 Shapes and dtypes are inferred and checked when a function is traced. Checks that need the arrays are made when it runs,
 before anything is written; they raise JAX's own error, which contains cumla's message. The operations take whole
@@ -30,19 +36,21 @@ process. An exit hook of this module waits for the calls of the main thread and 
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..arrays import dlpack
 from ..dispatch import debug, dry_run
+from ..dispatch.values import shown
+from . import jax_arguments, jax_exit
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -61,17 +69,20 @@ def _traceable(op: Op) -> Callable[..., Any]:
         bound.apply_defaults()
         arrays, static = {}, []
         for name, value in bound.arguments.items():
-            if name in op.arrays and value is not None and not isinstance(value, (int, float)):
-                arrays[name] = jax.numpy.asarray(value)
+            if name in op.arrays and value is not None and not isinstance(value, (numbers.Number, np.generic)):
+                arrays[name] = jax_arguments.array_of(name, value)
             elif isinstance(value, jax.core.Tracer):
                 raise TypeError(f"{name}: got a traced value, expected a static one (static_argnames of jax.jit)")
             else:
                 static.append((name, value))
+        jax_arguments.check_devices(arrays)
         _check(op, tuple((name, x.shape, x.dtype) for name, x in arrays.items()), tuple(static))
-        _wait_at_exit()
+        jax_exit.wait_at_exit()
         inputs = _without_derivatives(op.name)(*arrays.values())
-        results = _function_of(op, tuple(arrays), tuple(static))(*inputs)
-        return results[0] if len(results) == 1 else tuple(results)
+        results = jax_arguments.varying_as(inputs, _function_of(op, tuple(arrays), tuple(static))(*inputs))
+        written = sum(name in arrays for name in op.writes)
+        results = (*results[written:], *results[:written])
+        return results[0] if len(results) == 1 else results
 
     del call.__wrapped__  # its signature has parameters that this function lacks
     call.__module__, call.__doc__ = __name__, _doc(op)
@@ -82,16 +93,22 @@ def _traceable(op: Op) -> Callable[..., Any]:
 
 
 def _signature(op: Op) -> inspect.Signature:
-    """The function's parameters under jax.jit, and its results: the arrays written, then the operation's results."""
+    """The function's parameters under jax.jit, and the arrays that it returns."""
     parameters = [
         parameter.replace(annotation=parameter.annotation.replace("Any", "jax.Array"))
         for parameter in op.signature.parameters.values()
     ]
     results = inspect.signature(op.function).return_annotation.count("Any")
-    arrays = ["jax.Array"] * (len(op.writes) + results)
-    optional = any(op.signature.parameters[name].default is None for name in op.writes)
-    returns = "tuple[jax.Array, ...]" if optional else f"tuple[{', '.join(arrays)}]"
-    return op.signature.replace(parameters=parameters, return_annotation=returns if len(arrays) > 1 else "jax.Array")
+    always, if_given = _written(op)
+    counts = {results + len(always): None, results + len(always) + len(if_given): None}
+    returns = [f"tuple[{', '.join(['jax.Array'] * count)}]" if count > 1 else "jax.Array" for count in counts]
+    return op.signature.replace(parameters=parameters, return_annotation=" | ".join(returns))
+
+
+def _written(op: Op) -> tuple[list[str], list[str]]:
+    """The arrays that an operation always writes, and those that it writes if they are given, all or none."""
+    if_given = [name for name in op.writes if op.signature.parameters[name].default is None]
+    return [name for name in op.writes if name not in if_given], if_given
 
 
 def _doc(op: Op) -> str:
@@ -105,10 +122,10 @@ def _doc(op: Op) -> str:
             skipped = False
         if not skipped:
             lines.append(line)
-    updated = f" Returns {' and '.join(op.writes)} updated" if op.writes else ""
-    if op.writes:
-        updated += ", then its results." if op.outputs else "."
-    return "\n".join([f"cumla.{op.name} under jax.jit.{updated}", "", *lines])
+    always, if_given = (" and ".join(names) for names in _written(op))
+    returned = f" Returns {'its results, then ' if op.outputs else ''}{always} updated" if op.writes else ""
+    returned += f"; with {if_given} given, {' and '.join(op.writes)}" if if_given else ""
+    return "\n".join([f"cumla.{op.name} under jax.jit.{returned and returned + '.'}", "", *lines])
 
 
 @functools.cache
@@ -129,25 +146,25 @@ def _without_derivatives(name: str) -> Callable[..., Any]:
     return same
 
 
-@functools.cache
-def _wait_at_exit() -> None:
-    """Register the exit hook after JAX's own hooks, so that it runs before them."""
-
-    def wait() -> None:
-        # An error of a running call has been raised already or can no longer be handled.
-        with contextlib.suppress(Exception):
-            jax.effects_barrier()
-        with contextlib.suppress(Exception):  # no such platform
-            for array in jax.live_arrays("cpu"):
-                with contextlib.suppress(Exception):
-                    array.block_until_ready()
-
-    atexit.register(wait)
+def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
+    """Raise the operation's errors for arrays of these shapes and dtypes when it is traced, not when it runs."""
+    try:
+        hash(static)
+    except TypeError:
+        _dry_run(op, arrays, static)  # raises for a value of this kind, unless the operation takes it
+        raise TypeError(f"{op.name}: got {shown(dict(static))}, expected values that can be hashed") from None
+    _checked(op, arrays, static, tuple(type(value) for _, value in static))
 
 
 @functools.lru_cache(maxsize=4096)
-def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
-    """Raise the operation's errors for arrays of these shapes and dtypes when it is traced, not when it runs."""
+def _checked(
+    op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static, types: tuple[type, ...]
+) -> None:
+    """`_dry_run`, once for equal arguments of equal types: True equals 1, and 64.0 equals 64."""
+    _dry_run(op, arrays, static)
+
+
+def _dry_run(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
     with dry_run.dry_running():
         fake_arrays = {name: dry_run.fake_array(shape, _seen_as(name, dtype)) for name, shape, dtype in arrays}
         op.function(**dict(static), **fake_arrays)
@@ -179,7 +196,7 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
         return arguments | dict(zip(written, outputs, strict=False))  # the same memory as the inputs, but writable
 
-    def on(on_device: bool, waited_for: bool, *arrays: Any) -> Any:
+    def on(on_device: bool, *arrays: Any) -> Any:
         arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
@@ -193,16 +210,15 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
             call = custom_call((op.name, names, static), run_on_device, types, aliases)
         else:
-            # With an effect, JAX keeps a token of the call, on which the exit hook waits. A program that may run on a
-            # GPU has no effect: JAX would dispatch it from Python.
-            call = buffer_callback(run_on_host, types, has_side_effect=waited_for, input_output_aliases=aliases)
+            call = buffer_callback(run_on_host, types, input_output_aliases=aliases)
         return call(*arrays)[:count]
 
     @custom_vmap
     def function(*arrays: Any) -> Any:
         if jax.default_backend() == "cpu":
-            return on(False, True, *arrays)
-        on_host, on_device = (functools.partial(on, device, False) for device in (False, True))
+            return jax_exit.waited_for(on(False, *arrays))
+        # A program that may run on a GPU is not waited for: JAX would dispatch it from Python.
+        on_host, on_device = (functools.partial(on, device) for device in (False, True))
         return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=on_device)
 
     @function.def_vmap

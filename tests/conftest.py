@@ -47,6 +47,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "thorough(when): combinations, as Combination, that are slow tests")
     # Otherwise JAX takes most of a device's memory for itself, and several test processes would not fit on it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Tests of JAX have two devices of the CPU. JAX reads it when it starts.
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # else faults that tests inject would be recorded
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
