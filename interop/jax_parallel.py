@@ -10,7 +10,11 @@
         return out
 
 The ranks are an axis of the mesh; a rank's cache, table and lengths are its part along that axis. The step is one
-compiled program: XLA orders its collectives, and captures it on GPUs as any other program.
+compiled program: XLA orders its collectives, and captures it on GPUs as any other program. Results that all ranks have
+need check_vma=False, as JAX cannot know that they are equal.
+
+Shapes are a rank's, as a function inside of shard_map sees them: T queries, h heads, d values of a query. Errors for
+shapes and dtypes are raised when a function is traced.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ from jax import lax
 
 from ..kernels.types.shard import Shard
 from ..ops import shards
+from ..dispatch.values import check_flags, check_integers
 from ..parallel.context import is_merged_by_heads
 from .jax import _traceable, dense_mla_decode, sparse_mla_decode
+from .jax_arguments import array_of
 from .ops import Op, Result, shape
 
 
@@ -47,8 +53,13 @@ _localise = _traceable(Op(shards.localise_indices, results=localised_results, ou
 
 @dataclass(frozen=True)
 class AxisCommunicator:
-    """A Communicator of the ranks along an axis of the mesh, for arrays inside shard_map. It writes nothing in place:
-    there is no `out`, and `stream` is XLA's."""
+    """A Communicator of the ranks along an axis of the mesh, for arrays inside shard_map.
+
+    axis  the axis' name
+
+    Its three collectives take an array, or a tuple of arrays, and return new ones: all_gather [...] -> [size, ...],
+    reduce_scatter [size, ...] -> [...], all_to_all [size, ...] -> [size, ...]. There is no `out`, and `stream` is XLA's.
+    """
 
     axis: str
 
@@ -82,7 +93,20 @@ def dense_decode(
     split_heads: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """`ContextAttention.dense_decode` of `cumla.parallel`, of the ranks along `axis`."""
+    """`dense_mla_decode` over the tokens of all ranks along an axis.
+
+    axis           the axis' name
+    q              [T, h, 576], the same on every rank; with split_heads the rank's own heads, in the order of ranks
+    k_cache        [num_blocks, block_size, 576], the rank's cache
+    block_table    [>= T, B] int32, for each query the rank's pages
+    cache_seqlens  [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
+    attn_sink      [h] float32, of the heads of q, or None
+    split_heads    whether q has the rank's own heads only
+    options        scale, softmax_scale and max_seqlen (of the rank's tokens) as in dense_mla_decode
+
+    Returns out [T, h, 512] of q's dtype and lse [T, h] float32, of the heads of q.
+    """
+    q, attn_sink = _queries(q, attn_sink, split_heads)
 
     def attend(q: Any) -> tuple[Any, Any]:
         return dense_mla_decode(q[:, None], k_cache, block_table, cache_seqlens, **options)
@@ -102,14 +126,49 @@ def sparse_decode(
     split_heads: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """`ContextAttention.sparse_decode` of `cumla.parallel`, of the ranks along `axis`."""
+    """`sparse_mla_decode` over the rows of all ranks along an axis.
+
+    axis           the axis' name
+    q              [T, h, d], the same on every rank; with split_heads the rank's own heads, in the order of ranks
+    k_cache        the rank's cache, as sparse_mla_decode takes it
+    indices        [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
+                   (`localise_indices`)
+    topk_length    [T] int32, or None
+    extra_indices  [T, extra_topk] int32, of extra_k_cache, or None
+    attn_sink      [h] float32, of the heads of q, or None
+    split_heads    whether q has the rank's own heads only
+    options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length ([T] int32),
+                   extra_block_size and extra_layout as in sparse_mla_decode
+
+    Returns out [T, h, 512] of q's dtype and lse [T, h] float32, of the heads of q.
+    """
+    q, attn_sink = _queries(q, attn_sink, split_heads)
+    indices = _array("indices", indices, "T", "topk")
     if extra_indices is not None:
-        options["extra_indices"] = extra_indices[:, None]
+        options["extra_indices"] = _array("extra_indices", extra_indices, "T", "extra_topk")[:, None]
 
     def attend(q: Any) -> tuple[Any, Any]:
         return sparse_mla_decode(q[:, None], k_cache, indices[:, None], topk_length=topk_length, **options)
 
     return _decode(AxisCommunicator(axis), attend, q, attn_sink, split_heads)
+
+
+def _array(name: str, value: Any, *axes: str) -> Any:
+    """`value` as an array of JAX with these axes. Raises as `jax_arguments.array_of`, and ValueError for other axes."""
+    array = array_of(name, value)
+    shape({name: array}, name, *axes)
+    return array
+
+
+def _queries(q: Any, attn_sink: Any, split_heads: Any) -> tuple[Any, Any]:
+    """q [T, h, d] and its sink [h] or None. Raises TypeError or ValueError."""
+    check_flags(split_heads=split_heads)
+    q = _array("q", q, "T", "h", "d")
+    if attn_sink is not None:
+        attn_sink = array_of("attn_sink", attn_sink)
+        if attn_sink.shape != q.shape[1:2]:
+            raise ValueError(f"attn_sink: got shape {attn_sink.shape}, expected [h] with h = {q.shape[1]}")
+    return q, attn_sink
 
 
 def _decode(
@@ -144,7 +203,19 @@ def _merge(parts: Any, lses: Any, attn_sink: Any) -> tuple[Any, Any]:
 
 
 def local_seq_lens(axis: str, seq_lens: Any, *, interleave: int = 1, s_q: int = 1) -> Any:
-    """`cumla.parallel.local_seq_lens` of the rank along `axis`; plain arithmetic, which XLA fuses."""
+    """The number of the rank's tokens that each query sees.
+
+    axis        the axis' name
+    seq_lens    [R] int32, tokens of each request, its queries' own included
+    interleave  consecutive tokens on the same rank
+    s_q         queries of each request: query i sees all tokens but the last s_q - 1 - i
+
+    Returns [R * s_q] int32, the queries of a request in order. Plain arithmetic, which XLA fuses.
+    """
+    check_integers(1, interleave=interleave, s_q=s_q)
+    seq_lens = _array("seq_lens", seq_lens, "R")
+    if seq_lens.dtype != jnp.int32:
+        raise TypeError(f"seq_lens: got dtype {seq_lens.dtype}, expected int32")
     comm = AxisCommunicator(axis)
     lens = jnp.maximum(seq_lens[:, None] - s_q + 1 + jnp.arange(s_q, dtype=seq_lens.dtype), 0).reshape(-1)
     rounds, rest = lens // (comm.size * interleave), lens % (comm.size * interleave)
@@ -161,13 +232,26 @@ def localise_indices(
     interleave: int = 1,
     is_valid_token: Any = None,
 ) -> tuple[Any, Any]:
-    """`cumla.parallel.localise_indices` of the rank along `axis`."""
+    """The rank's part of the rows that each token selected, as slots of the rank's cache.
+
+    axis                  the axis' name
+    indices               [T, K] int32 rows of the token's request, counted over all ranks; -1: none
+    token_to_req_indices  [>= T] int32
+    block_table           [R, B] int32, the rank's pages of each request
+    block_size            rows of a page
+    interleave            consecutive rows on the same rank
+    is_valid_token        [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
+
+    Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32.
+    """
     comm = AxisCommunicator(axis)
-    arrays = [indices, token_to_req_indices, block_table]
-    valid = [] if is_valid_token is None else [is_valid_token]
+    given = {"indices": indices, "token_to_req_indices": token_to_req_indices, "block_table": block_table}
+    if is_valid_token is not None:
+        given["is_valid_token"] = is_valid_token
+    arrays = [array_of(name, value) for name, value in given.items()]
 
     def on(rank: int, indices: Any, token_to_req: Any, table: Any, *valid: Any) -> Any:
         return _localise(indices, token_to_req, table, block_size, Shard(rank, comm.size, interleave), *valid)
 
     ranks = [functools.partial(on, rank) for rank in range(comm.size)]
-    return lax.switch(comm.rank, ranks, *arrays, *valid)
+    return lax.switch(comm.rank, ranks, *arrays)  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ class ContextAttention:
         without a copy, any other q is copied first. Later calls return the same memory."""
         native = dlpack.borrow(like, "like")
         memory = self._array("q", (heads, tokens, dim), native.dtype, native)
-        return dlpack.give(memory.transpose(1, 0, 2), dlpack.framework_of(like))
+        return dlpack.give_shared(memory.transpose(1, 0, 2), dlpack.framework_of(like))
 
     def dense_decode(
         self,
@@ -133,14 +133,15 @@ class ContextAttention:
         Returns out [T, h, 512] and lse [T, h], of the rank's own heads where heads are split.
         """
         if extra_indices is not None:
-            options["extra_indices"] = dlpack.borrow(extra_indices, "extra_indices")[:, None]
+            options["extra_indices"] = of_one_query("extra_indices", extra_indices)
+        indices = of_one_query("indices", indices)
         if plan is None:
             plan = self._sparse_plan
             plan.renew()
 
         def attend(q: Any, part: Any, part_lse: Any) -> None:
             sparse_mla_decode(
-                q[:, None], k_cache, dlpack.borrow(indices, "indices")[:, None], topk_length=topk_length,
+                q[:, None], k_cache, indices, topk_length=topk_length,
                 out=part[:, None], lse=part_lse[..., None], plan=plan, backend=self.backend, **options,
             )  # fmt: skip
 
@@ -152,6 +153,10 @@ class ContextAttention:
             raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, h, d]")
         size = self.comm.size
         sink = None if attn_sink is None else dlpack.borrow(attn_sink, "attn_sink")
+        if sink is not None and sink.dtype != FLOAT32:
+            raise TypeError(f"attn_sink: got dtype {sink.dtype}, expected float32")
+        if sink is not None and sink.shape != native.shape[1:2]:
+            raise ValueError(f"attn_sink: got shape {tuple(sink.shape)}, expected [h] with h = {native.shape[1]}")
         with streams.callers(native, framework, stream):
             shape = (*native.shape[:2], V_DIM)  # of the result
             out_array, lse_array = outputs(native, shape, out, lse)
@@ -239,6 +244,14 @@ class ContextAttention:
         """Arrays for results of this shape, of `like`'s dtype, and for their lse."""
         lse = workspace.shaped(f"{name}_lse", shape[:-1], FLOAT32, like)
         return workspace.shaped(name, shape, like.dtype, like), lse
+
+
+def of_one_query(name: str, indices: Any) -> Any:
+    """Indices [T, K] of T queries as those of T requests of one query. Raises ValueError for another shape."""
+    native = dlpack.borrow(indices, name)
+    if native.ndim != 2:
+        raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected [T, topk]")
+    return native[:, None]
 
 
 def is_merged_by_heads(size: int, heads: int, result_bytes: int) -> bool:

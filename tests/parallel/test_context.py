@@ -166,6 +166,8 @@ READ_ONLY = np.frombuffer(bytes(2 * 4 * 512 * 2), np.uint16).view(BF16).reshape(
         ({"out": np.ones((2, 4, 511), np.float32)}, TypeError, "out: got dtype float32"),
         ({"lse": np.ones((4, 2), np.float32)}, ValueError, r"lse: got shape \(4, 2\), expected \[2, 4\]"),
         ({"out": READ_ONLY}, ValueError, "out: got a read-only numpy array"),
+        ({"attn_sink": np.ones(5, np.float32)}, ValueError, r"attn_sink: got shape \(5,\), expected \[h\] with h = 4"),
+        ({"attn_sink": np.ones(4)}, TypeError, "attn_sink: got dtype float64, expected float32"),
     ],
 )
 def test_errors_come_before_anything_is_sent(rng, change, error, says):
@@ -178,6 +180,24 @@ def test_errors_come_before_anything_is_sent(rng, change, error, says):
     def on(comm):
         with pytest.raises(error, match=says):
             ContextAttention(comm).dense_decode(**(arguments | change))
+        return comm._calls
+
+    assert run_threads(2, on, SECONDS) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["indices", "extra_indices"])
+def test_selected_rows_of_another_shape(rng, name):
+    """The error has the shape that was passed."""
+    context = Context.make(rng, [20, 9], 4, 576)
+    cache = cumla.V32_FP8.allocate(2, 4)
+    arguments = {
+        "q": context.q, "k_cache": cache, "indices": np.zeros((2, 3), np.int32), "extra_k_cache": cache,
+        "extra_indices": np.zeros((2, 3), np.int32), name: np.zeros((2, 1, 3), np.int32),
+    }  # fmt: skip
+
+    def on(comm):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape \(2, 1, 3\), expected \[T, topk\]"):
+            ContextAttention(comm).sparse_decode(**arguments)
         return comm._calls
 
     assert run_threads(2, on, SECONDS) == [0, 0]

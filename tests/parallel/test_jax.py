@@ -17,6 +17,11 @@ def test_shard_map(size):
     run_ranks(size, "cpu")
 
 
+def test_shard_map_where_jax_has_64_bits(monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    run_ranks(2, "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2])
 def test_shard_map_on_gpus(size, need_gpus):
