@@ -86,7 +86,9 @@ def check_devices(arrays: Mapping[str, Any]) -> None:
     for name, devices in placed.items():
         if first is not None and devices != placed[first]:
             got, expected = (sorted(map(str, x)) for x in (devices, placed[first]))
-            raise ValueError(f"{name}: got an array on {', '.join(got)}, expected it on {', '.join(expected)} as {first}")
+            raise ValueError(
+                f"{name}: got an array on {', '.join(got)}, expected it on {', '.join(expected)} as {first}"
+            )
 
 
 def varying_as(inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
@@ -97,8 +99,8 @@ def varying_as(inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]
 
 def _axes(x: Any) -> frozenset[Any]:
     """The axes of jax.shard_map over which an array varies."""
-    kind = getattr(x.aval, "mat", x.aval)  # JAX 0.10 has it in a type of its own
-    return frozenset(getattr(kind, "varying", None) or getattr(kind, "vma", ()))
+    kind: Any = getattr(x.aval, "mat", None)  # of JAX 0.10
+    return frozenset(getattr(x.aval, "vma", ()) if kind is None else kind.varying)
 
 
 def _varying(x: Any, axes: frozenset[Any]) -> Any:

@@ -1,9 +1,10 @@
-"""Waits at exit for calls of cumla's operations on the host: they run in XLA's threads, which must not enter Python while
-the interpreter shuts down.
+"""Waits at exit for calls of operations on the host.
 
-JAX keeps a token of each running program that has an effect, and jax.effects_barrier waits for the tokens. The callback
-itself has no side effect for XLA, which would not partition a program of several devices around one. So a primitive that
-does nothing has the effect: jax.debug's, as JAX allows it in loops, checkpoints and custom derivatives.
+They run in XLA's threads, which must not enter Python while the interpreter shuts down. JAX keeps a token of each
+running program that has an effect, and jax.effects_barrier waits for the tokens. The callback itself has no side
+effect: XLA does not partition a program of several devices around a custom call that has one. A primitive that does
+nothing has the effect. It is the effect of jax.debug, as JAX allows this one in loops, checkpoints and custom
+derivatives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.interpreters import mlir
 
 def waited_for(arrays: Sequence[Any]) -> list[Any]:
     """The arrays unchanged; the exit hook waits for a program that computes them, also if no array of it is alive."""
-    return _waited_for().bind(*arrays)  # type: ignore[no-any-return]
+    return _waited_for().bind(*arrays)
 
 
 @functools.cache

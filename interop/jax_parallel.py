@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.shard import Shard
 from ..ops import shards
-from ..dispatch.values import check_flags, check_integers
 from ..parallel.context import is_merged_by_heads
 from .jax import _traceable, dense_mla_decode, sparse_mla_decode
 from .jax_arguments import array_of
@@ -57,8 +57,8 @@ class AxisCommunicator:
 
     axis  the axis' name
 
-    Its three collectives take an array, or a tuple of arrays, and return new ones: all_gather [...] -> [size, ...],
-    reduce_scatter [size, ...] -> [...], all_to_all [size, ...] -> [size, ...]. There is no `out`, and `stream` is XLA's.
+    Its collectives take an array, or a tuple of arrays, and return new ones: all_gather [...] -> [size, ...],
+    reduce_scatter [size, ...] -> [...], all_to_all [size, ...] -> [size, ...]. There is no `out`; `stream` is XLA's.
     """
 
     axis: str
@@ -254,4 +254,4 @@ def localise_indices(
         return _localise(indices, token_to_req, table, block_size, Shard(rank, comm.size, interleave), *valid)
 
     ranks = [functools.partial(on, rank) for rank in range(comm.size)]
-    return lax.switch(comm.rank, ranks, *arrays)  # type: ignore[no-any-return]
+    return lax.switch(comm.rank, ranks, *arrays)

@@ -11,21 +11,20 @@ NumPy, CuPy, torch and JAX arrays take a direct path; other arrays are read by D
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from . import capsule, jax_arrays, streams
+from .held import HostMemory, NoCuPyError, UntilDone, cupy_module, recorded, user_stream
 from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
-LEGACY_STREAM = 1  # the default stream in DLPack, which reserves its handle 0
 
 # (DLPack type code, bits) -> dtype of the borrowed array
 DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -83,10 +82,6 @@ def _identify(array: Any) -> str:
 
 def _speaks_dlpack(array: Any) -> bool:
     return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
-
-
-class NoCuPyError(ValueError):
-    """An array in CUDA memory, but CuPy is not installed."""
 
 
 def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
@@ -175,7 +170,9 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
         return _over_device_memory(address, tensor.shape, strides, dtype, device.index, tensor), False
     if device.type != "cpu":
         raise ValueError(f"{name}: got a torch tensor on {device}, expected one on the CPU or a CUDA device")
-    last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset() + sum(
+        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
         raise _freed(name, tensor)
     if tensor.dtype is torch.bfloat16:
@@ -234,12 +231,12 @@ def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[A
     strides = interface.get("strides") or capsule.row_major(shape, dtype.itemsize)
     capsule.check_extent(name, pointer, 0, shape, strides, dtype.itemsize)
     device = _device_of_pointer(pointer) if pointer else 0
-    user, producer = _user_stream(stream), interface.get("stream")
+    user, producer = user_stream(stream), interface.get("stream")
     if producer is not None and producer != user:
-        cuda = _cupy().cuda
+        cuda = cupy_module().cuda
         with cuda.Device(device):
-            streams.of_handle(user, device).wait_event(_recorded(streams.of_handle(producer, device)))
-    owner = _UntilDone(array, device, user)
+            streams.of_handle(user, device).wait_event(recorded(streams.of_handle(producer, device)))
+    owner = UntilDone(array, device, user)
     native = _over_device_memory(pointer, shape, strides, dtype, device, owner)
     return _as_bytes_if_float8(native), bool(read_only)
 
@@ -256,7 +253,7 @@ _BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
 def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[Any, bool]:
     device_type, device_id = _device_of(array, name)
     on_device = device_type == KDL_CUDA
-    user = {"stream": _user_stream(stream)} if on_device else {}
+    user = {"stream": user_stream(stream)} if on_device else {}
     try:
         held = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
@@ -271,11 +268,11 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     address, shape, strides = capsule.described(tensor, dtype.itemsize, name)
     held = capsule.Borrowed(held)
     if on_device:
-        owner = _UntilDone((array, held), device_id, user["stream"])
+        owner = UntilDone((array, held), device_id, user["stream"])
         return _over_device_memory(address, shape, strides, dtype, device_id, owner), read_only
     if 0 in shape:
         return np.empty(shape, dtype), read_only
-    holder = _HostMemory(address, shape, strides, dtype, read_only, (array, held))
+    holder = HostMemory(address, shape, strides, dtype, read_only, (array, held))
     return np.asarray(holder).view(dtype), read_only
 
 
@@ -291,7 +288,7 @@ def _device_of(array: Any, name: str) -> tuple[int, int]:
     if device_type not in (KDL_CPU, KDL_CUDA):
         what = {KDL_CUDA_HOST: "pinned host", KDL_CUDA_MANAGED: "managed"}.get(device_type, f"type {device_type}")
         raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
-    if device_type == KDL_CUDA and not 0 <= device_id < _cupy().cuda.runtime.getDeviceCount():
+    if device_type == KDL_CUDA and not 0 <= device_id < cupy_module().cuda.runtime.getDeviceCount():
         raise ValueError(f"{name}: got an array on CUDA device {device_id}, expected a device that CuPy finds")
     return device_type, device_id
 
@@ -304,76 +301,11 @@ def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], dev
     return _over_device_memory(address, shape, capsule.row_major(shape, dtype.itemsize), dtype, device, None)
 
 
-class _UntilDone:
-    """Keeps another library's device memory until the work queued on a stream while it was borrowed is done.
-
-    That library may reuse the memory as soon as it is released, as it does not know the stream of this work.
-    """
-
-    _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, what it keeps)
-
-    def __init__(self, kept: Any, device: int, stream: int) -> None:
-        self._kept, self._device, self._stream = kept, device, stream
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        if streams.is_capturing(self._stream):
-            return  # the caller that replays a graph must keep its memory
-        waiting = self._waiting
-        with _cupy().cuda.Device(self._device), streams.relaxed_capture():
-            waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
-            while waiting:
-                try:  # taken out before it is asked: another thread does the same
-                    entry = waiting.popleft()
-                except IndexError:
-                    return
-                if not entry[0].done:
-                    waiting.appendleft(entry)
-                    return
-
-
-def _recorded(stream: Any) -> Any:
-    """An event after all work queued on a stream so far."""
-    event = _cupy().cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
-
-
-def _user_stream(stream: int | None) -> int:
-    """The handle, in DLPack's convention, of the stream that will use an array; None: CuPy's current one."""
-    handle = _cupy().cuda.get_current_stream().ptr if stream is None else stream
-    return handle or LEGACY_STREAM
-
-
-class _HostMemory:
-    """Foreign host memory for NumPy, kept alive by `owner`."""
-
-    def __init__(
-        self,
-        address: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: np.dtype[Any],
-        read_only: bool,
-        owner: Any,
-    ) -> None:
-        typestr = f"<u{dtype.itemsize}" if dtype.kind == "V" or dtype == ml_dtypes.bfloat16 else dtype.str
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "strides": strides,
-            "typestr": typestr,
-            "data": (address, read_only),
-        }
-
-
 def _over_device_memory(
     address: int, shape: Any, strides: tuple[int, ...], dtype: np.dtype[Any], device: int, owner: Any
 ) -> Any:
     """A CuPy array over CUDA memory that `owner` keeps alive."""
-    cupy = _cupy()
+    cupy = cupy_module()
     shape = tuple(shape)
     low, high = reach(shape, strides, dtype.itemsize)
     memory = cupy.cuda.UnownedMemory(address + low, high - low, owner, device)
@@ -381,20 +313,7 @@ def _over_device_memory(
 
 
 def _device_of_pointer(pointer: int) -> int:
-    return int(_cupy().cuda.runtime.pointerGetAttributes(pointer).device)
-
-
-def _cupy() -> Any:
-    try:
-        import cupy
-
-        if hasattr(cupy, "ndarray"):  # else another package of that name
-            return cupy
-    except ImportError:
-        pass
-    raise NoCuPyError(
-        "got an array in CUDA memory, which needs CuPy: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x)"
-    )
+    return int(cupy_module().cuda.runtime.pointerGetAttributes(pointer).device)
 
 
 def give(native: Any, framework: str) -> Any:
@@ -420,14 +339,14 @@ def _give_torch(native: Any) -> Any:
 
 def namespace_of(native: Any) -> Any:
     """The module of a borrowed array, numpy or cupy."""
-    return np if isinstance(native, np.ndarray) else _cupy()
+    return np if isinstance(native, np.ndarray) else cupy_module()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
     """An uninitialised array on the device of `like`; host memory is aligned to 64 bytes, so that XLA can share it."""
     if not isinstance(like, np.ndarray):
         with like.device:
-            return _cupy().empty(shape, dtype)
+            return cupy_module().empty(shape, dtype)
     size = math.prod(shape) * dtype.itemsize
     block = np.empty(size + 64, np.uint8)
     start = -block.ctypes.data % 64

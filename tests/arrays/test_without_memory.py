@@ -3,6 +3,8 @@
 Each is an error that names the argument, before anything is written.
 """
 
+import re
+
 import numpy as np
 import pytest
 
@@ -46,9 +48,9 @@ def test_torch_tensors():
     torch = pytest.importorskip("torch")
     for kind, (tensor, message) in torch_kinds(torch).items():
         for writable in (False, True):
-            with pytest.raises((TypeError, ValueError), match=f"^kv: {message}|^kv: got a tensor of .*{message}"):
+            with pytest.raises((TypeError, ValueError)) as raised:
                 dlpack.borrow(tensor, "kv", writable)
-                pytest.fail(kind)
+            assert re.match(f"kv: .*{message}", str(raised.value)), kind
 
 
 def test_tensors_of_the_least_storage():
@@ -74,7 +76,7 @@ def test_tensors_inside_a_transformation(transform):
         return cumla.sparse_mla_prefill(q, torch.ones(9, 512), torch.zeros(2, 4, dtype=torch.int32))[0].sum()
 
     q = torch.ones(2, 1, 512)
-    with pytest.raises(ValueError, match="^q: got a Tensor whose memory cannot be used, expected a plain array"):
+    with pytest.raises(ValueError, match=r"^q: got a Tensor whose memory cannot be used, expected a plain array"):
         transforms[transform](attend)(q[None] if transform == "vmap" else q)
 
 
@@ -91,7 +93,7 @@ def test_jax_arrays():
     jax = pytest.importorskip("jax")
     array = jax.numpy.ones((4, 3))
     array.delete()
-    with pytest.raises(ValueError, match="^kv: got a JAX array that was deleted"):
+    with pytest.raises(ValueError, match=r"^kv: got a JAX array that was deleted"):
         dlpack.borrow(array, "kv")
     assert dlpack.framework_of(array) == "jax"
     with pytest.raises(TypeError, match=r"^kv: got dtype key<fry>, expected numbers"):
@@ -115,7 +117,7 @@ class Failing:
     "error", [BufferError("no export"), RuntimeError("moved"), ValueError("gone"), AttributeError("data"), KeyError(3)]
 )
 def test_errors_of_other_frameworks(error):
-    with pytest.raises(ValueError, match="^kv: got a Failing whose memory cannot be used, expected a plain array: "):
+    with pytest.raises(ValueError, match=r"^kv: got a Failing whose memory cannot be used, expected a plain array: "):
         dlpack.borrow(Failing(error), "kv")
 
 

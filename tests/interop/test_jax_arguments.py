@@ -46,7 +46,7 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_integers_of_64_bits(case, x64, rng):
-    """Values that fit are taken wherever JAX has 32 bits; with 64 they are taken where cumla's own function takes them."""
+    """Values that fit are taken where JAX has 32 bits, and where cumla's own function takes 64."""
     arguments = operations.CASES[case](rng)
     want, function = own(case, arguments), getattr(ops, operations.operation(case))
     wide = {name: x.astype(np.int64) for name, x in arguments.items() if getattr(x, "dtype", None) == np.int32}
@@ -90,11 +90,11 @@ def test_floats_are_rounded_and_never_become_infinite(rng):
     sink = np.array([0.1, 1e30, -np.inf])
     got = ops.sparse_mla_decode(**{**arguments, "attn_sink": sink})
     assert_same(got, own("sparse_mla_decode-V32_FP8", {**arguments, "attn_sink": sink.astype(np.float32)}))
-    with pytest.raises(OverflowError, match="^attn_sink: got 1e\\+300, which float32 does not have"):
+    with pytest.raises(OverflowError, match=r"^attn_sink: got 1e\+300, which float32 does not have"):
         ops.sparse_mla_decode(**{**arguments, "attn_sink": np.array([0.1, 1e300, 1])})
 
 
-@pytest.mark.parametrize("pages, want", [([3, 2**26], [192, 2**32]), ([-1, 2**25], [-1, 2**31])])
+@pytest.mark.parametrize(("pages", "want"), [([3, 2**26], [192, 2**32]), ([-1, 2**25], [-1, 2**31])])
 def test_slots_that_cumla_computes_for_jax(pages, want, x64):
     """Beyond 32 bits they become the largest number, which is in no cache, not another row's slot."""
     with jax.default_device(jax.devices("cpu")[1]):
@@ -217,7 +217,7 @@ def test_equal_statics_of_another_type_are_checked_for_themselves(rng):
     insert(block_size=operations.BLOCK, is_ue8m0=True)
     with pytest.raises(TypeError, match=r"^block_size: got 4.0 of type float, expected an integer"):
         insert(block_size=float(operations.BLOCK))
-    with pytest.raises(TypeError, match="^is_ue8m0: got 1 of type int, expected True or False"):
+    with pytest.raises(TypeError, match=r"^is_ue8m0: got 1 of type int, expected True or False"):
         insert(is_ue8m0=1)
     insert(block_size=np.int32(operations.BLOCK), is_ue8m0=np.True_)
 
@@ -228,16 +228,14 @@ def test_arrays_of_other_frameworks(rng):
     arguments = operations.CASES[case](rng)
     want = own(case, arguments)
     bits = {np.dtype(ml_dtypes.bfloat16): np.int16}
-    tensors = {
-        name: torch.from_numpy(x.view(bits.get(x.dtype, x.dtype))) for name, x in split(arguments)[0].items()
-    }
+    tensors = {name: torch.from_numpy(x.view(bits.get(x.dtype, x.dtype))) for name, x in split(arguments)[0].items()}
     tensors["q"] = tensors["q"].view(torch.bfloat16)
     static = split(arguments)[1]
     assert_same(ops.sparse_mla_decode(**tensors, **static), want)
     tensors["k_cache"] = tensors["k_cache"].view(torch.float8_e4m3fn)
     assert_same(ops.sparse_mla_decode(**tensors, **static), want)
     tensors["k_cache"] = tensors["k_cache"].view(torch.float8_e5m2)
-    with pytest.raises(TypeError, match="^k_cache: got dtype float8_e5m2, expected float8_e4m3fn or bytes"):
+    with pytest.raises(TypeError, match=r"^k_cache: got dtype float8_e5m2, expected float8_e4m3fn or bytes"):
         ops.sparse_mla_decode(**tensors, **static)
 
 
@@ -246,7 +244,9 @@ def test_arrays_of_other_frameworks(rng):
 def test_values_of_other_types(case, dtype, rng):
     """Results have the types that cumla's own function gives, where it takes the values."""
     arguments = operations.CASES[case](rng)
-    arguments = {n: x.astype(dtype) if getattr(x, "dtype", None) == operations.BF16 else x for n, x in arguments.items()}
+    arguments = {
+        n: x.astype(dtype) if getattr(x, "dtype", None) == operations.BF16 else x for n, x in arguments.items()
+    }
     try:
         want = own(case, arguments)
     except (TypeError, ValueError) as error:

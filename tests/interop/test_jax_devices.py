@@ -181,7 +181,7 @@ def test_arrays_of_several_devices_name_the_argument(two, prefill):
         ops.sparse_mla_prefill(q, elsewhere, indices)
     mesh = jax.sharding.Mesh(np.array(two), ("x",))
     everywhere = jax.device_put(kv, jax.sharding.NamedSharding(mesh, P()))
-    with pytest.raises(ValueError, match="^kv: got a JAX array sharded over 2 devices, expected one device"):
+    with pytest.raises(ValueError, match=r"^kv: got a JAX array sharded over 2 devices, expected one device"):
         cumla.sparse_mla_prefill(q, everywhere, indices)
 
 

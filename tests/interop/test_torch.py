@@ -258,9 +258,11 @@ def test_tensors_without_values_name_the_argument(case, rng):
                 function(**{**given, argument: None})
         if len(arrays) > 1:
             named = arrays[1] if argument == arrays[0] else argument
-            with pytest.raises(ValueError, match=f"^{named}: got a tensor on (meta|cpu), expected it on (cpu|meta) as "):
+            with pytest.raises(
+                ValueError, match=f"^{named}: got a tensor on (meta|cpu), expected it on (cpu|meta) as "
+            ):
                 function(**{**given, argument: given[argument].to("meta")})
-        if argument == "scale" and arguments.get("kv_cache_dtype") == "auto" or not given[argument].numel():
+        if (argument == "scale" and arguments.get("kv_cache_dtype") == "auto") or not given[argument].numel():
             continue
         given[argument] = given[argument].clone()
         given[argument].untyped_storage().resize_(0)
@@ -268,7 +270,9 @@ def test_tensors_without_values_name_the_argument(case, rng):
             function(**given)
     if arrays:
         results = function(**tensors(arguments, "meta"))
-        assert all(x.device.type == "meta" for x in (results if isinstance(results, tuple) else (results,)) if x is not None)
+        assert all(
+            x.device.type == "meta" for x in (results if isinstance(results, tuple) else (results,)) if x is not None
+        )
 
 
 def test_a_batch_by_torch_vmap(rng):

@@ -60,7 +60,7 @@ def test_results(split_heads, dtype):
 
 
 @pytest.mark.parametrize(
-    "function, name, shape, message",
+    ("function", "name", "shape", "message"),
     [
         ("dense", "q", (4, 1, 8, 576), r"q: got shape \(4, 1, 8, 576\), expected \[T, h, d\]"),
         ("dense", "q", (8, 576), r"q: got shape \(8, 576\), expected \[T, h, d\]"),

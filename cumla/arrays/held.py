@@ -1,0 +1,96 @@
+"""Memory of other libraries, held while NumPy or CuPy use it."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from . import streams
+
+LEGACY_STREAM = 1  # the default stream in DLPack, which reserves its handle 0
+
+
+class NoCuPyError(ValueError):
+    """An array in CUDA memory, but CuPy is not installed."""
+
+
+def cupy_module() -> Any:
+    try:
+        import cupy
+
+        if hasattr(cupy, "ndarray"):  # else another package of that name
+            return cupy
+    except ImportError:
+        pass
+    raise NoCuPyError(
+        "got an array in CUDA memory, which needs CuPy: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x)"
+    )
+
+
+class UntilDone:
+    """Keeps another library's device memory until the work queued on a stream while it was borrowed is done.
+
+    That library may reuse the memory as soon as it is released, as it does not know the stream of this work.
+    """
+
+    _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, what it keeps)
+
+    def __init__(self, kept: Any, device: int, stream: int) -> None:
+        self._kept, self._device, self._stream = kept, device, stream
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if streams.is_capturing(self._stream):
+            return  # the caller that replays a graph must keep its memory
+        waiting = self._waiting
+        with cupy_module().cuda.Device(self._device), streams.relaxed_capture():
+            waiting.append((recorded(streams.of_handle(self._stream, self._device)), self._kept))
+            while waiting:
+                try:  # taken out before it is asked: another thread does the same
+                    entry = waiting.popleft()
+                except IndexError:
+                    return
+                if not entry[0].done:
+                    waiting.appendleft(entry)
+                    return
+
+
+def recorded(stream: Any) -> Any:
+    """An event after all work queued on a stream so far."""
+    event = cupy_module().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+def user_stream(stream: int | None) -> int:
+    """The handle, in DLPack's convention, of the stream that will use an array; None: CuPy's current one."""
+    handle = cupy_module().cuda.get_current_stream().ptr if stream is None else stream
+    return handle or LEGACY_STREAM
+
+
+class HostMemory:
+    """Foreign host memory for NumPy, kept alive by `owner`."""
+
+    def __init__(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        read_only: bool,
+        owner: Any,
+    ) -> None:
+        typestr = f"<u{dtype.itemsize}" if dtype.kind == "V" or dtype == ml_dtypes.bfloat16 else dtype.str
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+            "data": (address, read_only),
+        }
