@@ -341,3 +341,12 @@ def test_xlas_own_frames_are_read():
     got = jax.jit(lambda x: call(x, call=np.uint64(1 << 40)))(np.array([1, 2, 3], np.float32))
     assert list(got) == [2, 4, 6]
     assert seen == [(1 << 40, [1, 2, 3])]
+
+
+def test_jax_refuses_to_export_a_program(compiler, rng):
+    """docs/jax.md says so: the handler's notes are this process's."""
+    arguments = operations.CASES["quantize_and_insert_k_cache-DSV4_FP8"](rng)
+    arrays = [arguments[name] for name in ("k", "k_cache", "slot_mapping")]
+    insert = jax.jit(functools.partial(ops.quantize_and_insert_k_cache, block_size=operations.BLOCK))
+    with pytest.raises(ValueError, match=f"(?s)custom calls whose targets.*{xla.TARGET}"):
+        jax.export.export(insert, platforms=["cuda"])(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
