@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.arrays import dlpack, held, streams
+from cumla.arrays import held, streams
 from support import pairs
 from support.capsules import Foreign
 
