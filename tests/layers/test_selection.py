@@ -17,7 +17,9 @@ PAGE, HEADS, TOPK = 8, 2, 5
 class Step:
     """Requests of these lengths, whose last tokens are the queries, and random keys of all of them."""
 
-    def __init__(self, rng, seq_lens, query_lens, **config):
+    def __init__(self, rng, seq_lens, query_lens, ratio=None, **config):
+        if ratio is not None:  # a layer of V4.1
+            config |= {"compress_ratios": (ratio,), "has_c1a": True, "compressed_block_size": PAGE * ratio}
         config = ServingConfig(
             block_size=PAGE, max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512, index_topk=TOPK, **config
         )
@@ -26,13 +28,13 @@ class Step:
         keys = rng.standard_normal((table.size, PAGE, 128)).astype(np.float32)
         q = rng.standard_normal((len(self.tokens), HEADS, 128)).astype(np.float32)
         weights = rng.standard_normal((len(self.tokens), HEADS)).astype(np.float32)
-        metadata = DeepseekV32IndexerMetadataBuilder(config, "cpu").build(0, self.batch)
+        metadata = DeepseekV32IndexerMetadataBuilder(config, "cpu", ratio).build(0, self.batch, block_table=table)
         self.inputs = IndexerInputs(q, weights, keys, metadata, layout=cumla.INDEXER_F32)
-        self.wanted = []
+        self.scores = []  # of the rows that each token sees
         for token, (request, position) in enumerate(self.tokens):
-            seen = keys[table[request]].reshape(-1, 128)[: position + 1].astype(np.float64)
-            scores = weights[token] @ np.maximum(q[token] @ seen.T, 0)
-            self.wanted.append(sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()))
+            seen = keys[table[request]].reshape(-1, 128)[: (position + 1) // (ratio or 1)].astype(np.float64)
+            self.scores.append(weights[token] @ np.maximum(q[token] @ seen.T, 0))
+        self.wanted = [sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()) for scores in self.scores]
 
     def selected(self, **options):
         """The rows of each token, and the bytes of memory requested, by name."""
@@ -88,6 +90,47 @@ def test_a_large_budget_stays_what_it_is(rng):
     """For few rows, too: a captured graph's memory keeps its address, and steps of many rows take few launches."""
     _, asked = Step(rng, [9], [1]).selected()
     assert asked["scores"] == selection.WORKSPACE_BYTES == 64 << 20
+
+
+SIZE, BLOCKS = 4, 2  # rows of a candidate block, and blocks: they reach 8 rows
+
+
+def best_blocks(scores):
+    """The blocks with the best scores, the newest always among them; ascending, then -1."""
+    best = [scores[first : first + SIZE].max() for first in range(0, len(scores), SIZE)]
+    if best:
+        best[-1] = np.inf
+    chosen = sorted(np.argsort(-np.array(best), kind="stable")[:BLOCKS].tolist())
+    return chosen + [-1] * (BLOCKS - len(chosen))
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 11, 12, 13, 30])
+def test_candidates_limit_what_a_token_selects(rng, ratio, rows):
+    """From the first row on that they do not reach, and to complete rows: prefills of so many rows, and a decode."""
+    step = Step(rng, [40, rows * ratio], [1, rows * ratio], ratio)
+    source = [rng.standard_normal(len(scores)) for scores in step.scores]  # of the layer that chose the blocks
+    blocks = np.array([best_blocks(scores) for scores in source], np.int32)
+    wanted = []
+    for scores, its in zip(step.scores, blocks, strict=True):
+        kept = np.where(np.isin(np.arange(len(scores)) // SIZE, its), scores, -np.inf)
+        order = np.argsort(-kept, kind="stable")[:TOPK]
+        wanted.append(sorted(order[kept[order] > -np.inf].tolist()))
+    got, _ = step.selected(candidates=Candidates(blocks, SIZE, written=False))
+    assert got == wanted
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(("seq_lens", "query_lens"), [([61], [1]), ([13, 62], [1, 30]), ([29], [29])])
+def test_memory_for_scores_of_rows_and_of_blocks(rng, monkeypatch, ratio, seq_lens, query_lens):
+    """Where candidate blocks are written, both fit into what is asked for, however small the budget is."""
+    step, blocks = Step(rng, seq_lens, query_lens, ratio), np.full((sum(query_lens), BLOCKS), 99, np.int32)
+    candidates = Candidates(blocks, SIZE, written=True)
+    monkeypatch.setattr(selection, "WORKSPACE_BYTES", 1)
+    got, asked = step.selected(candidates=candidates, most_score_bytes=1)
+    assert got == step.wanted
+    assert blocks.tolist() == [best_blocks(scores) for scores in step.scores]
+    assert asked["scores"] == score_bytes(step.inputs, candidates) > score_bytes(step.inputs)
 
 
 @pytest.mark.gpu

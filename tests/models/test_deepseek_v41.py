@@ -345,3 +345,21 @@ def test_fp8_weights_have_scales_of_32_by_32():
     np.testing.assert_array_equal(kept.q_b.dequantized(np.float32), second.q_b)
     np.testing.assert_array_equal(kept.low_rank.dequantized(np.float32), second.low_rank)
     assert BlockQuantizedWeight(None, None).block == (128, 128)
+
+
+@pytest.mark.parametrize("layer", [1, 2, 3, 5])
+def test_epsilon_of_the_window_s_rows(layer):
+    """rms_norm_eps, of owners of rows, which normalise them as they insert them, and of the others."""
+    stack, epsilon = Stack(0), 0.5
+    config = dataclasses.replace(stack.config, rms_norm_eps=epsilon)
+    weights = by_the_rule(stack.record["parameters"], stack.record["seed"])
+    made = DeepseekV41Attention(
+        config, layer, weights, activations="float32", cache_format="float32", max_position=64, backend="cpu"
+    )
+    stack.layers[layer] = made
+    stack.step([(0, 0, 20)])
+    prefix = f"layers.{layer}.attn."
+    kv = stack.hidden[0][layer, :20].astype(np.float64) @ weights[f"{prefix}wkv.weight"].astype(np.float64).T
+    kv *= weights[f"{prefix}kv_norm.weight"] / np.sqrt((kv**2).mean(axis=1, keepdims=True) + epsilon)
+    rows = stack.caches[layer].window[stack.paged.tables["window"][0, 0], :20]
+    np.testing.assert_allclose(rows[:, :448], kv[:, :448], rtol=1e-4, atol=1e-5)  # the rest is rotated

@@ -1,5 +1,6 @@
 """What a V4.1 layer does not take is named before anything is written; batches at the edges of what it takes."""
 
+import copy
 import dataclasses
 import re
 
@@ -83,6 +84,17 @@ def metadata(**changes):
     }  # fmt: skip
 
 
+def short(name):
+    """The selection with an array of 8 tokens."""
+
+    def make(s):
+        selection = copy.copy(s.stack.selection)
+        setattr(selection, name, getattr(selection, name)[:8])
+        return {"selection": selection}
+
+    return make
+
+
 def indexer_of_another_batch(s):
     batch, tables = s.stack.paged.batch([(1, 5, 1), (0, 9, 7)])
     other = s.stack.builder.build(batch, tables["compressed"], np.array([1, 0], np.int32)).rows
@@ -129,6 +141,11 @@ WRONG = {
             )
         }, ValueError,
     ),
+    "slots of fewer tokens": (C1A, "selection.slots: got 8 tokens, expected at least", short("slots")),
+    "lens of fewer tokens": (C1A, "selection.lens: got 8 tokens, expected at least", short("lens")),
+    "candidate blocks of fewer tokens": (
+        CANDIDATES, "selection.candidate_blocks: got 8 tokens, expected at least", short("candidate_blocks")
+    ),
     "a selection of another model": (
         C1A, "selection.topk_indices",
         lambda s: {
@@ -152,7 +169,7 @@ def started():
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_does_not_fit_is_named_before_anything_is_written(started, wrong):
-    number, text, change, error = WRONG[wrong]
+    number, text, change, error = (*WRONG[wrong], ValueError)[:4]
     if number not in started:
         started[number] = Started(number)
     of, before = started[number], started[number].held()
@@ -214,6 +231,14 @@ def test_a_table_that_is_too_narrow_and_rings_of_other_requests():
     batch, tables = stack.paged.batch([(0, 0, 200)])
     with pytest.raises(ValueError, match=r"compressed_block_table: .*request 0"):
         stack.builder.build(batch, tables["compressed"][:, :1].copy(), np.zeros(1, np.int32))
+    pages = stack.paged.pages["compressed"]
+    column = tables["compressed"][:, :1].copy()
+    stack.builder.build(stack.paged.batch([(0, 0, pages)])[0], column, np.zeros(1, np.int32))
+    batch, builds = stack.paged.batch([(0, 0, pages + 1)])[0], stack.builder._window._builds[0]
+    with pytest.raises(ValueError, match=rf"^compressed_block_table: request 0 has {pages + 1} tokens, but 1 columns"):
+        stack.builder.build(batch, column, np.zeros(1, np.int32))  # the last one completes a row of ratio 1 alone
+    assert stack.builder._window._builds[0] == builds  # nothing was written
+    batch = stack.paged.batch([(0, 0, 200)])[0]
     with pytest.raises(ValueError, match=r"rings: got shape \(2,\)"):
         stack.builder.build(batch, tables["compressed"], np.zeros(2, np.int32))
     with pytest.raises(TypeError, match="rings: got dtype int64"):

@@ -237,21 +237,24 @@ def test_starts_below_0_and_ends_beyond_the_slots(lab, rng):
     given, weight = random_tokens(rng, 12)
     positions, capacity = np.arange(3, 15), 4
     state = rng.normal(size=(1, capacity, 2 * DIM)).astype(np.float32)
-    for starts, slots in (([-2, 12], 12), ([-5, 40], 12), ([0, 12], 7), ([-1, 30], 9)):
+    for starts, slots in (([-2, 12], 12), ([-5, 40], 12), ([0, 12], 7), ([-1, 30], 9), ([0, 12], 3)):
         found = []
         for place in (lab, Lab("reference", False)):
             latents, its = place.put(np.full((12, DIM), 7, np.float32)), place.put(state.copy())
             arrays = [place.put(x) for x in (given, weight, (positions % capacity)[:slots])]
             pairs = {"positions": positions, "query_start_loc": np.array(starts, np.int32)}
+            restart = restart_of(place, its)
             cumla.compress_latents(
-                *arrays, latents, **{name: place.put(x) for name, x in pairs.items()}, state_cache=its,
+                *arrays, latents, **{name: place.put(x) for name, x in pairs.items()}, state_cache=its, **restart,
                 compress_ratio=2, backend=place.backend,
             )  # fmt: skip
-            found.append((place.get(latents), place.get(its)))
+            found.append([place.get(x) for x in (latents, its, *restart.values())])
         np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(found[0][1], found[1][1])
-        tokens = given[slots - capacity : slots]
-        np.testing.assert_array_equal(found[1][1][0, positions[slots - capacity : slots] % capacity], tokens)
+        for got, same in zip(found[0][1:], found[1][1:], strict=True):
+            np.testing.assert_array_equal(got, same)
+        saved = slice(max(slots - capacity, 0), slots)
+        np.testing.assert_array_equal(found[1][1][0, positions[saved] % capacity], given[saved])
+        assert found[1][3].tolist() == [3 if slots >= capacity else 0]  # the position at which to run it again
         pairs = np.stack([state[0, 2], given[0]])
         np.testing.assert_allclose(found[0][0][0], wanted(pairs, weight, 2)[0], rtol=1e-5, atol=1e-5)
 
