@@ -352,7 +352,7 @@ def test_epsilon_of_the_window_s_rows(layer):
     """rms_norm_eps, of owners of rows, which normalise them as they insert them, and of the others."""
     stack, epsilon = Stack(0), 0.5
     config = dataclasses.replace(stack.config, rms_norm_eps=epsilon)
-    weights = by_the_rule(stack.record["parameters"], stack.record["seed"])
+    weights = seeded_weights(stack.record["parameters"], stack.record["seed"])
     made = DeepseekV41Attention(
         config, layer, weights, activations="float32", cache_format="float32", max_position=64, backend="cpu"
     )
