@@ -14,6 +14,7 @@ from cumla.models import products
 from cumla.models.output_projection import project_output
 from cumla.models.products import in_groups, multiply, multiply_groups, stacked
 from cumla.models.scratch import Scratch
+from oracles.basics import rotated
 from support.lab import BF16
 from support.models import V4Layer, relative_rms
 
@@ -158,12 +159,9 @@ def test_the_output_projection_rounds_once_a_product(lab, rng):
     positions, out = rng.integers(0, 7, tokens), lab.put(np.zeros((tokens, hidden), BF16))
     layer = Output(lab.backend, o_a.scratch, lab.put(cos_sin), in_groups(o_a, groups), o_b)
     project_output(layer, lab.put(o), lab.put(positions), out)
-    pairs = o.astype(np.float64)[..., 448:].reshape(tokens, groups, 32, 2)
-    cos, sin = np.cos(angles)[positions][:, None], np.sin(angles)[positions][:, None]
-    back = np.stack([pairs[..., 0] * cos + pairs[..., 1] * sin, pairs[..., 1] * cos - pairs[..., 0] * sin], -1)
-    rotated = np.concatenate([o.astype(np.float64)[..., :448], back.reshape(tokens, groups, 64)], -1).astype(BF16)
+    back = rotated(o, cos_sin[positions][:, None], inverse=True).astype(BF16)
     first, second = (values(weight).astype(np.float64) for weight in weights)
-    low = np.einsum("tgk,gnk->tgn", rounded(rotated), first.reshape(groups, rank, 512)).reshape(tokens, 1, -1)
+    low = np.einsum("tgk,gnk->tgn", rounded(back), first.reshape(groups, rank, 512)).reshape(tokens, 1, -1)
     want = rounded(low.astype(np.float32))[:, 0] @ second.T
     # Through bfloat16 some codes of the first result become neighbours.
     assert relative_rms(lab.get(out).astype(np.float64), want) < (0.004 if lab.backend == "cuda" else 0.02)

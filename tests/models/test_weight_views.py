@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from models.test_fp8_weights import one, quantized, values
 from models.test_step_errors import read_only
-from seeded_weights import seeded_weights
 
 from cumla.layers import MLACommonImpl
 from cumla.layers.weights import BlockQuantizedWeight, weight_of
@@ -65,11 +64,9 @@ def test_layers(contiguous, kind, case, change, view):
 @pytest.mark.parametrize("view", VIEWS)
 def test_layers_of_v41(monkeypatch, view):
     """Weights are FP8, with blocks of 32 by 32, if the published checkpoint has them so."""
-    outputs = []
+    outputs, weights = [], v41_stack.weights_of(2)
     for change in (as_they_are, VIEWS[view]):
-        monkeypatch.setattr(
-            v41_stack, "seeded_weights", lambda *its, change=change: of_v41(seeded_weights(*its), change)
-        )
+        monkeypatch.setattr(v41_stack, "weights_of", lambda case, change=change: of_v41(weights, change))
         stack = Stack(2)
         assert isinstance(stack.layers[0].o_b, BlockScaledWeight)
         outputs.append(stack.run(0, [40, 1]))

@@ -10,11 +10,12 @@ from ops.test_indexer import check_logits, e4m3
 from ops.test_indexer_topk import hard_rows
 
 import cumla
-import support.v41
+from oracles.selection import scores as scores_of
 from support.guarded import Guarded
 from support.indexing import anything
 from support.lab import BF16
 from support.properties import for_all, seeds
+from support.v41_stack import golden_arrays, hidden_states, oracle_of
 
 HEAD_DIM = 128
 LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16, cumla.INDEXER_F32]
@@ -256,10 +257,11 @@ def test_scores_of_nan_keys_are_never_selected(lab, rng):
 @pytest.mark.parametrize(("case", "source", "consumer"), [(0, 3, 4), (1, 0, 3)])
 def test_choices_of_published_code(lab, case, source, consumer):
     """Picks of the candidate source and of a layer that looks only in its blocks (tests/data/v41.npz)."""
-    layer, later = (support.v41.Layer(case, number, 0) for number in (source, consumer))
-    config, keys = layer.config, layer.index_keys()
-    gaps = [support.v41.results()[f"{case}/0/gap{number}"] for number in (source, consumer)]
-    rows = support.v41.results()[f"{case}/0/pick_rows"]
+    layer, later = (oracle_of(case, number) for number in (source, consumer))
+    x = [hidden_states(case, 0)[number].astype(np.float64) for number in (source, consumer)]
+    config, keys = layer.config, layer.index_keys(layer.latents(x[0]))
+    gaps = [golden_arrays()[f"{case}/0/gap{number}"] for number in (source, consumer)]
+    rows = golden_arrays()[f"{case}/0/pick_rows"]
     kept = np.flatnonzero((np.minimum(*gaps) > 1e-5) & (rows >= 150))[::25]
     tokens = rows[kept].astype(np.int64)
     block_size = 16
@@ -267,22 +269,21 @@ def test_choices_of_published_code(lab, case, source, consumer):
     cumla.indexer_k_quant_and_cache(keys.astype(np.float32), cache, np.arange(len(keys)), backend="reference")
     table = np.tile(np.arange(len(cache), dtype=np.int32), (len(tokens), 1))
     lens = (tokens + 1).astype(np.int32)
-    q, weights = (x[tokens].astype(np.float32) for x in layer.index_queries())
-    scores = support.v41.scores(*(x[tokens] for x in layer.index_queries()), keys).astype(np.float32)
+    scores = scores_of(*layer.index_queries(x[0][tokens], tokens), keys).astype(np.float32)
     options = {"backend": lab.backend}
     blocks = cumla.select_candidate_blocks(
-        lab.put(scores), config["candidate_topk_blocks"], seq_lens=lab.put(lens), **options
+        lab.put(scores), config.candidate_topk_blocks, seq_lens=lab.put(lens), **options
     )
-    topk = config["index_topk"]
+    topk = config.index_topk
     own = lab.get(cumla.top_k_per_row(lab.put(scores), topk, seq_lens=lab.put(lens), **options))
-    np.testing.assert_array_equal(own, support.v41.results()[f"{case}/0/picks{source}"][kept])
-    q, weights = (x[tokens] for x in later.index_queries())
+    np.testing.assert_array_equal(own, golden_arrays()[f"{case}/0/picks{source}"][kept])
+    q, weights = later.index_queries(x[1][tokens], tokens)
     arguments = q[:, None].astype(np.float32), cache, weights.astype(np.float32)
     arguments = [lab.put(x) for x in arguments]
-    picks = support.v41.results()[f"{case}/0/picks{consumer}"][kept]
+    picks = golden_arrays()[f"{case}/0/picks{consumer}"][kept]
     chosen = cumla.candidate_topk(*arguments, blocks, topk, lab.put(lens), lab.put(table), **options)
     np.testing.assert_array_equal(lab.get(chosen), picks)
-    masked = lab.put(support.v41.scores(q, weights, keys).astype(np.float32))
+    masked = lab.put(scores_of(q, weights, keys).astype(np.float32))
     cumla.apply_candidate_mask(masked, blocks, seq_lens=lab.put(lens), with_nan=True, **options)
     chosen = cumla.top_k_per_row(masked, topk, seq_lens=lab.put(lens), **options)
     np.testing.assert_array_equal(lab.get(chosen), picks)

@@ -16,6 +16,7 @@ from cumla import (
     dequantize_and_gather_k_cache,
 )
 from emulation.launches import Schedule
+from oracles.basics import rms_norm, rotated
 from support.lab import Lab
 
 BF16 = ml_dtypes.bfloat16
@@ -110,16 +111,9 @@ class Case:
                 score.append(state[coff * dim :][half])
             weights = np.exp(np.array(score) - np.maximum(np.max(score, axis=0), -1e30))
             row = (weights * kv).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)  # 0 of nothing
-            row *= self.weight / np.sqrt(np.mean(row**2) + 1e-6)
+            row = rms_norm(row, 1e-6, self.weight)
             rows[int(slot)] = rotated(row, self.cos_sin[position // self.ratio * self.ratio])
         return rows
-
-
-def rotated(row, rotation, inverse=False):
-    pairs = row[..., -64:].astype(np.float64).reshape(*row.shape[:-1], 32, 2)
-    angle = rotation[..., :32] + (-1j if inverse else 1j) * rotation[..., 32:]
-    spun = (pairs[..., 0] + 1j * pairs[..., 1]) * angle
-    return np.concatenate([row[..., :-64], np.stack([spun.real, spun.imag], -1).reshape(*row.shape[:-1], 64)], -1)
 
 
 def assert_rows(got, want, layout):

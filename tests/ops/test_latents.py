@@ -5,20 +5,23 @@ import numpy as np
 import pytest
 
 import cumla
-import support.v41
+from oracles.basics import rms_norm
+from oracles.selection import scores as scores_of
+from oracles.v41 import pooled
 from support.guarded import Guarded
 from support.indexing import anything
 from support.lab import BF16, Lab
+from support.v41_stack import GOLDEN, golden_arrays, hidden_states, oracle_of
 
 DIM, EPS = 512, 1e-20
 
 
 def wanted(given, weight, ratio, round_pooled=False):
     """Rows in float64: [T // ratio, 512]."""
-    rows = support.v41.pooled_rows(given.astype(np.float64), ratio)
+    rows = pooled(given.astype(np.float64), ratio)
     if round_pooled:
         rows = rows.astype(ml_dtypes.bfloat16).astype(np.float64)
-    return support.v41.norm(rows, weight.astype(np.float64), EPS)
+    return rms_norm(rows, EPS, weight.astype(np.float64))
 
 
 class Sequence:
@@ -305,9 +308,9 @@ def test_special_values(lab, rng):
     assert np.isnan(found.rows[1]).all()  # of the norm
     given[1, DIM + 2] = 0
     found.step(0, 2)
-    pooled = support.v41.pooled_rows(given.astype(np.float64), 2)[0]
-    pooled[1] = 0
-    want = support.v41.norm(pooled, weight.astype(np.float64), EPS)
+    before = pooled(given.astype(np.float64), 2)[0]
+    before[1] = 0
+    want = rms_norm(before, EPS, weight.astype(np.float64))
     np.testing.assert_allclose(found.rows[1], want, rtol=1e-5, atol=1e-5)
     given[:] = 0
     found.step(0, 2)
@@ -346,8 +349,10 @@ def test_no_value_leaves_the_arrays(lab, rng):
 @pytest.mark.parametrize(("case", "number"), [(0, 1), (0, 3), (2, 0)])
 def test_choices_of_published_code(lab, case, number):
     """Index keys of the rows, made in the golden data's steps, give its choices (tests/data/v41.npz)."""
-    layer, splits = support.v41.Layer(case, number, 0), support.v41.stacks()[case]["requests"][0]
-    given, weight = layer.kv_and_score().astype(np.float32), layer.weight("compressor.norm.weight").astype(np.float32)
+    layer, splits = oracle_of(case, number), GOLDEN["cases"][case]["requests"][0]
+    x = hidden_states(case, 0)[number].astype(np.float64)
+    given = layer.pooled_input(x).astype(np.float32)
+    weight = layer.weights["compressor.norm.weight"].astype(np.float32)
     if layer.ratio == 2:
         sequence = Sequence(lab, given, weight)
         for first, end in zip(np.cumsum([0, *splits[:-1]]).tolist(), np.cumsum(splits).tolist(), strict=True):
@@ -358,15 +363,12 @@ def test_choices_of_published_code(lab, case, number):
         arrays = [lab.put(x) for x in (given, weight, np.arange(len(given)))]
         cumla.compress_latents(*arrays, latents, compress_ratio=1, backend=lab.backend)
         rows = lab.get(latents)
-    np.testing.assert_allclose(rows, layer.latents(), rtol=2e-5, atol=2e-5)
-    projected = rows.astype(np.float64) @ layer.weight("indexer.wk.weight").T
-    keys = support.v41.norm(projected, layer.weight("indexer.k_norm.weight"), layer.epsilon)
-    keys = support.v41.rotated(keys, np.arange(len(keys)) * layer.ratio, layer.config)
-    gap, tokens = (support.v41.results()[f"{case}/0/{name}"] for name in (f"gap{number}", "pick_rows"))
+    np.testing.assert_allclose(rows, layer.latents(x), rtol=2e-5, atol=2e-5)
+    gap, tokens = (golden_arrays()[f"{case}/0/{name}"] for name in (f"gap{number}", "pick_rows"))
     kept = np.flatnonzero(gap > 1e-4)
     tokens = tokens[kept].astype(np.int64)
-    q, weights = layer.index_queries()
-    scores = support.v41.scores(q[tokens], weights[tokens], keys).astype(np.float32)
+    q, weights = (of[tokens] for of in layer.index_queries(x, np.arange(len(x))))
+    scores = scores_of(q, weights, layer.index_keys(rows.astype(np.float64))).astype(np.float32)
     lens = ((tokens + 1) // layer.ratio).astype(np.int32)
-    chosen = cumla.top_k_per_row(scores, layer.config["index_topk"], seq_lens=lens, backend="cpu")
-    np.testing.assert_array_equal(chosen, support.v41.results()[f"{case}/0/picks{number}"][kept])
+    chosen = cumla.top_k_per_row(scores, layer.config.index_topk, seq_lens=lens, backend="cpu")
+    np.testing.assert_array_equal(chosen, golden_arrays()[f"{case}/0/picks{number}"][kept])

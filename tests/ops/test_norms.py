@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from ops.test_compressor import BF16, DTYPES, assert_rows, cache_of, is_float32_off_the_host, rotated, rows_of
+from ops.test_compressor import BF16, DTYPES, assert_rows, cache_of, is_float32_off_the_host, rows_of
 
 from cumla import (
     DSV4_BF16,
@@ -24,6 +24,7 @@ from cumla import (
     qnorm_rope_and_insert,
     quantize_and_insert_k_cache,
 )
+from oracles.basics import layer_norm, rms_norm, rotated
 
 
 @pytest.mark.nowhere(when=is_float32_off_the_host)
@@ -34,8 +35,7 @@ def test_norms_of_queries_and_keys(lab, rng, dtype):
     placed = lab.put(both)
     got = fused_q_kv_rmsnorm(placed[:, :384], placed[:, 384:], *map(lab.put, weights), 1e-6, backend=lab.backend)
     for x, weight, y in zip((both[:, :384], both[:, 384:]), weights, got, strict=True):
-        x = x.astype(np.float64)
-        want = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight
+        want = rms_norm(x.astype(np.float64), 1e-6, weight)
         np.testing.assert_allclose(
             lab.get(y).astype(np.float64), want, rtol=1e-5 if dtype == "float32" else 2.0**-7, atol=1e-6
         )
@@ -57,8 +57,7 @@ def test_queries_and_window_rows(lab, rng, layout):
         lab.put(q), lab.put(kv), cache, lab.put(slots), lab.put(positions), lab.put(cos_sin), layout=layout,
         backend=lab.backend,
     )  # fmt: skip
-    x = q.astype(np.float64)
-    want = rotated(x / np.sqrt((x**2).mean(axis=2, keepdims=True) + 1e-6), cos_sin[positions][:, None])
+    want = rotated(rms_norm(q.astype(np.float64), 1e-6), cos_sin[positions][:, None])
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 2.0**-7, "atol": 1e-3}
     np.testing.assert_allclose(lab.get(got).astype(np.float64), want, **near)
     rows, rotated_rows = rows_of(lab.get(cache), layout), rotated(kv.astype(np.float64), cos_sin[positions])
@@ -97,7 +96,7 @@ def test_rows_without_queries(lab, rng, layout, weight):
     )  # fmt: skip
     x = kv.astype(np.float64)
     if weight is not None:
-        x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weights.astype(np.float64)
+        x = rms_norm(x, 1e-6, weights.astype(np.float64))
     rows, want = rows_of(lab.get(cache), layout), rotated(x, cos_sin[positions])
     for token in range(1, tokens - 1):
         assert_rows(rows[slots[token]], want[token], layout)
@@ -180,12 +179,8 @@ def test_indexer_keys(lab, rng, layout, dtype):
         lab.put(wide)[:, :128], lab.put(weight), lab.put(bias), cache, lab.put(slots), lab.put(positions),
         lab.put(cos_sin), layout=layout, backend=lab.backend,
     )  # fmt: skip
-    x = wide[:, :128].astype(np.float64)
-    x -= x.mean(axis=1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight + bias
-    turns = cos_sin[np.clip(positions, 0, 15)].astype(np.float64)
-    spun = (x[:, :32] + 1j * x[:, 32:64]) * (turns[:, :32] + 1j * turns[:, 32:])
-    want = np.concatenate([spun.real, spun.imag, x[:, 64:]], axis=1)
+    x = layer_norm(wide[:, :128].astype(np.float64), 1e-6, weight, bias)
+    want = rotated(x, cos_sin[np.clip(positions, 0, 15)], halves=True, first=True)
     rows = rows_of(lab.get(cache), layout)
     for token in (0, 2, 3):
         assert_rows(rows[slots[token]], want[token], layout)

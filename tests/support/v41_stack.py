@@ -6,6 +6,7 @@ import json
 import numpy as np
 from seeded_weights import seeded_weights
 
+import oracles
 from cumla.models.caches import DeepseekV41Caches
 from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from cumla.models.scratch import Scratch
@@ -31,6 +32,19 @@ def hidden_states(case, request):
     return generator.standard_normal((config["num_hidden_layers"], count, config["hidden_size"]), dtype=np.float32)
 
 
+@functools.cache
+def weights_of(case):
+    """Parameters of a case by name, float32."""
+    return seeded_weights(GOLDEN["cases"][case]["parameters"], GOLDEN["cases"][case]["seed"])
+
+
+def oracle_of(case, number, longest=2048):
+    """A layer of a case in float64."""
+    prefix, config = f"layers.{number}.attn.", DeepseekV41Config.from_dict(GOLDEN["cases"][case]["config"])
+    within = {name.removeprefix(prefix): x for name, x in weights_of(case).items() if name.startswith(prefix)}
+    return oracles.layer_of(config, number, within, longest)
+
+
 class Stack:
     """The layers of a golden case with their caches, for all of its requests."""
 
@@ -43,7 +57,7 @@ class Stack:
         self.hidden = [hidden_states(case, request) for request in range(len(record["requests"]))]
         longest = max(map(sum, record["requests"]))
         self.put, self.xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
-        weights, scratch = seeded_weights(record["parameters"], record["seed"]), Scratch()
+        weights, scratch = weights_of(case), Scratch()
         self.serving = serving_of(
             self.config, num_speculative_tokens=SPECULATIVE, max_num_batched_tokens=1024, max_num_seqs=4,
             max_model_len=1024, block_size=pages[0], compressed_block_size=pages[1], num_heads=8,

@@ -1,0 +1,60 @@
+"""DeepSeek V4 in float64: a window, and rows that a compressor pools of 4 or 128 positions."""
+
+import numpy as np
+
+from .layer import LATENT, Layer, Rules
+from .selection import best, scores
+
+
+class V4(Layer):
+    """A layer. Rows of ratio 4 overlap: they pool their own positions and those of the row before."""
+
+    rules = Rules(
+        row="wkv", is_latent=False, norms_heads=True, has_sinks=True, is_grouped=True, index_rope={}, eps=None
+    )
+
+    @property
+    def ratio(self):
+        return self.config.compress_ratios[self.number]
+
+    def table(self, longest):
+        return self.config.cos_sin_table(self.ratio, longest)
+
+    def pooled(self, x, prefix=""):
+        """The complete rows of a request, [T // ratio, 512]; the indexer's keys, [T // ratio, 128], by "indexer."."""
+        count, bias = len(x) // self.ratio, self.weights[f"{prefix}compressor.ape"]
+        kv, score = (
+            self.project(x[: count * self.ratio], f"{prefix}compressor.{name}").reshape(count, *bias.shape)
+            for name in ("wkv", "wgate")
+        )
+        score = score + bias
+        if self.ratio == 4:
+            kv, score = overlapping(kv, 0.0), overlapping(score, -np.inf)
+        weights = np.exp(score - score.max(axis=1, keepdims=True, initial=-np.inf))
+        rows = (weights * kv).sum(axis=1) / weights.sum(axis=1)
+        return self.rotate(self.norm(rows, f"{prefix}compressor.norm"), np.arange(count) * self.ratio)
+
+    def chosen(self, x):
+        """For each token the compressed rows that it attends to: those selected at ratio 4, all at 128."""
+        visible = (np.arange(len(x)) + 1) // self.ratio
+        if self.ratio == 128:
+            return [np.arange(count) for count in visible]
+        found = scores(*self.index_queries(x, np.arange(len(x))), self.pooled(x, "indexer."))
+        return [best(row[:count], self.config.index_topk) for row, count in zip(found, visible, strict=True)]
+
+    def __call__(self, x, chosen=None):
+        """[T, hidden_size] of a request."""
+        if self.ratio == 1:
+            return self.outputs(x, [np.empty((0, LATENT))] * len(x))
+        rows = self.pooled(x)
+        return self.outputs(x, [rows[places] for places in (self.chosen(x) if chosen is None else chosen)])
+
+
+def overlapping(part, absent):
+    """[rows, 8, D] of [rows, 4, 2 D]: the first half of the positions before, the second half of the own ones.
+
+    absent  of the first row, which has no positions before it
+    """
+    dim = part.shape[2] // 2
+    before = np.concatenate([np.full_like(part[:1, :, :dim], absent), part[:-1, :, :dim]])
+    return np.concatenate([before, part[:, :, dim:]], axis=1)
