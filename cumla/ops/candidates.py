@@ -148,7 +148,8 @@ def candidate_logits(
     weights           [B * next_n, H] float32
     candidate_blocks  [B * next_n, K] int32, blocks of each query; -1: none
     context_lens      [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
-                      or [B, next_n], rows that each query sees. A prefill chunk has B queries of next_n 1
+                      or [B, next_n], rows that each query sees; clamped to the rows of block_table. A prefill chunk has
+                      B queries of next_n 1
     block_table       [>= B, C] int32, page of each block_size rows
     candidate_block_size    positions of a candidate block; not the cache's block size
     layout            INDEXER_FP8, INDEXER_BF16, INDEXER_F32 or INDEXER_MXFP4, or the name of one; by kv_cache and q
@@ -207,8 +208,8 @@ def candidate_topk(
     out                  to write instead of allocating
 
     Returns int32 [B * next_n, topk]: positions in the order of their blocks, then -1 where there are fewer candidates:
-    no position outside of the blocks or beyond the query's rows is ever selected. Among equal scores the first
-    positions are selected. A position whose page is absent scores -inf; NaN is never selected.
+    no position outside of the blocks, beyond the query's rows or beyond block_table is ever selected. Among equal
+    scores the first positions are selected. A position whose page is absent scores -inf; NaN is never selected.
     `compute_global_topk_indices_and_lens` maps the positions to slots.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """

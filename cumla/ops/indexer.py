@@ -304,9 +304,14 @@ def check_schedule(call: Call, schedule_metadata: Any) -> None:
 
 def checked_width(max_context_len: int | None, block_table: Any, pages: Any) -> int:
     if max_context_len is None:
-        max_context_len = int(block_table.shape[1] * pages.block_size)
+        max_context_len = rows_of_table(block_table, pages)
     check_integers(0, max_context_len=max_context_len)
     return int(max_context_len)
+
+
+def rows_of_table(block_table: Any, pages: Any) -> int:
+    """Rows of a request that have an entry in the block table."""
+    return int(block_table.shape[1] * pages.block_size)
 
 
 @launch_cached

@@ -11,7 +11,7 @@ from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
 from ..kernels.types.indexer import PackedScores, PagedScores, Rows, Slots
 from ..layout import CacheLayout
-from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
+from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width, rows_of_table
 from .indices import pair
 
 WORKSPACE_BYTES = 64 << 20
@@ -138,7 +138,8 @@ def indexer_topk(
                          as select_candidate_blocks chooses them from the same logits. Memory for the blocks' scores is
                          in a workspace, too, and beside max_workspace_bytes. Not together with max_seqlen_k
 
-    Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps. Indices count from cu_seqlen_ks. A query's
+    Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps, but never an index beyond block_table,
+    however large context_lens and max_context_len are. Indices count from cu_seqlen_ks. A query's
     selection does not depend on the other queries of the call. The exception is packed keys on the CPU, where it may
     between keys whose scores differ only by rounding (fp8_mqa_logits).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -157,7 +158,7 @@ def indexer_topk(
                 raise ValueError(f"{name}: got it together with block_table, expected one or the other")
         q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout, "kv")
         check_schedule(call, schedule_metadata)
-        next_n, width = q.shape[1], checked_width(max_context_len, table, pages)
+        next_n, width = q.shape[1], min(checked_width(max_context_len, table, pages), rows_of_table(table, pages))
         tokens = len(q) * next_n
     else:
         of_pages = {"context_lens": context_lens, "schedule_metadata": schedule_metadata, "layout": layout}

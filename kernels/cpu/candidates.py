@@ -71,13 +71,13 @@ def _mask(first_row, end_row, logits, first, count, candidates, block, fill, all
 
 def candidate_logits(given: CandidateScores) -> None:
     q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
-    next_n = q.shape[1]
+    next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     slots = np.empty(logits.shape[1], np.int64)
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)
         positions = positions_of(candidates[row], block)
         _look_up(block_table, request, positions, pages.block_size, slots)
-        seen = (positions >= 0) & (positions < int(length))
+        seen = (positions >= 0) & (positions < min(int(length), covered))
         present = seen & (slots >= 0) & (slots < pages.num_slots)
         logits[row] = np.where(seen, np.float32(-np.inf), np.float32(fill))
         if not present.any():

@@ -124,13 +124,13 @@ def logits_kernel(
     q, query_kind, pages, g, kind, size, weights, candidates, lens, block_table, block, fill, logits
 ):  # fmt: skip
     """A thread takes a candidate position of a query."""
-    next_n = q.shape[1]
+    next_n, covered = q.shape[1], np.int64(block_table.shape[1]) * g.block_size
     for number in range(cuda.grid(1), logits.shape[0] * logits.shape[1], cuda.gridsize(1)):
         row, column = number // logits.shape[1], number % logits.shape[1]
         entry, j = row // next_n, row % next_n
         candidate = np.int64(candidates[row, column // block])
         position = candidate * block + column % block
-        if candidate < 0 or position >= length_of(lens, entry, j, next_n):
+        if candidate < 0 or position >= min(length_of(lens, entry, j, next_n), covered):
             logits[row, column] = fill
             continue
         slot = lookup_slot(block_table, entry, position, g.block_size)

@@ -45,11 +45,11 @@ def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray,
 
 def candidate_logits(given: CandidateScores) -> None:
     q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
-    next_n = q.shape[1]
+    next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)
         positions = positions_of(candidates[row], block)
-        seen = (positions >= 0) & (positions < length)
+        seen = (positions >= 0) & (positions < min(length, covered))
         slots = [lookup_slot(block_table, request, int(p), pages.block_size) for p in positions]
         where = np.array(slots, np.int64)
         present = seen & (where >= 0) & (where < pages.num_slots)

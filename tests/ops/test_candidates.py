@@ -212,6 +212,43 @@ def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
             np.testing.assert_array_equal(columns_of_row, want + [-1] * (topk - len(want)))
 
 
+@pytest.mark.parametrize(
+    ("layout", "queries"),
+    [
+        (cumla.INDEXER_FP8, "e4m3"), (cumla.INDEXER_MXFP4, "e4m3"), (cumla.INDEXER_BF16, "bfloat16"),
+        (cumla.INDEXER_F32, "float32"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)  # fmt: skip
+@pytest.mark.parametrize("heads", [5, 32])
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 32)
+def test_contexts_beyond_the_block_table_are_clamped(lab, rng, layout, queries, heads):
+    """A position without a column is none that a query sees: it is no candidate, even where too few others are."""
+    # Hopper's kernel takes pages of whole candidate blocks.
+    heads, columns, block_size, block = (1, 2, 3, 4) if lab.tiny else (heads, 3, 16 if heads == 32 else 12, 8)
+    covered = columns * block_size
+    cache, _ = cache_of(rng, layout, columns, block_size, 16)
+    q = rng.normal(size=(2, 1, heads, HEAD_DIM)).astype(np.float32)
+    q = e4m3(q) if queries == "e4m3" else q.astype(BF16 if queries == "bfloat16" else np.float32)
+    weights = rng.normal(size=(2, heads)).astype(np.float32)
+    blocks = np.array([[0, covered // block, covered // block + 1]] * 2, np.int32)  # the second one in part, or not
+    lens, table = np.array([covered + 100, 2**31 - 1], np.int32), rng.permutation(columns).astype(np.int32)[None]
+    given = [lab.put(x) for x in (q, cache, weights, blocks)]
+    rest = [lab.put(x) for x in (lens, np.repeat(table, 2, axis=0))]
+    options = {"layout": layout, "candidate_block_size": block, "backend": lab.backend}
+    inside = [*range(block), *range(covered // block * block, covered)]
+    logits = lab.get(cumla.candidate_logits(*given, *rest, **options))
+    assert np.isfinite(logits[:, : len(inside)]).all()
+    assert (logits[:, len(inside) :] == -np.inf).all()
+    chosen = lab.get(cumla.candidate_topk(*given, 3 * block, *rest, **options))
+    np.testing.assert_array_equal(chosen, [inside + [-1] * (3 * block - len(inside))] * 2)
+    q, cache, weights, _ = given
+    of_all = {"context_lens": rest[0], "block_table": rest[1], "layout": layout, "backend": lab.backend}
+    for bound in ({}, {"max_context_len": covered + 50}):
+        found = lab.get(cumla.indexer_topk(q, cache, weights, covered + 2, **of_all, **bound))
+        np.testing.assert_array_equal(found, [[*range(covered), -1, -1]] * 2)
+
+
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
 @pytest.mark.parametrize("heads", [2, 32])
 @pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 32)

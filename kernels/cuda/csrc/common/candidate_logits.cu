@@ -54,6 +54,7 @@ candidate_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_str
     for (int query = blockIdx.y; query < num_queries; query += gridDim.y) {
         int entry = query / next_n, j = query - entry * next_n;
         int64 length = per_query ? lens[entry * lens_stride + j] : int64(lens[entry * lens_stride]) - (next_n - 1 - j);
+        length = min(length, table.covered(block_size));
         for (int64 start = int64(blockIdx.x) * KEYS; start < columns; start += int64(gridDim.x) * KEYS) {
             if (threadIdx.x < KEYS) {
                 int64 column = start + threadIdx.x;

@@ -32,6 +32,9 @@ struct BlockTable {
     const int* entries;
     int64 row_stride;  // in entries
     int rows, columns;
+
+    // Positions of a request that have an entry.
+    __device__ int64 covered(int block_size) const { return int64(columns) * block_size; }
 };
 
 // Page and row of a position (int or int64) of request `row`; absent if the table has no such entry, or if the block is

@@ -110,6 +110,7 @@ struct Cursor {
         if (PAGED) {
             length = keys.per_query ? keys.starts[entry * keys.lens_stride + j]
                                     : int64(keys.starts[entry * keys.lens_stride]) - (keys.next_n - 1 - j);
+            if (CANDIDATES) length = min(length, keys.table.covered(keys.block_size.tokens));
             columns = CANDIDATES ? keys.columns : min(max(length, int64(0)), int64(keys.columns));
         } else {
             first = min(max(keys.starts[query], 0), keys.count), length = min(max(keys.ends[query], int(first)), keys.count);

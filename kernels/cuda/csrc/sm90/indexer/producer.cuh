@@ -89,7 +89,8 @@ struct Producer {
             int j, count, entry = problem.entry_of(group, j, count), position = LOADS_WHOLE_TILES || key < end ? key : -1, seen = 0, next = 0;
             if (CANDIDATES) {
                 next = candidate_at(group, key + (KEYS << 5 - boxes_log));
-                if (candidate >= 0) seen = int(min(max(problem.length_of(entry, j) - int64(candidate) * 8, int64(0)), int64(8)));
+                int64 length = min(problem.length_of(entry, j), problem.table.covered(problem.block_size));
+                if (candidate >= 0) seen = int(min(max(length - int64(candidate) * 8, int64(0)), int64(8)));
                 position = seen ? candidate * 8 : -1;
             }
             PageRow place = lookup_page_row(problem.table, entry, position, problem.block_size, problem.num_slots);
