@@ -99,16 +99,15 @@ def _signature(op: Op) -> inspect.Signature:
         for parameter in op.signature.parameters.values()
     ]
     results = inspect.signature(op.function).return_annotation.count("Any")
-    always, if_given = _written(op)
-    counts = {results + len(always): None, results + len(always) + len(if_given): None}
-    returns = [f"tuple[{', '.join(['jax.Array'] * count)}]" if count > 1 else "jax.Array" for count in counts]
+    counts = [results + len(_always_written(op))]
+    for group in op.given:
+        counts.append(counts[-1] + len(group))
+    returns = [f"tuple[{', '.join(['jax.Array'] * count)}]" if count > 1 else "jax.Array" for count in counts if count]
     return op.signature.replace(parameters=parameters, return_annotation=" | ".join(returns))
 
 
-def _written(op: Op) -> tuple[list[str], list[str]]:
-    """The arrays that an operation always writes, and those that it writes if they are given, all or none."""
-    if_given = [name for name in op.writes if op.signature.parameters[name].default is None]
-    return [name for name in op.writes if name not in if_given], if_given
+def _always_written(op: Op) -> list[str]:
+    return [name for name in op.writes if not any(name in group for group in op.given)]
 
 
 def _doc(op: Op) -> str:
@@ -122,9 +121,11 @@ def _doc(op: Op) -> str:
             skipped = False
         if not skipped:
             lines.append(line)
-    always, if_given = (" and ".join(names) for names in _written(op))
-    returned = f" Returns {'its results, then ' if op.outputs else ''}{always} updated" if op.writes else ""
-    returned += f"; with {if_given} given, {' and '.join(op.writes)}" if if_given else ""
+    returned = ""
+    if op.writes:
+        returned = f" Returns {'its results, then ' if op.outputs else ''}{' and '.join(_always_written(op))} updated"
+    for group in op.given:
+        returned += f"; with {' and '.join(group)} given, {'these' if len(group) > 1 else 'this'} too"
     return "\n".join([f"cumla.{op.name} under jax.jit.{returned and returned + '.'}", "", *lines])
 
 

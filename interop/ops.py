@@ -50,7 +50,9 @@ class Op:
     """A public function of cumla.
 
     function  the function
-    writes    arguments that it writes in place
+    writes    arguments that it writes in place, in the order of its parameters
+    given     groups of arguments in `writes` that may be None: those of a group are given together, or none of them; a
+              group only with the groups before it
     results   arguments by name -> its results; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for a tuple of results
     eager     keywords of eager calls only, for further arrays that are written
@@ -60,6 +62,7 @@ class Op:
 
     function: Callable[..., Any]
     writes: tuple[str, ...] = ()
+    given: tuple[tuple[str, ...], ...] = ()
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
@@ -344,8 +347,16 @@ OPS = {
             scratch=candidate_topk_scratch,
             plan=None,
         ),
-        Op(compressor.compress_and_insert, writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache")),
-        Op(latents.compress_latents, writes=("latents", "state_cache", "restart_rows", "restart_positions")),
+        Op(
+            compressor.compress_and_insert,
+            writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache"),
+            given=(("index_state_cache", "index_k_cache"),),
+        ),
+        Op(
+            latents.compress_latents,
+            writes=("latents", "state_cache", "restart_rows", "restart_positions"),
+            given=(("state_cache",), ("restart_rows", "restart_positions")),
+        ),
         Op(linear.fp8_block_linear, results=linear_results, outputs=("out",)),
         Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
         Op(
@@ -373,7 +384,7 @@ OPS = {
             scratch=prefill_scratch,
             plan=None,
         ),
-        Op(sparse_attention.merge_attn_states, writes=("output", "output_lse")),
+        Op(sparse_attention.merge_attn_states, writes=("output", "output_lse"), given=(("output_lse",),)),
         Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
         Op(
             dense_attention.dense_mla_decode,
