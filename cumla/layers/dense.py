@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..dispatch.backends import BACKENDS
 from ..dispatch.call import BFLOAT16, Call
-from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32
+from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
@@ -121,6 +121,7 @@ class MLACommonImpl:
         kv_cache: Any,
         attn_metadata: MLACommonMetadata,
         output: Any = None,
+        output_scale: None = None,
         *,
         k_scale: Any = None,
         stream: Any = None,
@@ -137,6 +138,7 @@ class MLACommonImpl:
                     as in a run that profiles memory
         attn_metadata  of the step's batch, decodes first; with context_chunk_workspace if prefills have context
         output      [T, num_heads * V] of q's dtype to write instead of allocating
+        output_scale  None: the output is not quantised
         k_scale     of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
@@ -146,6 +148,8 @@ class MLACommonImpl:
         shape has run once, allocates only its output, so a CUDA graph can capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
+        if output_scale is not None:
+            raise ValueError(f"output_scale: got {shown(output_scale)}, expected None: the output is not quantised")
         check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)
         framework = dlpack.framework_of(q)
         q = dlpack.borrow(q, "q")

@@ -20,7 +20,10 @@ from .slots import MOST_TOKENS, compute_slot_mapping
 PADDING_SLOT = -1
 
 
-@dataclass(frozen=True)
+COUNTS = {"num_reqs": 0, "num_actual_tokens": 0, "max_query_len": 0, "max_seq_len": -1}  # the least value of each
+
+
+@dataclass
 class CommonAttentionMetadata:
     """One batch, shared by all layers and builders.
 
@@ -34,9 +37,11 @@ class CommonAttentionMetadata:
     max_query_len           longest query, or a bound on it
     block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
     slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
-    max_seq_len             longest sequence, or a bound on it; taken from seq_lens_cpu if not given
+    max_seq_len             longest sequence, or a bound on it; -1: taken from seq_lens_cpu
     block_size              positions of a page, if known: a builder whose pages have another size refuses the batch
 
+    Fields may be assigned between builds, as engines do that draft several tokens. Where sequences become longer,
+    max_seq_len must be assigned, too. A count is checked when it is assigned, the other fields by the builders.
     Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
     here nothing is written until `pad_slot_mapping` is called.
     `from_lengths` fills all fields from host lengths and a block table.
@@ -55,16 +60,13 @@ class CommonAttentionMetadata:
     max_seq_len: int = -1
     block_size: int | None = None
 
-    def __post_init__(self) -> None:
-        counts = {name: getattr(self, name) for name in ("num_reqs", "num_actual_tokens", "max_query_len")}
-        check_integers(0, **counts)
-        check_integers(-1, max_seq_len=self.max_seq_len)
-        for name, value in {**counts, "max_seq_len": self.max_seq_len}.items():
-            if value.__class__ is not int:
-                object.__setattr__(self, name, plain(value))
-        if self.max_seq_len < 0:
-            lens = host_integers("seq_lens_cpu", self.seq_lens_cpu)
-            object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in COUNTS and (value.__class__ is not int or not 0 <= value <= MOST_TOKENS):
+            check_integers(COUNTS[name], **{name: value})
+            value = plain(value)
+            if value < 0:
+                value = int(host_integers("seq_lens_cpu", self.seq_lens_cpu).max(initial=0))
+        self.__dict__[name] = value
 
     @classmethod
     def from_lengths(

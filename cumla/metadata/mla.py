@@ -123,7 +123,11 @@ class MLACommonMetadata:
 
     @property
     def decode_metadata(self) -> MLACommonMetadata | None:
-        """The decodes only; None if there are none."""
+        """The decodes only; None if there are none.
+
+        max_query_len is that of the decodes, and context_lens_tensor their part; vLLM's view has the whole batch's
+        longest query, and None.
+        """
         if not self.num_decode_tokens:
             return None
         if "decode" not in self._views:

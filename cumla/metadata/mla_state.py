@@ -195,6 +195,11 @@ class MLACommonBackend:
     def get_metadata_cls() -> type[MLACommonMetadata]:
         return MLACommonMetadata
 
+    @classmethod
+    def make_metadata(cls, *args: Any, **kwargs: Any) -> MLACommonMetadata:
+        """Metadata of these fields, as the constructor of `get_metadata_cls` makes it."""
+        return cls.get_metadata_cls()(*args, **kwargs)
+
     @staticmethod
     def get_builder_cls() -> type[MLACommonMetadataBuilder]:
         return MLACommonMetadataBuilder

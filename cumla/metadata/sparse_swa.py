@@ -161,7 +161,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     addresses: a captured graph that reads them is valid after the next build. Nothing is read back from
     the device and nothing synchronises.
 
-    Source: vLLM DeepseekSparseSWAMetadataBuilder, and build_c128a_topk_metadata for C128A.
+    Source: vLLM DeepseekSparseSWAMetadataBuilder, and build_c128a_topk_metadata for C128A. Its head_size and
+    compress_ratio, of a cache's specification, are the layers' here (`SparseMLALayer`): one builder serves them all.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH

@@ -24,6 +24,12 @@ from ..metadata.validation import check_tables
 STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
 
 
+def check_without_c1a(config: ServingConfig) -> None:
+    """Raise ValueError for V4.1's configuration, whose layers of ratio 1 have compressed rows."""
+    if config.has_c1a:
+        raise ValueError("config.has_c1a: got True, expected False: DeepseekV41StepBuilder builds V4.1's metadata")
+
+
 class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
     """The indexer's builder within a step of whole layers: it counts the same requests as decodes as the window's does.
 
@@ -88,6 +94,9 @@ class DeepseekV4StepBuilder:
         check_kind(ServingConfig, config=config)
         check_kind(Mapping, state_block_sizes=self.state_block_sizes)
         self.ratios = sorted({ratio for ratio in config.compress_ratios if ratio > 1})
+        check_without_c1a(config)
+        if not set(self.ratios) <= set(STATE_BLOCK_SIZES):
+            raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected 0, 1, 4 and 128")
         for ratio in self.ratios:
             if ratio not in self.state_block_sizes:
                 raise ValueError(f"state_block_sizes: got {shown(self.state_block_sizes)}, expected one for {ratio}")
@@ -191,6 +200,9 @@ class DeepseekV32StepBuilder:
         check_kind(ServingConfig, config=config)
         if config.compress_ratios != (1,):
             raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
+        check_without_c1a(config)
+        if config.noncausal_decodes:
+            raise ValueError("config.noncausal_decodes: got True, expected False: layers of V3.2 have no window")
         self.config = config
         self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
         self._indexer = StepIndexerMetadataBuilder(config, backend)

@@ -18,7 +18,7 @@ from support.backends import only
 from support.batch_kinds import KINDS, padded
 from support.bounds import assert_same_direction, assert_within
 from support.graphs import graph_of
-from support.lab import BF16, to_float
+from support.lab import BF16, Lab, to_float
 
 pytestmark = pytest.mark.attention
 
@@ -428,6 +428,16 @@ def test_sequence_groups_of_an_engine_that_puts_prompts_first(lab, rng):
     got = np.empty_like(want)
     got[grouped.token_order] = to_float(lab.get(model.forward(metadata)))
     np.testing.assert_array_equal(got, want[to_engine])
+
+
+def test_an_output_is_not_quantised(rng):
+    """vLLM's argument is there, and refused before anything is written."""
+    model = Model(Lab("cpu", False), rng, [9], [1])
+    before = model.cache.tobytes()
+    with pytest.raises(ValueError, match=r"^output_scale: got 0.5, expected None: the output is not quantised"):
+        model.forward(model.metadata(), output_scale=0.5)
+    assert model.cache.tobytes() == before
+    np.testing.assert_array_equal(model.forward(model.metadata(), output_scale=None), model.forward(model.metadata()))
 
 
 def test_errors_name_the_argument(rng):

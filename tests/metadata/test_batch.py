@@ -439,6 +439,37 @@ def test_counts_are_integers(name):
     assert type(getattr(batch_of([1, 2], **{name: np.int16(2)}), name)) is int
 
 
+def test_fields_may_be_assigned():
+    """As engines do that draft several tokens: the next build is that of the batch as it is by then."""
+    config = ServingConfig(block_size=8, num_speculative_tokens=1, max_num_batched_tokens=16, max_num_seqs=4)
+    builder = DeepseekSparseSWAMetadataBuilder(config, "cpu")
+    table = np.arange(8, dtype=np.int32).reshape(2, 4)
+    batch = CommonAttentionMetadata.from_lengths([2, 2], [9, 20], table, 8)
+    builder.build(0, batch)
+    later = CommonAttentionMetadata.from_lengths([1, 1], [10, 21], table, 8)
+    for name in ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu", "slot_mapping"):
+        setattr(batch, name, getattr(later, name))
+    batch.num_computed_tokens_cpu = None
+    batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len = np.int16(2), 1, -1
+    assert (batch.num_actual_tokens, batch.max_seq_len) == (2, 21)
+    assert type(batch.num_actual_tokens) is int
+    found, want = builder.build(0, batch), DeepseekSparseSWAMetadataBuilder(config, "cpu").build(0, later)
+    for name in ("positions", "decode_swa_indices", "decode_swa_lens"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "error"),
+    [("num_reqs", 1.5, TypeError), ("max_query_len", -1, ValueError), ("max_seq_len", 2**40, ValueError)],
+)
+def test_a_count_is_checked_when_it_is_assigned(name, wrong, error):
+    batch = batch_of([1, 2])
+    before = getattr(batch, name)
+    with pytest.raises(error, match=f"^{name}: got"):
+        setattr(batch, name, wrong)
+    assert getattr(batch, name) == before
+
+
 def test_small_numpy_integers_do_not_wrap_around():
     """Sums and products of these overflow 8 bits."""
     small, starts, table = np.uint8(200), np.array([0, 300]), np.arange(4, dtype=np.int32)[None]

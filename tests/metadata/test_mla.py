@@ -55,6 +55,8 @@ def test_a_mixed_batch_in_two_views(place):
     assert prefills.context_chunk_seq_tot == [25]
     assert_equal(place, decodes.query_start_loc, [0, 1, 2])
     assert_equal(place, decodes.seq_lens_tensor, [9, 4])
+    assert_equal(place, decodes.context_lens_tensor, [8, 3])
+    assert (decodes.max_query_len, prefills.max_query_len) == (1, 12)
     assert len(decodes.slot_mapping) == 2
     assert decodes.prefill_metadata is None
     assert decodes.context_chunk_cu_seq_lens is None
@@ -430,3 +432,17 @@ def test_backend_copies_blocks(place):
     assert_equal(place, cache[3], host[0])
     MLACommonBackend.swap_blocks(cache, other, np.array([[1, 2]]))
     assert_equal(place, other[2], host[1])
+
+
+def test_a_backend_makes_its_metadata():
+    """By the name that vLLM's builder calls."""
+    fields = {
+        "num_prefills": 0, "num_prefill_tokens": 0, "num_decodes": 2, "num_decode_tokens": 2, "max_prefill_seq_len": 0,
+        "max_decode_seq_len": 4, "slot_mapping": np.arange(2), "seq_lens": [3, 4], "seq_lens_tensor": np.int32([3, 4]),
+        "context_lens_tensor": np.int32([2, 3]), "block_tables": np.zeros((2, 1), np.int32),
+    }  # fmt: skip
+    made = MLACommonBackend.make_metadata(**fields, head_dim=576)
+    assert type(made) is MLACommonMetadata is MLACommonBackend.get_metadata_cls()
+    assert all(getattr(made, name) is value for name, value in fields.items())
+    with pytest.raises(ValueError, match="head_dim: got 512"):
+        MLACommonBackend.make_metadata(**fields, head_dim=512)

@@ -292,6 +292,18 @@ MADE_OF = {
     "no config": (lambda: DeepseekV4StepBuilder(None), "config: got None"),
     "no config of V3.2": (lambda: DeepseekV32StepBuilder(None), "config: got None"),
     "V4's config": (lambda: DeepseekV32StepBuilder(SERVING), "config.compress_ratios: got"),
+    "V4.1's config for V3.2": (
+        lambda: DeepseekV32StepBuilder(ServingConfig(compress_ratios=(1,), has_c1a=True)), "config.has_c1a: got True"
+    ),
+    "V4.1's config for V4": (
+        lambda: DeepseekV4StepBuilder(dataclasses.replace(SERVING, has_c1a=True)), "config.has_c1a: got True"
+    ),
+    "blocks of draft layers for V3.2": (
+        lambda: DeepseekV32StepBuilder(ServingConfig(noncausal_decodes=True)), "config.noncausal_decodes: got True"
+    ),
+    "V4.1's ratio for V4": (
+        lambda: DeepseekV4StepBuilder(ServingConfig(compress_ratios=(0, 2))), "config.compress_ratios: got"
+    ),
     "no sizes": (lambda: DeepseekV4StepBuilder(SERVING, state_block_sizes=None), "state_block_sizes: got None"),
     "a size that is missing": (
         lambda: DeepseekV4StepBuilder(SERVING, state_block_sizes={4: 4}), r"state_block_sizes: got \{4: 4\}, .* for 128"
