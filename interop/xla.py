@@ -167,7 +167,11 @@ def make(frame: CallFrame) -> None:
             call.noted = None
             return
         call.noted += 1
-        launches = launches_of(functools.partial(call.run, outputs, inputs), device)
+        try:
+            launches = launches_of(functools.partial(call.run, outputs, inputs), device)
+        except Exception:  # a lack of memory, for instance: a later call is captured, up to MAX_VERSIONS
+            log.debug("%s is not captured", call.shapes, exc_info=True)
+            return
         note = None if launches is None else note_of(launches, arrays, context, device)
         if note is None:
             log.debug("%s is made in Python each time", call.shapes)
@@ -204,9 +208,6 @@ def launches_of(run: Callable[[], None], device: int) -> list[Launch] | None:
             try:
                 with recorded_launches() as launches:
                     run()
-            except Exception:
-                log.debug("not captured", exc_info=True)
-                launches = []
             finally:
                 graph = stream.end_capture()
         launches = [launch for launch in launches if 0 not in launch.grid]

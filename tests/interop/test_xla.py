@@ -250,6 +250,27 @@ def test_work_that_is_no_launch_is_done_each_time(here, program, compiler, calls
         assert len(done) == turn + 1
 
 
+def test_an_error_while_launches_are_recorded_is_not_remembered(here, program, compiler, calls, monkeypatch, rng):
+    """As where another library holds the device's memory."""
+    import cupy
+
+    failed, run = [], Op.run
+
+    def without_memory(self, *arguments):
+        if not failed and cupy.cuda.get_current_stream().is_capturing():
+            failed.append(True)
+            raise MemoryError("out of memory")
+        run(self, *arguments)
+
+    monkeypatch.setattr(Op, "run", without_memory)
+    check(program, compiler, rng)
+    assert failed
+    check(program, compiler, rng)  # is recorded
+    made = len(calls)
+    check(program, compiler, rng)
+    assert len(calls) == made
+
+
 def test_what_goes_wrong_in_python_is_an_error(program, compiler, monkeypatch, rng):
     def fail(self, *arguments):
         raise ValueError("q: got nonsense")
