@@ -1,16 +1,14 @@
 """Where machine code is kept on disk: in folders named by everything it depends on.
 
 Numba's own cache checks whether a function's file has changed, but not the functions it calls: a changed helper would
-stay compiled as it was. So a folder is named by the content of kernels/ and the compiler's versions. If no folder is
-writable (read-only file systems, another user's home), every process recompiles.
+stay compiled as it was. So a folder is named by the content of kernels/ and the compiler's versions. If the folder is
+not writable (read-only file systems, another user's home), every process recompiles.
 """
 
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import os
-import re
 import shutil
 import sys
 import uuid
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import llvmlite
 import ml_dtypes
+import numba
 import numpy as np
 
 KERNELS = Path(__file__).parent.parent
@@ -29,12 +28,12 @@ CACHE_DIR = "NUMBA_CACHE_DIR"
 IRRELEVANT = (CACHE_DIR, "NUMBA_NUM_THREADS", "NUMBA_ENABLE_CUDASIM")
 
 
-def write(folder: Path, name: str, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     """Write a whole file or none, even if other processes write it at the same time."""
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_old(folder)
-    path, temporary = folder / name, folder / f"{name}.{uuid.uuid4().hex}"
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_old(path.parent)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         temporary.write_bytes(data)
         temporary.replace(path)
@@ -54,22 +53,22 @@ def _remove_old(folder: Path) -> None:
 
 
 @functools.cache
-def folders() -> list[Path]:
-    """Folders for machine code of this content, if any; they need not exist or be writable.
+def folder() -> Path | None:
+    """The folder for machine code of this content, if any; it need not exist or be writable.
 
     In NUMBA_CACHE_DIR if that is set, else in the user's cache. `pip uninstall` would not remove it from the package.
     """
     digest, place = content(), _place()
     if digest is None or place is None:
-        return []
-    folder = place / (PREFIX + digest)
-    if os.path.exists(folder):
-        if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
-            warnings.warn(f"{folder} cannot be read: what was kept in it is compiled again", RuntimeWarning, 2)
-            return []
+        return None
+    found = place / (PREFIX + digest)
+    if os.path.exists(found):
+        if not os.path.isdir(found) or not os.access(found, os.R_OK | os.X_OK):
+            warnings.warn(f"{found} cannot be read: what was kept in it is compiled again", RuntimeWarning, 2)
+            return None
         with contextlib.suppress(OSError):
-            os.utime(folder)  # marks it as in use
-    return [folder]
+            os.utime(found)  # marks it as in use
+    return found
 
 
 def _place() -> Path | None:
@@ -82,16 +81,16 @@ def _place() -> Path | None:
         if os.path.isabs(asked):
             return Path(asked)
         warnings.warn(f"{CACHE_DIR}: got {asked!r}, expected an absolute path: it is ignored", RuntimeWarning, 3)
-    for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
-        if os.path.isabs(folder):  # the XDG specification ignores others, and "~" stays where no home is known
-            return Path(folder) / "cumla"
+    for cache in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
+        if os.path.isabs(cache):  # the XDG specification ignores others, and "~" stays where no home is known
+            return Path(cache) / "cumla"
     return None
 
 
 @functools.cache
 def content() -> str | None:
     """Hash of everything that machine code depends on; None if the sources are not readable files."""
-    versions = (sys.version, numba_version(), llvmlite.__version__, np.__version__, ml_dtypes.__version__)
+    versions = (sys.version, numba.__version__, llvmlite.__version__, np.__version__, ml_dtypes.__version__)
     settings = sorted(x for x in os.environ.items() if x[0].startswith("NUMBA_") and x[0] not in IRRELEVANT)
     digest = hashlib.sha256(repr((versions, settings)).encode())
     sources = sorted(KERNELS.rglob("*.py"))
@@ -102,17 +101,3 @@ def content() -> str | None:
     except OSError:
         return None
     return digest.hexdigest()[:24] if sources else None
-
-
-@functools.cache
-def numba_version() -> str:
-    """Without importing Numba or, if possible, package metadata readers: both are slow."""
-    spec = importlib.util.find_spec("numba")
-    if spec is not None and spec.origin is not None:
-        with contextlib.suppress(OSError):
-            said = re.search(r'"version": "([^"]+)"', Path(spec.origin).with_name("_version.py").read_text())
-            if said:
-                return said[1]
-    from importlib import metadata
-
-    return metadata.version("numba")

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import float32_bits
 from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compiler import cuda
 from .indexer import (
@@ -18,7 +19,6 @@ from .indexer import (
     two_axes,
 )
 from .launch import MAX_BLOCKS, NO_TABLE, NO_VECTOR, launch
-from .numbers import float32_bits
 from .rows import lookup_slot
 
 THREADS = 128

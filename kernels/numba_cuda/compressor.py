@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import float32_bits, float32_value, to_float32
 from ..types.compressor import Compression, CompressorRows
 from .compiler import cuda
 from .launch import kind_of, launch
 from .log_sums import MINUS_INFINITY
 from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, rotate
-from .numbers import float32_bits, float32_value, to_float32
 from .rows import lookup_slot
 
 

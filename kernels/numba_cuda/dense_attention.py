@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..numba_common.numbers import from_float32, to_float32
 from ..types.segments import DenseDecode, PackedAttention
 from .attention_tile import ABSENT, Tile, attention_of
 from .compiler import cuda, float32, int32, uint32
@@ -12,7 +13,6 @@ from .dense_cache import scale_arguments
 from .latent_attention import KeyList, Results, attend
 from .launch import NO_SCALE, SIMULATED, device_function, is_aligned, kind_of, launch
 from .log_sums import MINUS_INFINITY, ONE, bits_of_log_sum, joined, log_sum_of, summary
-from .numbers import from_float32, to_float32
 from .plain_rows import plain_rows_of
 from .products import GROUP, THREADS
 from .rows import find_request, rows_of

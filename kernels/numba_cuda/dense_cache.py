@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from ..numba_common.numbers import KINDS, dequantized, from_float32, quantized, to_float32
 from ..types.segments import Pages
 from .compiler import cuda
 from .launch import MAX_BLOCKS, NO_SCALE, NO_VECTOR, kind_of, launch
-from .numbers import KINDS, dequantized, from_float32, quantized, to_float32
 from .rows import find_request, lookup_slot, store
 from .sparse_cache import THREADS, insert
 

@@ -6,14 +6,7 @@ import numpy as np
 
 from ...layout import INDEXER_MXFP4
 from ..numba_common.geometry import geometry_of
-from ..reference.indexer import MXFP4_SHIFT
-from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
-from ..types.indices import TopkSlots
-from ..types.segments import Pages
-from .compiler import cuda
-from .indices import map_compact
-from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
-from .numbers import (
+from ..numba_common.numbers import (
     KINDS,
     bfloat16_bits,
     bfloat16_value,
@@ -32,6 +25,13 @@ from .numbers import (
     to_float32,
     ue8m0_value,
 )
+from ..reference.indexer import MXFP4_SHIFT
+from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
+from ..types.indices import TopkSlots
+from ..types.segments import Pages
+from .compiler import cuda
+from .indices import map_compact
+from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
 from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...layout import CacheLayout
 from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import float32_bits, float32_value, from_float32
 from ..types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..types.segments import Pages
 from .attention_tile import Tile, attention_of
@@ -29,7 +30,6 @@ from .launch import (
     multiprocessors,
 )
 from .log_sums import MINUS_INFINITY, bits_of_log_sum, larger, rest_of_sink, summary
-from .numbers import float32_bits, float32_value, from_float32
 from .plain_rows import LANES, ROWS_AT_A_TIME, plain_rows_of
 from .products import GROUP, THREADS, stride_of
 from .rows import lookup_slot

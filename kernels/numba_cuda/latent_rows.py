@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...layout import CacheLayout
+from ..numba_common.numbers import e4m3_value, float32_bits, float32_value, ue8m0_value
 from . import intrinsics
 from .attention_tile import ABSENT, Tile
 from .compiler import cuda
 from .intrinsics import permute_bytes, read1, read4, store4
 from .launch import device_function
-from .numbers import e4m3_value, float32_bits, float32_value, ue8m0_value
 from .plain_rows import LANES, ROWS_AT_A_TIME, read_of, word_reader
 from .products import GROUP, GROUP_WORDS, THREADS, stride_of
 

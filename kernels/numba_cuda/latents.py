@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
+from ..numba_common.numbers import bfloat16_bits, bfloat16_value, float32_bits, float32_value, from_float32, to_float32
 from ..types.compressor import LatentRows
 from .compiler import cuda
 from .launch import NO_PARTS, NO_VECTOR, kind_of, launch
 from .norm_rope import THREADS, WIDTH, normalize
-from .numbers import bfloat16_bits, bfloat16_value, float32_bits, float32_value, from_float32, to_float32
 from .rows import find_request
 
 DIM = 512

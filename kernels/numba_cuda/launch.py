@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..numba_common.numbers import KINDS
 from .compiler import SIMULATED, cuda, from_dtype
 from .compiler import types as numba_types
-from .numbers import KINDS
 
 SIMULATED_THREADS = 8  # per thread block: the simulator runs about 8,000 threads a second
 MAX_BLOCKS = 4096  # for grids that stride over rows: enough thread blocks to fill any device

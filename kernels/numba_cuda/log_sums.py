@@ -6,9 +6,9 @@ are divided there by a power of two, `scale`, as they may be too large for float
 
 import numpy as np
 
+from ..numba_common.numbers import INFINITY_BITS, float32_bits, float32_value
 from .intrinsics import exponential, logarithm
 from .launch import device_function
-from .numbers import INFINITY_BITS, float32_bits, float32_value
 
 MINUS_INFINITY = np.float32(-np.inf)
 ONE = np.float32(1)

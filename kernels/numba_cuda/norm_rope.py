@@ -6,10 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.segments import Insertion
-from .compiler import cuda
-from .launch import NO_VECTOR, kind_of, launch
-from .numbers import (
+from ..numba_common.numbers import (
     BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
@@ -24,6 +21,9 @@ from .numbers import (
     scale_exponent,
     to_float32,
 )
+from ..types.segments import Insertion
+from .compiler import cuda
+from .launch import NO_VECTOR, kind_of, launch
 from .rows import counts_for_scale, scale_of_tile, store, store_scales
 
 THREADS = 128

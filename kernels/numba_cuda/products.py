@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..numba_common.numbers import bfloat16_value
 from . import intrinsics, simulated
 from .compiler import cuda
 from .intrinsics import load2, load4, permute_bytes
 from .launch import SIMULATED, device_function
-from .numbers import bfloat16_value
 
 WARPS = 8
 THREADS = 8 if SIMULATED else 32 * WARPS

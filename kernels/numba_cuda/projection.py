@@ -5,10 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types.projection import BlockScaledProduct
-from .compiler import cuda, float32, uint32
-from .launch import SIMULATED, kind_of, launch
-from .numbers import (
+from ..numba_common.numbers import (
     e4m3_byte,
     e4m3_value,
     float32_bits,
@@ -19,6 +16,9 @@ from .numbers import (
     scale_exponent,
     to_float32,
 )
+from ..types.projection import BlockScaledProduct
+from .compiler import cuda, float32, uint32
+from .launch import SIMULATED, kind_of, launch
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 
 ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product

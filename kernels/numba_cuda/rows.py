@@ -3,8 +3,7 @@
 import numpy as np
 
 from ..numba_common import slots
-from .compiler import cuda
-from .numbers import (
+from ..numba_common.numbers import (
     INFINITY_BITS,
     bfloat16_value,
     dequantized,
@@ -18,6 +17,7 @@ from .numbers import (
     tile_scale,
     ue8m0_value,
 )
+from .compiler import cuda
 
 # The index arithmetic is the CPU backend's, compiled for the device.
 lookup_slot = cuda.jit(device=True)(slots.lookup_slot)

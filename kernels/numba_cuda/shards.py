@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from ..numba_common import slots as slot_rules
+from ..numba_common.numbers import from_float32, to_float32
 from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .compiler import cuda
 from .intrinsics import exponential
 from .launch import MAX_BLOCKS, NO_SCALE, kind_of, launch
 from .log_sums import MINUS_INFINITY, ONE, bits_of_log_sum, larger, log_sum_of, rest_of_sink, summary
-from .numbers import from_float32, to_float32
 from .rows import find_request, lookup_slot, token_position
 
 THREADS = 128

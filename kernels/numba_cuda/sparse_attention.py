@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..numba_common.numbers import from_float32, to_float32
 from ..types.segments import Pages, SparseDecode, SparsePrefill
 from .compiler import cuda
 from .latent_attention import KeyList, Results, attend
 from .launch import MAX_BLOCKS, NO_PARTS, kind_of, launch
 from .log_sums import ONE, bits_of_log_sum, joined, log_sum_of
-from .numbers import from_float32, to_float32
 
 MERGE_THREADS = 128
 

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.segments import GatheredRows, Pages
-from .compiler import cuda
-from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
-from .numbers import (
+from ..numba_common.numbers import (
     BFLOAT16,
     bfloat16_bits,
     e2m1_in_units,
@@ -21,6 +18,9 @@ from .numbers import (
     quantized,
     to_float32,
 )
+from ..types.segments import GatheredRows, Pages
+from .compiler import cuda
+from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .rows import counts_for_scale, find_request, load, lookup_slot, read_value, scale_of_tile, store, store_scales
 
 THREADS = 128

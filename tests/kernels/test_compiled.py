@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cumla.kernels.numba_common import compiled, native
+from cumla.kernels.numba_common import compiled
 from cumla.kernels.numba_common import kept as kept_on_disk
 
 CHECKOUT = Path(__file__).parent.parent.parent
@@ -116,21 +115,40 @@ def test_damaged_machine_code_is_made_anew(package, tmp_path, damage):
 
 
 WARM = """
-import sys, time
+import sys
 import ml_dtypes, numpy as np
 import cumla
+print("numba" in sys.modules)
+from numba.core import event
 cache = cumla.DSV4_FP8.allocate(1, 64)
 k = np.ones((8, 512), ml_dtypes.bfloat16)
-cumla.quantize_and_insert_k_cache(k, cache, np.arange(8))
-out, lse = cumla.sparse_mla_decode(np.ones((1, 1, 4, 512), k.dtype), cache, np.arange(8, dtype=np.int32)[None, None])
+with event.install_recorder("numba:compile") as recorder:
+    cumla.quantize_and_insert_k_cache(k, cache, np.arange(8))
+    out, lse = cumla.sparse_mla_decode(k[None, None, :4], cache, np.arange(8, dtype=np.int32)[None, None])
 assert (out == 1).all()
-print(sorted({"numba", "scipy", "torch"} & set(sys.modules)))
+print(len(recorder.buffer) > 0)
 """
 
 
-def test_a_warm_process_imports_no_compiler(package, tmp_path):
-    assert "numba" in run(package, package, WARM)[0]
-    assert run(package, package, WARM) == ("[]\n", "")
+def test_a_warm_process_compiles_nothing(package, tmp_path):
+    """And Numba is imported by the first call of the CPU backend, not with cumla."""
+    assert run(package, package, WARM) == ("False\nTrue\n", "")
+    assert run(package, package, WARM) == ("False\nFalse\n", "")
+
+
+def test_two_processes_that_compile_for_different_types_do_not_disturb_each_other(package, tmp_path):
+    script = """
+import sys, numpy as np
+from cumla.kernels.numba_common.numbers import to_float32
+kind = {{"int64": np.int64, "uint16": np.uint16}}["{}"]
+print([to_float32(kind(3), 1) for _ in range(2)])
+"""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        done = list(pool.map(lambda name: run(package, package, script.format(name)), ["int64", "uint16"] * 2))
+    assert len(set(done)) == 1
+    assert not done[0][1]
+    assert len([path for path in kept(package) if path.name.startswith("to_float32")]) == 2
+    assert run(package, package, script.format("int64")) == done[0]
 
 
 @pytest.mark.slow
@@ -182,37 +200,25 @@ def test_arguments_arrive_as_they_are(dtype):
 def test_results_and_exceptions():
     assert counts(np.zeros(5)) == 5
     assert refuses(7, 2) == 3
-    with pytest.raises(RuntimeError, match="raised an exception"):
+    with pytest.raises(ZeroDivisionError):
         refuses(7, 0)
 
 
-def test_undefined_symbols_are_an_error(monkeypatch):
-    counts(np.zeros(3))
-    code = native.MachineCode("entry", "none", "=q", ("memset", "an_undefined_function"), ())
-    with pytest.raises(LookupError, match="undefined symbols: an_undefined_function"):
-        native.NativeFunction(code)
-
-
-def test_undefined_symbols_of_an_object():
-    assembly = """
-    declare i32 @elsewhere(i32)
-    define i32 @here(i32 %x) {
-        %y = call i32 @elsewhere(i32 %x)
-        ret i32 %y
-    }
-    """
-    assert native.undefined_symbols(native.object_of(assembly)) == {"elsewhere"}
-    with pytest.raises(ValueError, match="no ELF"):
-        native.undefined_symbols(b"MZ")
+def test_a_number_is_never_converted_to_the_type_of_an_earlier_call():
+    double = compiled.compiled(lambda x: x * np.float32(3))
+    for x in (0.1, np.float32(0.1), np.int64(2), True):
+        assert type(double(x)) is float
+        assert double(x) == double.py_func(x)
+    assert len(double.overloads) == 4
 
 
 def test_many_threads_at_once_compile_it_once(monkeypatch):
-    made = []
+    asked = []
     fresh = compiled.compiled(lambda x: x + 1)
-    monkeypatch.setattr(fresh, "_compile", lambda *args: made.append(1) or type(fresh)._compile(fresh, *args))
+    monkeypatch.setattr(fresh._cache, "load_overload", lambda *arguments: asked.append(1))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(fresh, range(64))) == list(range(1, 65))
-    assert len(made) <= 1
+    assert len(asked) == 1
 
 
 @pytest.mark.slow
@@ -284,11 +290,7 @@ def test_a_user_without_a_home_leaves_nothing_in_the_current_directory(tmp_path)
 def test_few_folders_are_kept(tmp_path, monkeypatch):
     for number in range(kept_on_disk.MOST_FOLDERS + 3):
         folder = tmp_path / f"{kept_on_disk.PREFIX}{number}"
-        kept_on_disk.write(folder, "f", b"machine code")
+        kept_on_disk.write(folder / "f", b"machine code")
         os.utime(folder, (number, number))
     left = sorted(int(path.name.removeprefix(kept_on_disk.PREFIX)) for path in tmp_path.iterdir())
     assert left == list(range(3, kept_on_disk.MOST_FOLDERS + 3))
-
-
-def test_version_of_numba():
-    assert kept_on_disk.numba_version() == importlib.metadata.version("numba")
