@@ -1,18 +1,24 @@
-"""vLLM's cache and index operations of DeepSeek V4 on cumla.
+"""vLLM's cache and index operations of DeepSeek V4 on cumla, and its batches.
 
     from cumla.interop.vllm import quantize_and_insert_k_cache, ...
 
 in place of `from vllm.models.deepseek_v4.common.ops import ...` (vllm.v1.attention.ops.deepseek_v4_ops before).
 Names, positions and argument names are the same; arguments are tensors or any other arrays.
-docs/guide/from-vllm.md lists the differences.
+docs/guide/from-vllm.md lists the differences. `from_vllm` takes a batch of vLLM to cumla's metadata builders.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
-from ..dispatch.values import check_flags
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch.values import check_flags, check_integers
 from ..layout import DSV4_FP8
+from ..metadata.batch import CommonAttentionMetadata, host_integers
 from ..ops import indices, sparse_cache
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "dequantize_and_gather_k_cache",
+    "from_vllm",
     "quantize_and_insert_k_cache",
 ]
 
@@ -61,3 +68,89 @@ def _refuse_fnuz(use_fnuz: bool) -> None:
     check_flags(use_fnuz=use_fnuz)
     if use_fnuz:
         raise ValueError("use_fnuz: got True, expected False: values are e4m3fn")
+
+
+COUNTS = "num_reqs", "num_actual_tokens", "max_query_len"
+REQUIRED = "query_start_loc", "seq_lens", *COUNTS, "block_table_tensor", "slot_mapping"
+REFUSED = {  # fields of batches that cumla's builders do not take, and what they take instead
+    "dcp_local_seq_lens": "a batch of whole contexts: cumla.parallel shards them",
+    "encoder_seq_lens": "a batch without cross-attention",
+}
+
+
+def from_vllm(metadata: Any, *, seq_lens_cpu: Any = None, block_size: int | None = None) -> CommonAttentionMetadata:
+    """cumla's batch of a vLLM CommonAttentionMetadata, for every metadata builder of cumla.
+
+    metadata      an object with vLLM's fields, of 0.10 or later; arrays of any framework
+    seq_lens_cpu  [num_reqs] integers in host memory, for a metadata that has the lengths only on the device
+    block_size    positions of a page, if builders should check it
+
+    The batch has the metadata's own arrays, without rows beyond num_reqs. Nothing is copied, and properties that wait
+    for the device are not read: `_seq_lens_cpu` of later releases is used, their property `seq_lens_cpu` is not.
+    `num_computed_tokens_cpu` follows from the lengths where it is missing. The tail of slot_mapping stays as it is;
+    `pad_slot_mapping` fills it.
+
+    Raises TypeError for an object without vLLM's fields, ValueError for lengths that are only on the device, and for a
+    batch that is not causal, sharded by DCP, or of cross-attention.
+    """
+    missing = [name for name in REQUIRED if _field(metadata, name) is None]
+    if missing:
+        kind = type(metadata).__name__
+        raise TypeError(f"metadata: got {kind} without {', '.join(missing)}, expected vLLM's CommonAttentionMetadata")
+    causal = _field(metadata, "causal")
+    if causal is not None and not causal:
+        raise ValueError("metadata.causal: got False, expected True: ServingConfig.noncausal_decodes is the builder's")
+    for name, expected in REFUSED.items():
+        if _field(metadata, name) is not None:
+            raise ValueError(f"metadata.{name}: got an array, expected {expected}")
+    if block_size is not None:
+        check_integers(1, block_size=block_size)
+    counts = {name: _field(metadata, name) for name in COUNTS}
+    check_integers(0, **counts)
+    requests = int(counts["num_reqs"])
+    starts = _rows(_on_host(metadata, "query_start_loc", None), requests + 1)
+    lens = _rows(_on_host(metadata, "seq_lens", seq_lens_cpu), requests)
+    computed = _field(metadata, "num_computed_tokens_cpu", "_num_computed_tokens_cpu")
+    longest = _field(metadata, "max_seq_len")
+    return CommonAttentionMetadata(
+        query_start_loc=_rows(metadata.query_start_loc, requests + 1),
+        query_start_loc_cpu=starts,
+        seq_lens=_rows(metadata.seq_lens, requests),
+        seq_lens_cpu=lens,
+        num_computed_tokens_cpu=lens - np.diff(starts) if computed is None else _rows(computed, requests),
+        **counts,
+        block_table_tensor=_rows(metadata.block_table_tensor, requests),
+        slot_mapping=metadata.slot_mapping,
+        max_seq_len=-1 if longest is None else longest,
+        block_size=block_size,
+    )
+
+
+def _field(metadata: Any, *names: str) -> Any:
+    """The first of these fields that the metadata holds, or None. Properties, which wait for a device, are not read."""
+    for name in names:
+        if isinstance(inspect.getattr_static(type(metadata), name, None), (property, functools.cached_property)):
+            continue
+        value = getattr(metadata, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def _rows(array: Any, count: int) -> Any:
+    """An array without rows beyond `count`."""
+    return array if array.shape[0] == count else array[:count]
+
+
+def _on_host(metadata: Any, name: str, given: Any) -> np.ndarray:
+    """A field's integers in host memory: `given`, the metadata's own copy, or the field itself if it is there."""
+    if given is None:
+        given = _field(metadata, f"{name}_cpu", f"_{name}_cpu")
+    if given is None:
+        given = getattr(metadata, name)
+        if not isinstance(dlpack.borrow(given, f"metadata.{name}"), np.ndarray):
+            raise ValueError(
+                f"{name}_cpu: got a metadata with {name} on its device alone, expected {name}_cpu in host memory: "
+                "nothing is read back"
+            )
+    return host_integers(f"{name}_cpu", np.array(given) if isinstance(given, (list, tuple)) else given)

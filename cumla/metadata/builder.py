@@ -155,7 +155,6 @@ class BatchArrays(NamedTuple):
 
         CuPy arrays whose key was already validated are not checked again.
         """
-        check_kind(CommonAttentionMetadata, common_attn_metadata=batch)
         num_reqs, name = batch.num_reqs, "block_table"
         if block_table is None:
             name, block_table = "block_table_tensor", batch.block_table_tensor
@@ -264,9 +263,12 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int | CommonAttentionMetadata = 0,
+        common_attn_metadata: CommonAttentionMetadata | None = None,
+        fast_build: bool = False,
     ) -> M:
-        """The metadata of a batch.
+        """The metadata of a batch: build(common_prefix_len, batch), as in vLLM, or build(batch).
 
         common_prefix_len  leading tokens that all requests share (for cascade attention)
         fast_build         optimise the build rather than execution: the result is used only a few times

@@ -12,6 +12,7 @@ from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_choice, check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts, IndexerStep
 from .batch import CommonAttentionMetadata, HostLens, host_integers
+from .build_order import batch_of
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
 from .validation import check_batch, check_capacity
@@ -129,8 +130,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
     def build(
         self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
+        common_prefix_len: int | CommonAttentionMetadata = 0,
+        common_attn_metadata: CommonAttentionMetadata | None = None,
         fast_build: bool = False,
         *,
         block_table: Any = None,
@@ -140,13 +141,13 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         """Metadata of a batch.
 
         common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch
+        common_attn_metadata  the batch; build(batch) is build(0, batch)
         block_table  [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
         validate     check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
-        batch = common_attn_metadata
+        batch = batch_of(common_prefix_len, common_attn_metadata)
         call = Call(self.backend, stream)
         arrays = BatchArrays.of(call, batch, block_table)
         lens, rows = HostLens.of(batch), len(arrays.slot_mapping)

@@ -12,6 +12,7 @@ from ..dispatch.call import Call
 from ..dispatch.values import check_flags, check_integers, check_kind, plain, shown
 from ..layout import MLA_BF16
 from .batch import CommonAttentionMetadata, HostLens, first_true
+from .build_order import batch_of
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
 from .mla import INT32_MAX, MLACommonMetadata, check_head_size
 from .mla_context import cut_context
@@ -137,8 +138,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
     def build(
         self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
+        common_prefix_len: int | CommonAttentionMetadata = 0,
+        common_attn_metadata: CommonAttentionMetadata | None = None,
         fast_build: bool = False,
         *,
         use_cuda_graph: bool = False,
@@ -149,14 +150,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         """Metadata of a batch.
 
         common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch
+        common_attn_metadata  the batch; build(batch) is build(0, batch)
         use_cuda_graph  whether a captured graph will run it
         is_profile_run  whether the step only measures how much memory is needed
         validate        check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
-        config, batch = self.mla_config, common_attn_metadata
+        config, batch = self.mla_config, batch_of(common_prefix_len, common_attn_metadata)
         call = Call(self.backend, stream)
         arrays = BatchArrays.of(call, batch)
         lens = HostLens.of(batch)

@@ -13,6 +13,7 @@ from ..dispatch.values import check_flags, check_integers, check_optional_size
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers, WindowStep
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
+from .build_order import batch_of
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_block_size, check_capacity
 
@@ -184,8 +185,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
 
     def build(
         self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
+        common_prefix_len: int | CommonAttentionMetadata = 0,
+        common_attn_metadata: CommonAttentionMetadata | None = None,
         fast_build: bool = False,
         *,
         c128a_block_table: Any = None,
@@ -196,7 +197,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         """Metadata of a batch.
 
         common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch
+        common_attn_metadata  the batch; build(batch) is build(0, batch)
         c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
         replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a request
                            that is replayed does not rebuild those before. Windows start there or later, on every
@@ -205,7 +206,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
-        config, batch = self.config, common_attn_metadata
+        config, batch = self.config, batch_of(common_prefix_len, common_attn_metadata)
         if self._has_c128a and c128a_block_table is None:
             raise ValueError("c128a_block_table: got None, expected a block table for the C128A layers")
         call = Call(self.backend, stream)

@@ -12,6 +12,7 @@ from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind, shown
 from ..metadata.batch import CommonAttentionMetadata, HostLens
+from ..metadata.build_order import takes_prefix_len
 from ..metadata.builder import MOST_POSITIONS, ServingConfig
 from ..metadata.indexer import (
     DeepseekV32IndexerMetadata,
@@ -105,6 +106,7 @@ class DeepseekV4StepBuilder:
         self._indexer = StepIndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
         self._buffers: dict[str, Any] = {}
 
+    @takes_prefix_len
     def build(
         self,
         batch: CommonAttentionMetadata,
@@ -113,6 +115,7 @@ class DeepseekV4StepBuilder:
     ) -> DeepseekV4StepMetadata:
         """Metadata of a decode-first batch, whose own block table is that of the window caches.
 
+        batch                   the batch; build(0, batch, ...) is the same, as of the metadata builders
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
                                 caches of both ratios and of the indexers; required if the model has such layers
         state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
@@ -124,7 +127,6 @@ class DeepseekV4StepBuilder:
         """
         if self.ratios and compressed_block_table is None:
             raise ValueError("compressed_block_table: got None, expected a block table for the compressed caches")
-        check_kind(CommonAttentionMetadata, batch=batch)
         tables = {} if state_block_tables is None else state_block_tables
         check_kind(Mapping, state_block_tables=tables)
         for ratio in self.ratios:
@@ -207,6 +209,10 @@ class DeepseekV32StepBuilder:
         self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
         self._indexer = StepIndexerMetadataBuilder(config, backend)
 
+    @takes_prefix_len
     def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
-        """Metadata of a batch whose block table is that of both caches. Raises ValueError for an impossible batch."""
+        """Metadata of a batch whose block table is that of both caches; build(0, batch) is the same.
+
+        Raises ValueError for an impossible batch.
+        """
         return DeepseekV32StepMetadata(self._tokens.build(0, batch), self._indexer.build(0, batch))

@@ -13,6 +13,7 @@ from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind
 from ..layers.selection import Candidates
 from ..metadata.batch import CommonAttentionMetadata, HostLens
+from ..metadata.build_order import takes_prefix_len
 from ..metadata.builder import ServingConfig
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.slots import ring_capacity
@@ -87,6 +88,7 @@ class DeepseekV41StepBuilder:
         self._indexers = {ratio: V41IndexerMetadataBuilder(config, backend, ratio) for ratio in self.ratios}
         self._buffers: dict[str, Any] = {}
 
+    @takes_prefix_len
     def build(
         self,
         batch: CommonAttentionMetadata,
@@ -96,6 +98,7 @@ class DeepseekV41StepBuilder:
     ) -> DeepseekV41StepMetadata:
         """Metadata of a decode-first batch, whose own block table is that of the window caches.
 
+        batch                   the batch; build(0, batch, ...) is the same, as of the metadata builders
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed rows of
                                 both ratios and of the indexers' keys; required if the model has such layers
         rings                   [num_reqs] int32, the ring of each request, for its whole life; -1: none, nothing of it
@@ -104,7 +107,6 @@ class DeepseekV41StepBuilder:
 
         Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
         """
-        check_kind(CommonAttentionMetadata, batch=batch)
         call = Call(self.backend)
         table = call.optional("compressed_block_table", compressed_block_table, INT32, (batch.num_reqs, -1))
         rings = call.optional("rings", rings, INT32, (batch.num_reqs,))
