@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import types
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 
 import cumla
 from cumla.interop.ops import OPS
-from cumla.metadata import CommonAttentionMetadata, compute_positions, compute_slot_mapping
+from cumla.metadata import (
+    CommonAttentionMetadata,
+    MLACommonMetadataBuilder,
+    MLAConfig,
+    SequenceGroup,
+    compute_positions,
+    compute_slot_mapping,
+)
+from cumla.parallel import ContextAttention
 from support import operations
 
 jax = pytest.importorskip("jax")
@@ -131,6 +140,28 @@ def test_batches_of_jax_arrays_do_not_change_with_their_host_arrays():
         batch.query_start_loc_cpu[:] = 77
         assert batch.seq_lens.tolist() == [9] * requests
         assert batch.query_start_loc.tolist() == list(range(requests + 1))
+
+
+def test_metadata_of_sequence_groups_does_not_change_with_its_host_arrays():
+    for groups in range(1, 40, 3):
+        builder = MLACommonMetadataBuilder(MLAConfig(block_size=8, max_num_seqs=64), "reference")
+        for i in range(groups):
+            builder.add_seq_group(SequenceGroup(False, [i], [9], [1], [8], {i: [0, 1]}))
+        metadata, grouped = builder.build_groups(jnp.zeros(1))
+        for host in (grouped.seq_lens, grouped.block_table, grouped.slot_mapping):
+            host[:] = 77
+        assert metadata.seq_lens_tensor.tolist() == [9] * groups
+        assert metadata.block_tables.tolist() == [[0, 1]] * groups
+        assert metadata.slot_mapping.tolist() == [8] * groups
+
+
+def test_a_ranks_buffer_for_queries_is_copied(rng):
+    """Its memory is written again by the next call."""
+    attention, like = ContextAttention(types.SimpleNamespace(memory=None)), jnp.zeros(1, jnp.float32)
+    before = attention.queries(1, 1, 512, like)
+    want = np.array(before)
+    attention._array("q", (1, 1, 512), np.dtype(np.float32), np.zeros(1, np.float32))[:] = 77
+    np.testing.assert_array_equal(np.asarray(before), want)
 
 
 def deleted(x):
