@@ -100,15 +100,14 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         int64 slot = slots[start], position = positions[start];
         if (!rings.has(slot)) return;
         bool pools = position > 0 && position % 2 == 1;
-        bool again = restart_rows && pools && restart_positions[slot / capacity] == position;
-        bool keeps = restart_rows && pools && !again && end - start >= capacity;
+        int restart = 0;  // position at which the ring's last long step began
         if (pools) {
-            float* kept = restart_rows + slot / capacity * restart_stride;
-            row.load(0, again ? kept : rings.row(slot / capacity, (position - 1) % capacity));
-            if (keeps) write4(kept + LatentRow::channel(), row.kv[0]), write4(kept + DIM + LatentRow::channel(), row.score[0]);
+            if (restart_rows) restart = restart_positions[slot / capacity];
+            row.load(0, rings.row(slot / capacity, (position - 1) % capacity));
             row.ask(1, kv_score + start * kv_stride);
             row.ask_norm(weight);
         }
+#pragma unroll 1  // else registers spill on sm_120
         for (int first = max(start, end - capacity); first < end; first += SAVED_AT_ONCE) {
             int64 to[SAVED_AT_ONCE];
             Quad kv[SAVED_AT_ONCE], score[SAVED_AT_ONCE];
@@ -126,8 +125,18 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
                     write4(place, kv[i]), write4(place + DIM, score[i]);
                 }
         }
-        if (pools) row.finish(squares[0], eps, latents + start * latents_stride);  // after its barrier all have read the position
-        if (restart_rows && threadIdx.x == 0) restart_positions[slot / capacity] = again || keeps ? int(position) : 0;
+        if (restart_rows && pools) {
+            float* kept = restart_rows + slots[start] / capacity * restart_stride + LatentRow::channel();
+            if (restart == int(positions[start]))
+                row.kv[0] = read4(kept), row.score[0] = read4(kept + DIM);
+            else if (end - start >= capacity)
+                write4(kept, row.kv[0]), write4(kept + DIM, row.score[0]), restart = int(positions[start]);
+            else
+                restart = 0;
+        }
+        if (pools) row.finish(squares[0], eps, latents + start * latents_stride);
+        // All threads have read it: of a CTA that pools, before the barrier in finish.
+        if (restart_rows && threadIdx.x == 0) restart_positions[slots[start] / capacity] = restart;
         return;
     }
     int token = 2 * (blockIdx.x - requests);
