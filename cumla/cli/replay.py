@@ -17,10 +17,10 @@ from ..parallel import Communicator, RankError
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.options import (
     LAYER_RATIOS,
+    V4_RATIOS,
     V41_CACHE_FORMATS,
     V41_LAYOUT,
     V41_RATIOS,
-    WHOLE_LAYERS,
     ReplayOptions,
     cache_size,
     choose_backend,
@@ -41,7 +41,7 @@ from .info import describe_machine
 
 # Layers that an option is for, where it is not for all.
 LAYERS_OF = {
-    "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"], *V41_RATIOS},
+    "--window": {*LAYER_RATIOS, *V4_RATIOS, *V41_RATIOS},
     "--topk": {"c4a", "v4 c4a", "v32", *(name for name, ratio in V41_RATIOS.items() if ratio)},
     "--mla-cache": {"mla"},
     "--index-keys": {name for name, ratio in V41_RATIOS.items() if ratio},

@@ -1,13 +1,14 @@
-"""The dense layers of a replay: latent rows in 16 bits, keys and values of every head out of them.
+"""The dense layers of a replay: latent rows of 16 bits, from which keys and values of each head are projected.
 
-Rows come from the same activations as a sparse layer's: kv_c is what K is there, k_pe the part that RoPE rotates of a
-second kind of row, q the last values of each head. The projection is made of a seed. Checks are against attention in
-float64 over every row of a request, with K and V projected for each head.
+Rows come from the same activations as a sparse layer's: kv_c is a row of K, k_pe the rotated part of a second kind of
+row, q the last values of each head. The projection follows from the seed. Checks are against attention in float64 over
+every row of a request, with K and V projected for each head.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +56,11 @@ class DenseLayer:
 
     cache          [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
     reads_back     whether prefills attend to their new rows as the cache has them
-    attends_alike  whether tokens of prompts go the way of decodes
+    attends_alike  whether tokens of prompts use the kernel of decodes
     """
 
-    reads_back = attends_alike = False
+    reads_back = attends_alike = is_queued = False
+    is_checked = True
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
         self.name, self.index, self.heads = name, index, options.heads
@@ -85,7 +87,7 @@ class DenseLayer:
     def cache_bytes(self) -> int:
         return int(self.cache.nbytes)
 
-    def inputs(self, batch: StepBatch, stopwatch: Stopwatch) -> DenseInputs:
+    def inputs(self, batch: StepBatch, shared: MLACommonMetadata, stopwatch: Stopwatch) -> DenseInputs:
         with stopwatch.measure((self.name, "activations")):
             q_rows = self.activations.q_rows(batch.token_keys)
             q = self.xp.empty((batch.num_tokens, self.heads, NOPE_DIM + ROPE_DIM), BFLOAT16)
@@ -99,32 +101,40 @@ class DenseLayer:
         k_pe = apply_rope(second, positions, self.xp)[:, -ROPE_DIM:]
         return self.activations.k_rows(token_keys).astype(BFLOAT16), k_pe.astype(BFLOAT16)
 
-    def step(self, inputs: DenseInputs, metadata: MLACommonMetadata, observe: Observer) -> Any:
+    def step(
+        self, batch: StepBatch, inputs: DenseInputs, shared: MLACommonMetadata, observe: Observer,
+        picked: SequenceOf[int] = (),
+    ) -> Any:  # fmt: skip
         """Out [n, h, 128] bfloat16."""
         out = self.attention.forward(
-            inputs.q, inputs.kv_c, inputs.k_pe, self.cache, metadata, k_scale=FP8_SCALE, observe=observe
+            inputs.q, inputs.kv_c, inputs.k_pe, self.cache, shared, k_scale=FP8_SCALE, observe=observe
         )
         return out.reshape(len(out), self.heads, V)
 
+    def moved(self, batch: StepBatch, inputs: DenseInputs, shared: MLACommonMetadata) -> dict[str, int]:
+        return dense_bytes_moved(batch, self.heads, self.row_bytes)
+
     def check(self, step: int, batch: StepBatch, inputs: DenseInputs, out: Any, kind: str, token: int) -> Sample:
-        """One token of a step that has run, over the rows in the cache and over the rows as they were made."""
-        scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
-        sequence, position = scheduled.sequence, int(batch.positions[token])
-        seen = np.arange(position + 1)
-        parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[seen], seen)]
-        made = self.xp.concatenate(parts, axis=1).view(BFLOAT16)
-        there = self.cached(sequence, seen)
+        """One token of a step that has run, over the rows in the cache and over the rows before quantisation."""
+        scheduled, position = batch.at(token)
+        sequence, seen = scheduled.sequence, np.arange(position + 1)
+        original, cached = self.original(sequence, seen), self.cached(sequence, seen)
         if kind == "prefill" and not self.reads_back:
-            there.view(np.uint16)[scheduled.start :] = made.view(np.uint16)[scheduled.start :]
-        exact = self.attend(inputs.q[token], there)
-        before = self.attend(inputs.q[token], made) if self.fp8 else None
+            cached.view(np.uint16)[scheduled.start :] = original.view(np.uint16)[scheduled.start :]
+        exact = self.attend(inputs.q[token], cached)
+        before = self.attend(inputs.q[token], original) if self.fp8 else None
         got = to_host(out[token]).astype(np.float64)
-        allowed = self.allowed(inputs.q[token], there)
+        allowed = self.allowed(inputs.q[token], cached)
         return measured(step, self.name, sequence.index, position, kind, got, exact, before, parted=allowed)
 
     def allowed(self, query: Any, rows: Any) -> float | np.ndarray:
-        """What an out may be off beside its bound."""
+        """What an out may be off in addition to its bound."""
         return 0.0
+
+    def original(self, sequence: Sequence, positions: np.ndarray) -> Any:
+        """Rows at these positions before quantisation, bfloat16 [n, 576]."""
+        parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[positions], positions)]
+        return self.xp.concatenate(parts, axis=1).view(BFLOAT16)
 
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
         """The rows that the cache holds at these positions, bfloat16 [n, 576], exact."""
@@ -141,26 +151,30 @@ class DenseLayer:
         return self.xp.asarray(self.weight.astype(np.float64).reshape(self.heads, NOPE + V, KV_C))
 
     def attend(self, query: Any, rows: Any) -> np.ndarray:
-        """query [h, 192], rows [n, 576], both bfloat16 -> out [h, 128] float64.
+        """query [h, 192], rows [n, 576], both bfloat16 -> out [h, 128] float64."""
+        weights, latents = self.weights_of(query, rows)
+        mixed = weights @ latents
+        return to_host(self.xp.matmul(self.exact_weight[:, NOPE:], mixed[:, :, None])[..., 0])
 
-        On a device by its own matrix products in float64: rows are as many as a request has.
-        """
+    def weights_of(self, query: Any, rows: Any) -> tuple[Any, Any]:
+        """Softmax weights [h, n] of the rows, and their latents [n, 512]: float64, where the layer computes."""
         xp = self.xp
         query, rows = (x.astype(np.float32).astype(np.float64) for x in (query, rows))
         latent = xp.matmul(query[:, None, :NOPE], self.exact_weight[:, :NOPE])[:, 0]
         scores = SCALE * (latent @ rows[:, :KV_C].T + query[:, NOPE:] @ rows[:, KV_C:].T)
         weights = xp.exp(scores - scores.max(axis=1, keepdims=True))
-        mixed = (weights / weights.sum(axis=1, keepdims=True)) @ rows[:, :KV_C]
-        return to_host(xp.matmul(self.exact_weight[:, NOPE:], mixed[:, :, None])[..., 0])
+        return weights / weights.sum(axis=1, keepdims=True), rows[:, :KV_C]
 
 
 class DenseMetadata:
     """The metadata of dense layers, a step's context workspace in it."""
 
-    def __init__(self, options: ReplayOptions, max_model_len: int) -> None:
+    is_queued = False
+
+    def __init__(self, options: ReplayOptions, names: SequenceOf[str], longest: int) -> None:
         config = MLAConfig(
             block_size=SWA_BLOCK, num_heads=options.heads, max_num_batched_tokens=options.batch_tokens,
-            max_num_seqs=MAX_RUNNING, max_model_len=max_model_len,
+            max_num_seqs=MAX_RUNNING, max_model_len=longest,
         )  # fmt: skip
         self._builder = MLACommonMetadataBuilder(config, backend=options.backend)
         self._state = MLACommonState(config)

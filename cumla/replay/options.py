@@ -19,11 +19,12 @@ LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
 V41_RATIOS = {
     "v41 window": 0, "v41 c2a full": 2, "v41 c2a reuse": 2, "v41 c1a full": 1, "v41 c1a reindex": 1, "v41 c1a reuse": 1,
 }  # fmt: skip
-# Whole layers from hidden states on, by what is asked for: one of each kind of V4's and V4.1's, one of V3.2's.
-WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",), "v41": tuple(V41_RATIOS)}
-WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
+V4_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
+# Attention layers of models, from hidden states on: one of each kind.
+MODEL_LAYERS = {"v4": tuple(V4_RATIOS), "v32": ("v32",), "v41": tuple(V41_RATIOS)}
+MODEL_OF = {name: model for model, names in MODEL_LAYERS.items() for name in names}
 WARM_KINDS = ("v4", "v41", "v32", "mla")  # of models that cumla warmup knows
-LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
+LAYER_TYPES = (*LAYER_RATIOS, "mla", *MODEL_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
 INDEX_KEYS: tuple[KeyFormat, ...] = ("fp8", "mxfp4")
 # Formats of sparse layers' caches by what is asked for: the window's, then that of compressed rows if it is another.
@@ -78,7 +79,7 @@ class ReplayOptions:
     ranks: int = 1  # devices, or threads, that share the context
     index_keys: KeyFormat = "fp8"  # of V4.1's layers: one of INDEX_KEYS
     max_output: int | None = None  # tokens that a request generates
-    tiny: bool = False  # whether V4.1's layers have a tiny model's sizes on a device, too
+    tiny: bool = False  # whether layers of models have a tiny model's sizes on a device, too
 
     @property
     def num_blocks(self) -> int:
@@ -115,7 +116,7 @@ def parse_layers(text: str) -> tuple[str, ...]:
     for name in layers:
         if name not in LAYER_TYPES:
             raise InputError(f"--layers: got {name!r}, expected a comma list of {', '.join(LAYER_TYPES)}")
-    return tuple(layer for name in layers for layer in WHOLE_LAYERS.get(name, (name,)))
+    return tuple(layer for name in layers for layer in MODEL_LAYERS.get(name, (name,)))
 
 
 def cache_size(asked: int | None, requests: Sequence[TraceRequest]) -> int:

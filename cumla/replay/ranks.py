@@ -1,6 +1,6 @@
-"""Ranks that share the context: each replays all requests, with its share of the compressed rows.
+"""Layers of a rank that shares the context with others: each rank replays all requests, with its share of the rows.
 
-Ranks are threads: with NumPy on the CPU, with a GPU each and NCCL between them on a machine that has as many. The
+Ranks are threads: with NumPy on the CPU, with a GPU each and NCCL between them on a machine that has enough. The
 schedule follows from the requests alone, so all ranks run the same steps.
 """
 
@@ -8,27 +8,38 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..arrays.memory import to_host
 from ..dispatch.backends import takes_device_arrays
 from ..errors import InputError
+from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer
+from ..layout import DSV4_FP8, MLA_BF16, V32_FP8
 from ..parallel import (
     Communicator,
     RankError,
-    Shard,
     ShardedCompressedCache,
+    ShardedMLALayer,
     ShardedSparseMLALayer,
     local_block_table,
+    local_seq_lens,
     local_slot_mapping,
     run_threads,
 )
+from ..parallel.models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
 from .blocks import BLOCK_TOKENS
-from .layers import Layer, LayerInputs
+from .dense import E4M3, FP8_SCALE, NOPE, DenseInputs, DenseLayer
+from .layers import Layer, LayerInputs, SparseStep
+from .model_layers import ModelLayer, V4Layer, V32Layer, cache_bytes
 from .options import ReplayOptions
-from .step_batch import Groups, StepBatch
+from .scheduler import Sequence
+from .step_batch import SWA_BLOCK, StepBatch
+from .verify import ROUNDED_PARTS, mean_sizes, quantised
 
 TIME_LIMIT = 600.0  # seconds that a rank waits for another: kernels may have to be compiled
 T = TypeVar("T")
@@ -56,15 +67,20 @@ def sharding_of(rows_of_block: int, rank: int, size: int) -> Sharding:
     return Sharding(Shard(rank, size, rows_of_block), rows_of_block, (rank, size))
 
 
+def sent_bytes(comm: Communicator) -> int:
+    return sum(comm.traffic.values())
+
+
 class RankLayer(Layer):
-    """One sparse layer of one rank: the window's cache and the indexer's whole, of the compressed rows a share."""
+    """One sparse layer of one rank: the window's cache and the indexer's whole, of the compressed rows a share.
+
+    sent  bytes, in the last step
+    """
 
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
-        self.comm = comm
+        self.comm, self.backend, self.sent = comm, options.backend, 0
         super().__init__(index, name, options)
         self.sharded = ShardedSparseMLALayer(self.attention, comm, backend=options.backend)
-        self.backend = options.backend
-        self._sent = 0  # bytes
 
     @property
     def sharding(self) -> Sharding:
@@ -75,39 +91,36 @@ class RankLayer(Layer):
 
     @property
     def compressed_bytes(self) -> int:
-        """What the rank's share of the compressed rows takes."""
-        cache = self.compressed_cache
-        return 0 if cache is None else int(len(cache) * cache.strides[0])
+        """Bytes of the rank's share of the compressed rows."""
+        return 0 if self.compressed_cache is None else cache_bytes(self.compressed_cache)
 
     @property
     def whole_compressed_bytes(self) -> int:
-        """What all of them take where one device has them."""
-        cache = self.compressed_cache
-        layout = self.attention.compressed_layout
+        """Bytes of all of them on one device."""
+        cache, layout = self.compressed_cache, self.attention.compressed_layout
         return 0 if cache is None else len(cache) * layout.page_bytes(BLOCK_TOKENS // self.ratio)
 
     @property
     def whole_cache_bytes(self) -> int:
-        """What the layer's caches take where one device has them all."""
+        """Bytes of the layer's caches on one device."""
         return self.cache_bytes - self.compressed_bytes + self.whole_compressed_bytes
 
     def step(
-        self, q: Any, inputs: LayerInputs, batch: StepBatch, metadata: Any, out: Any, options: ReplayOptions,
-        observe: Observer,
-    ) -> None:  # fmt: skip
+        self, batch: StepBatch, inputs: LayerInputs, shared: SparseStep, observe: Observer, picked: SequenceOf[int] = ()
+    ) -> Any:
         sharded = None
         if inputs.compressed is not None:
             with observe("map"):
                 sharded = self._sharded(inputs, batch)
-        before = sum(self.comm.traffic.values())
-        self.sharded.step(q, inputs.k, self.swa_cache, metadata, sharded, out=out, observe=observe)
-        self._sent = sum(self.comm.traffic.values()) - before
+        before = sent_bytes(self.comm)
+        self.sharded.step(inputs.q, inputs.k, self.swa_cache, shared.metadata, sharded, out=shared.out, observe=observe)
+        self.sent = sent_bytes(self.comm) - before
+        return shared.out
 
     def _sharded(self, inputs: LayerInputs, batch: StepBatch) -> ShardedCompressedCache:
         compressed, sharding, backend = inputs.compressed, self.sharding, self.backend
         assert compressed is not None
-        first, step = sharding.table
-        table = local_block_table(batch.block_table, Shard(first, step), backend=backend)
+        table = local_block_table(batch.block_table, Shard(*sharding.table), backend=backend)
         by_token = local_slot_mapping(
             batch.common.query_start_loc, batch.common.seq_lens, table, sharding.rows, sharding.shard,
             num_tokens=batch.num_tokens, compress_ratio=self.ratio, backend=backend,
@@ -118,9 +131,159 @@ class RankLayer(Layer):
             compressed.cache, table, sharding.shard, compressed.k, slots, compressed.topk_indices
         )
 
-    def moved(self, batch: StepBatch, metadata: Any, groups: Groups | None, options: ReplayOptions) -> dict[str, int]:
-        """What this rank sent in the last step."""
-        return {"exchange": self._sent}
+    def moved(self, batch: StepBatch, inputs: LayerInputs, shared: SparseStep) -> dict[str, int]:
+        return {"exchange": self.sent}
+
+    def _cached_compressed(self, sequence: Sequence, rows: np.ndarray, original: np.ndarray) -> np.ndarray:
+        """What the ranks' caches hold, recomputed: a rank lacks some rows."""
+        return quantised(original, self.options.formats[1])
+
+    def _allowed(self, query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> np.ndarray:
+        return ROUNDED_PARTS * mean_sizes(query, keys, sink)
+
+
+class RankDenseLayer(DenseLayer):
+    """One dense layer of one rank, with its share of the latent rows. sent: bytes, in the last step."""
+
+    reads_back = attends_alike = True
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
+        super().__init__(index, name, options)
+        self.comm, self.backend, self.sent = comm, options.backend, 0
+        self.whole_cache_bytes = self.whole_compressed_bytes = self.cache_bytes
+        self.cache = self.xp.zeros((len(self.cache), self.sharding.rows, MLA_BF16.head_dim), self.cache.dtype)
+        self.sharded = ShardedMLALayer(self.attention, comm)
+
+    @property
+    def sharding(self) -> Sharding:
+        return sharding_of(SWA_BLOCK, self.comm.rank, self.comm.size)
+
+    @property
+    def compressed_bytes(self) -> int:
+        return self.cache_bytes
+
+    def step(
+        self, batch: StepBatch, inputs: DenseInputs, shared: Any, observe: Observer, picked: SequenceOf[int] = ()
+    ) -> Any:
+        sharding, backend, xp, common = self.sharding, self.backend, self.xp, batch.common
+        with observe("map"):
+            table = local_block_table(common.block_table_tensor, Shard(*sharding.table), backend=backend)
+            slots = local_slot_mapping(
+                common.query_start_loc, common.seq_lens, table, sharding.rows, sharding.shard,
+                num_tokens=batch.num_tokens, backend=backend,
+            )  # fmt: skip
+            requests = np.repeat(np.arange(len(batch.scheduled)), np.diff(batch.starts))
+            seen = xp.asarray((batch.positions + 1).astype(np.int32))
+            lens = local_seq_lens(seen, sharding.shard, backend=backend)
+            tables = table[xp.asarray(requests)]
+        before = sent_bytes(self.comm)
+        out = self.sharded.forward(
+            inputs.q, inputs.kv_c, inputs.k_pe, self.cache, tables, lens, slots, k_scale=FP8_SCALE, observe=observe
+        )
+        self.sent = sent_bytes(self.comm) - before
+        return out.reshape(len(out), self.heads, -1)
+
+    def moved(self, batch: StepBatch, inputs: DenseInputs, shared: Any) -> dict[str, int]:
+        return {"exchange": self.sent}
+
+    def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
+        """What the ranks' caches hold at these positions, recomputed: a rank lacks some rows."""
+        rows = self.original(sequence, positions)
+        if not self.fp8:
+            return rows
+        values = np.clip(to_host(rows).astype(np.float32) / np.float32(FP8_SCALE), -448, 448).astype(E4M3)
+        return self.xp.asarray((values.astype(np.float32) * np.float32(FP8_SCALE)).astype(rows.dtype))
+
+    def allowed(self, query: Any, rows: Any) -> np.ndarray:
+        """What is allowed in addition where results are merged, [h, 128]: as of sparse layers, in the latent space."""
+        weights, latents = self.weights_of(query, rows)
+        sizes = weights @ self.xp.abs(latents)
+        out = self.xp.matmul(self.xp.abs(self.exact_weight[:, NOPE:]), sizes[:, :, None])[..., 0]
+        return ROUNDED_PARTS * to_host(out)
+
+
+class RankModelLayer(ModelLayer):
+    """One rank's part of a model's layer: its share of the compressed rows, or of V3.2's latent rows, the rest whole.
+
+    Its outputs are not checked: no rank has all rows. sent: bytes, in the last step.
+    """
+
+    is_checked = False
+    sharded_class: Any
+    sharded_cache: str | None  # the name of the cache of which a rank has a share
+    rows_of_page: int
+    whole_layout: Any
+
+    def share(self, comm: Communicator, backend: str) -> None:
+        """Keep the rank's share of the caches."""
+        self.comm, self.backend, self.sent = comm, backend, 0
+        self.sharded = self.sharded_class(self.attention, comm)
+        self.whole_cache_bytes, self.whole_compressed_bytes = self.cache_bytes, 0
+        if self.sharded_cache is not None:
+            whole = getattr(self.caches, self.sharded_cache)
+            self.whole_compressed_bytes = cache_bytes(whole)
+            rows = self.whole_layout.allocate(len(whole), self.sharding.rows, self.xp)
+            self.caches = replace(self.caches, **{self.sharded_cache: rows})
+
+    @property
+    def sharding(self) -> Sharding:
+        return sharding_of(self.rows_of_page, self.comm.rank, self.comm.size)
+
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes of the rank's share."""
+        return 0 if self.sharded_cache is None else cache_bytes(getattr(self.caches, self.sharded_cache))
+
+    def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
+        rows = None
+        if self.sharded_cache is not None:
+            with observe("map"):
+                rows = self._rows(batch)
+        before = sent_bytes(self.comm)
+        out = self.sharded.step(hidden, self.caches, metadata, rows, observe=observe)
+        self.sent = sent_bytes(self.comm) - before
+        return out
+
+    def _rows(self, batch: StepBatch) -> RankRows:
+        sharding, common = self.sharding, batch.common
+        table = local_block_table(self.pages(batch), Shard(*sharding.table), backend=self.backend)
+        slots = local_slot_mapping(
+            common.query_start_loc, common.seq_lens, table, sharding.rows, sharding.shard, num_tokens=batch.num_tokens,
+            compress_ratio=self.ratio, backend=self.backend,
+        )  # fmt: skip
+        return RankRows(sharding.shard, table, slots)
+
+    def pages(self, batch: StepBatch) -> Any:
+        """The block table of the sharded cache."""
+        raise NotImplementedError
+
+    def moved(self, batch: StepBatch, hidden: Any, shared: Any) -> dict[str, int]:
+        return {"exchange": self.sent}
+
+
+class RankV4Layer(RankModelLayer, V4Layer):
+    sharded_class, whole_layout = ShardedDeepseekV4Attention, DSV4_FP8
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
+        super().__init__(index, name, options, longest, comm.rank)
+        self.sharded_cache = "compressed" if self.ratio > 1 else None
+        self.rows_of_page = BLOCK_TOKENS // self.ratio
+        self.share(comm, options.backend)
+
+    def pages(self, batch: StepBatch) -> Any:
+        return batch.block_table
+
+
+class RankV32Layer(RankModelLayer, V32Layer):
+    sharded_class, whole_layout = ShardedDeepseekV32Attention, V32_FP8
+    sharded_cache, rows_of_page = "rows", SWA_BLOCK
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
+        super().__init__(index, name, options, longest, comm.rank)
+        self.share(comm, options.backend)
+
+    def pages(self, batch: StepBatch) -> Any:
+        return batch.common.block_table_tensor
 
 
 def run_on_ranks(options: ReplayOptions, function: Callable[[Any], T]) -> list[T]:

@@ -13,11 +13,10 @@ from rich.table import Table
 
 from ..terminal import say
 from .blocks import BLOCK_TOKENS
-from .options import WHOLE_LAYERS
+from .options import MODEL_OF
 from .summary import ATTENTION_OPS
 from .tables import NumberTable
 from .verify import (
-    CHOICE_BOUND,
     FP4_COSINE_BOUND,
     FP4_MEAN_BOUND,
     FP4_RMS_BOUND,
@@ -27,7 +26,6 @@ from .verify import (
 )
 
 SHOWN_FAILURES = 5
-WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
 
 
 def json_text(summary: dict[str, Any]) -> str:
@@ -58,8 +56,6 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         *([_ranks(summary)] if "ranks" in summary else []),
         *([_exactness(summary)] if summary["verification"]["samples"] or not _is_unchecked(summary) else []),
     ]
-    if summary["verification"]["layers"]:
-        tables.append(_layer_outputs(summary))
     if summary["verification"]["fp8"]:
         tables.append(_fp8_cost(summary))
     for table in tables:
@@ -87,7 +83,7 @@ def _meaning(summary: dict[str, Any]) -> str:
     parts = []
     if checked["samples"]:
         parts.append(f"[green]All {checked['samples']:,} sampled outputs are right[/green] on backend {backend}.")
-    unchecked = [name for name in summary["config"]["layers"] if name in WHOLE] if _on_ranks(summary) else []
+    unchecked = [name for name in summary["config"]["layers"] if name in MODEL_OF] if _on_ranks(summary) else []
     if unchecked:
         parts.append(
             f"Outputs of {', '.join(unchecked)} were not checked: with --ranks no rank has all of their rows; a run "
@@ -101,8 +97,8 @@ def _on_ranks(summary: dict[str, Any]) -> bool:
 
 
 def _is_unchecked(summary: dict[str, Any]) -> bool:
-    """Whether all layers are whole ones on ranks, of which no sample is taken: no rank has all rows."""
-    return _on_ranks(summary) and set(summary["config"]["layers"]) <= WHOLE
+    """Whether all layers are of models and on ranks, of which no sample is taken: no rank has all rows."""
+    return _on_ranks(summary) and set(summary["config"]["layers"]) <= MODEL_OF.keys()
 
 
 def _run(summary: dict[str, Any]) -> Table:
@@ -272,26 +268,6 @@ def _exactness(summary: dict[str, Any]) -> NumberTable:
             f"{numbers['cosine_worst']:.1e}",
             f"{numbers['cosine_bound']:.0e}",
         )
-    return table
-
-
-def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
-    layers = summary["verification"]["layers"]
-    selects = any(numbers["choice_gap_worst"] is not None for numbers in layers.values())
-    caption = "Root mean square error relative to the output's own, over the rows in the cache."
-    if selects:
-        caption += (
-            " Gap: how far a selected row's score is below that of a row that was not selected, in standard deviations "
-            f"of the scores; bound {CHOICE_BOUND:.1e}."
-        )
-    columns = ["layer", "samples", "rms error, mean", "worst", "bound", *(["gap, worst"] if selects else [])]
-    table = NumberTable("Outputs of whole layers, against float64 from hidden states on", columns, caption=caption)
-    for layer, numbers in layers.items():
-        gap = numbers["choice_gap_worst"]
-        table.add_row(
-            layer, f"{numbers['samples']:,}", f"{numbers['rms_mean']:.1e}", f"{numbers['rms_worst']:.1e}",
-            f"{numbers['bound']:.1e}", *(["" if gap is None else f"{gap:.1e}"] if selects else []),
-        )  # fmt: skip
     return table
 
 

@@ -41,6 +41,11 @@ class StepBatch:
     def num_tokens(self) -> int:
         return len(self.positions)
 
+    def at(self, token: int) -> tuple[Scheduled, int]:
+        """The request that a token belongs to, and its position there."""
+        scheduled = self.scheduled[int(np.searchsorted(self.starts, token, side="right")) - 1]
+        return scheduled, int(self.positions[token])
+
 
 def make_batch(scheduled: Sequence[Scheduled], xp: Any) -> StepBatch:
     counts = np.array([s.count for s in scheduled], np.int32)

@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .dense_ranks import RankDenseLayer
 from .engine import Engine, StepRecord
-from .ranks import RankLayer
 from .verify import FP4_MEAN_BOUND, FP8_MEAN_BOUND, Direction, Sample, directions_of
-from .whole_ranks import RankWholeLayer
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
 SHARED_OPS = ("projections", "insert", "compress", "select", "map", "exchange", "merge", "output")
@@ -61,7 +58,7 @@ def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list
     """What each rank of several had and did."""
     ranks = []
     for rank, (engine, records) in enumerate(runs):
-        layers = [layer for layer in engine.layers if isinstance(layer, (RankLayer, RankDenseLayer, RankWholeLayer))]
+        layers = engine.layers
         names = {layer.name for layer in layers}
         sent = [record.bytes.get((name, "exchange"), 0) for record in records for name in names]
         ranks.append(
@@ -186,25 +183,6 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
             for kind, some in sorted(by_kind.items())
         },
         "fp8": fp8,
-        "layers": _layer_outputs(samples),
-    }
-
-
-def _layer_outputs(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Errors of whole layers' outputs, by layer."""
-    by_layer: dict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        if sample.layer_rms is not None:
-            by_layer[sample.layer].append(sample)
-    return {
-        layer: {
-            "samples": len(some),
-            "rms_mean": float(np.mean([sample.layer_rms for sample in some])),
-            "rms_worst": float(np.max([sample.layer_rms for sample in some])),
-            "bound": some[0].layer_bound,
-            "choice_gap_worst": max((s.choice_gap for s in some if s.choice_gap is not None), default=None),
-        }
-        for layer, some in by_layer.items()
     }
 
 

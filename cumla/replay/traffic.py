@@ -23,15 +23,9 @@ BF16_ROW = 2 * DSV4_FP8.head_dim
 INDEX, SLOT = 4, 8
 
 
-def attended(
-    positions: np.ndarray, ratio: int, window: int, topk: int, has_c1a: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Window rows and compressed rows that tokens at these positions attend to, [n] each.
-
-    has_c1a  whether the model is V4.1, whose layers of ratio 1 have compressed rows
-    """
-    ratio = ratio if ratio > 1 or has_c1a else 0
-    compressed = (positions + 1) // ratio if ratio else np.zeros_like(positions)
+def attended(positions: np.ndarray, ratio: int, window: int, topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Window rows and compressed rows that tokens at these positions attend to, [n] each."""
+    compressed = (positions + 1) // ratio if ratio > 1 else np.zeros_like(positions)
     return np.minimum(positions + 1, window), compressed if ratio == 128 else np.minimum(compressed, topk)
 
 
@@ -42,25 +36,18 @@ def bytes_moved(
     window: int,
     topk: int,
     groups: Groups | None,
-    over_pages: Sequence[bool] = (),
-    *,
-    value: int = 2,
-    maps_decodes: bool = True,
-    formats: tuple[CacheLayout, CacheLayout] = (DSV4_FP8, DSV4_FP8),
-    has_c1a: bool = False,
+    over_pages: Sequence[bool],
+    formats: tuple[CacheLayout, CacheLayout],
     with_decodes: int = 0,
 ) -> dict[str, int]:
     """Bytes by op of one layer in one step.
 
+    groups        the compressed rows that the step completes; None for a window-only layer
     over_pages    which prefills attend over pages, none if empty
-    with_decodes  first tokens of the prefills that attend in the decodes' call
-    value         bytes of a value of q, out and workspaces
-    maps_decodes  whether decodes' selected rows are mapped to slots by an op of their own
     formats       of the window's cache and of compressed rows
-    has_c1a       of `attended`
+    with_decodes  first tokens of the prefills that attend in the decodes' call
     """
-    in_window, compressed = attended(batch.positions, ratio, window, topk, has_c1a)
-    has_rows = ratio > 1 or (ratio == 1 and has_c1a)
+    in_window, compressed = attended(batch.positions, ratio, window, topk)
     n = batch.num_decodes
     prefills, m = batch.scheduled[n:], n + with_decodes
     window_row, compressed_row = (layout.token_bytes for layout in formats)
@@ -74,12 +61,11 @@ def bytes_moved(
     over_rows = [s for s, skip in zip(prefills, paged, strict=True) if not skip]
     gathered = (
         sum(s.count + min(s.start, window - 1) for s in over_rows),
-        sum(s.end // ratio for s in over_rows) if has_rows else 0,
+        sum(s.end // ratio for s in over_rows) if ratio > 1 else 0,
     )
     mapped = prefill_rows - paged_rows[0] + int(compressed[n:m].sum())
-    mapped += int(compressed[:n].sum()) if ratio != 128 and maps_decodes else 0
-    row = value * DSV4_FP8.head_dim
-    q_and_out = 2 * heads * row
+    mapped += int(compressed[:n].sum()) if ratio != 128 else 0
+    q_and_out = 2 * heads * BF16_ROW
 
     def read(rows: tuple[int, int], more: int = 0) -> int:
         """Bytes of window rows and compressed rows, and so many more for each."""
@@ -89,8 +75,8 @@ def bytes_moved(
         "insert": read((batch.num_tokens, completed), BF16_ROW + SLOT),
         "map": mapped * 2 * INDEX,
         "decode": read(decode_rows, INDEX) + m * q_and_out,
-        "gather": read(gathered, row),
-        "prefill": (prefill_rows - sum(paged_rows)) * row
+        "gather": read(gathered, BF16_ROW),
+        "prefill": (prefill_rows - sum(paged_rows)) * BF16_ROW
         + read(paged_rows)
         + prefill_rows * INDEX
         + (batch.num_tokens - m) * q_and_out,

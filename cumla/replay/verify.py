@@ -1,8 +1,9 @@
 """A sample of each step's tokens against attention in float64, twice.
 
 Over the rows as the cache holds them: what the kernels add of their own ("exactness"). Over the rows before
-they were quantised: what FP8 or FP4 costs. Which rows a token attends to comes from the scheduler's view of its
-request, not from the metadata under test, and the rows before quantisation are made again from their keys.
+they were quantised: what FP8 or FP4 costs; layers of models are not compared so. Which rows a token attends to comes
+from the scheduler's view of its request, not from the metadata under test; layers that select rows say which they
+selected. The rows before quantisation are computed again from their tokens.
 """
 
 from __future__ import annotations
@@ -18,16 +19,12 @@ from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.backends import takes_device_arrays
 from ..dispatch.call import BFLOAT16
 from ..kernels.reference.rows import read_tokens
-from ..kernels.reference.sparse_attention import attend
 from ..kernels.types.segments import Pages
 from ..layout import DSV4_FP8, CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
 from ..parallel import Communicator
-from .activations import HEAD_DIM, apply_rope
-from .blocks import BLOCK_TOKENS
-from .layers import TOPK_RATIO, Layer, LayerInputs
+from .activations import HEAD_DIM
 from .options import ReplayOptions
-from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
 
 # Exactness: error of a value, and the cosine distance of a token's out. Prefill over gathered rows may have weights in
@@ -44,13 +41,9 @@ FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
 FP4_MEAN_BOUND = 2.0**-2
 FP4_RMS_BOUND = 2.0**-1
 FP4_COSINE_BOUND = FP4_RMS_BOUND**2 / 2
-# A choice is compared with exact scores of the queries and keys that the layer has. cumla.bounds.SCORES allows a cosine
-# distance of 5e-6, so errors of 2^-8.3 of the scores in the mean square. A wrong row is off by 1 and more.
-CHOICE_BOUND = 2.0**-7
 SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
 # Where ranks merge results, each part and its weights are rounded to bfloat16: by 2^-9 each, of values that may cancel.
 ROUNDED_PARTS = 2 * 2.0**-9
-REMEMBERED_ROWS = 1 << 16  # compressed rows kept to be compared again, 64 MiB
 
 
 @dataclass(frozen=True)
@@ -66,13 +59,6 @@ class Sample:
     fp8_rms       relative root mean square error that FP8 or FP4 costs; None where the cache is not quantised
     fp8_cosine    its cosine distance
     fp4           whether the layer's compressed rows are FP4
-    layer_rms     relative root mean square error of a whole layer's output; None for other layers
-    layer_bound   of layer_rms
-    choice_gap    how far the lowest score of a selected row is below the highest of a row that was not selected, in
-                  standard deviations of the scores; None for a layer that does not select
-    key_rms       relative root mean square error of the selected rows' index keys, as the cache has them; None likewise
-    query_rms     the same of the token's index queries, as they were scored
-    index_bound   of these two, by the format of keys and queries
     """
 
     step: int
@@ -89,12 +75,6 @@ class Sample:
     fp8_rms: float | None = None
     fp8_cosine: float | None = None
     fp4: bool = False
-    layer_rms: float | None = None
-    layer_bound: float = 0.0
-    choice_gap: float | None = None
-    key_rms: float | None = None
-    query_rms: float | None = None
-    index_bound: float = 0.0
 
     @property
     def failure(self) -> str | None:
@@ -105,10 +85,6 @@ class Sample:
             (f"error {self.max_error:.3g} takes {self.bound_share:.3g} of its bound, which", self.bound_share, 1.0),
             (f"relative rms error through {through}", self.fp8_rms, rms),
             (f"cosine distance through {through}", self.fp8_cosine, cosine),
-            ("relative rms error of the layer's output", self.layer_rms, self.layer_bound),
-            ("gap of the selected rows' scores", self.choice_gap, CHOICE_BOUND),
-            ("relative rms error of the selected rows' keys", self.key_rms, self.index_bound),
-            ("relative rms error of the index queries", self.query_rms, self.index_bound),
         ):
             if got is not None and not got <= bound:
                 return (
@@ -173,25 +149,15 @@ def directions_of(samples: Iterable[Sample]) -> list[Direction]:
 
 
 class Verifier:
-    """Checks one decode token and one prefill token of a step, as far as it has them.
+    """Picks one decode token and one prefill token of a step to check, as far as it has them.
 
     On the host in every layer; a device's steps take less time than the checks, so there layers take turns. Ranks that
-    share a context take turns too: all have the same results. What they do not have is made again.
+    share a context take turns too: all have the same results.
     """
 
     def __init__(self, options: ReplayOptions, comm: Communicator | None = None) -> None:
-        self.options, self.comm = options, comm
+        self.seed, self.comm = options.seed, comm
         self._turns = len(options.layers) if takes_device_arrays(options.backend) else 1
-        self._remembered: dict[tuple[int, int, int], np.ndarray] = {}
-
-    def check(self, step: int, layer: Layer, batch: StepBatch, inputs: LayerInputs, q: Any, out: Any) -> list[Sample]:
-        """Samples of a layer's step that has run.
-
-        q    [num_tokens, h, 512] bfloat16
-        out  [num_tokens, h, 512] bfloat16
-        """
-        picked = self.pick(step, layer.index, batch)
-        return [self._check_token(step, layer, batch, inputs, q, out, kind, token) for kind, token in picked]
 
     def pick(self, step: int, layer_index: int, batch: StepBatch) -> list[tuple[str, int]]:
         """Kind and place of the tokens to check in a layer, none if it is another layer's turn."""
@@ -199,69 +165,9 @@ class Verifier:
             return []
         if self.comm is not None and step // self._turns % self.comm.size != self.comm.rank:
             return []
-        rng = np.random.default_rng([self.options.seed, step])
+        rng = np.random.default_rng([self.seed, step])
         kinds = (("decode", 0, batch.num_decodes), ("prefill", batch.num_decodes, batch.num_tokens))
         return [(kind, int(rng.integers(first, end))) for kind, first, end in kinds if first < end]
-
-    def _check_token(
-        self,
-        step: int,
-        layer: Layer,
-        batch: StepBatch,
-        inputs: LayerInputs,
-        q: Any,
-        out: Any,
-        kind: str,
-        token: int,
-    ) -> Sample:
-        scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
-        sequence, position = scheduled.sequence, int(batch.positions[token])
-        window = np.arange(max(position - self.options.window + 1, 0), position + 1)
-        first, second = self.options.formats
-        cached = [cached_rows(layer.swa_cache, sequence.slots(window), layer.xp, first)]
-        original = [self._window_rows(layer, sequence, window)]
-        if inputs.compressed is not None:
-            rows = np.arange((position + 1) // layer.ratio)
-            if layer.ratio == TOPK_RATIO:
-                rows = to_host(inputs.compressed.topk_indices[token]).astype(np.int64)
-                rows = rows[rows >= 0]
-            original.append(self._compressed_rows(layer, sequence, rows))
-            if self.comm is None:
-                slots = sequence.slots(rows, BLOCK_TOKENS // layer.ratio)
-                cached.append(cached_rows(layer.compressed_cache, slots, layer.xp, second))
-            else:
-                cached.append(quantised(original[-1], second))
-        query, got = (to_host(array[token]).astype(np.float64) for array in (q, out))
-        sink = to_host(layer.activations.attn_sink)
-        exact, _, _ = attend(query, np.concatenate(cached), sink, HEAD_DIM**-0.5)
-        unquantised, _, _ = attend(query, np.concatenate(original), sink, HEAD_DIM**-0.5)
-        largest = max(float(np.abs(rows).max(initial=1.0)) for rows in cached) if kind == "prefill" else 1.0
-        parted = 0.0 if self.comm is None else ROUNDED_PARTS * mean_sizes(query, np.concatenate(cached), sink)
-        fp4 = inputs.compressed is not None and second.value_type == "e2m1"
-        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised, largest, parted, fp4)
-
-    def _window_rows(self, layer: Layer, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
-        rows = layer.activations.k_rows(sequence.token_keys[positions])
-        return to_host(apply_rope(rows, positions, layer.xp).astype(BFLOAT16)).astype(np.float64)
-
-    def _compressed_rows(self, layer: Layer, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
-        """Compressed rows before quantisation, float64 [n, 512]. A row is known by its last token and its place."""
-        ratio, known = layer.ratio, self._remembered
-        last_keys = sequence.token_keys[rows * ratio + ratio - 1]
-        names = [(layer.index, int(key), int(row)) for key, row in zip(last_keys, rows, strict=True)]
-        missing = [i for i, name in enumerate(names) if name not in known]
-        if len(known) > REMEMBERED_ROWS:
-            known.clear()
-            missing = list(range(len(names)))
-        if missing:
-            first = rows[missing] * ratio
-            members = first[:, None] + np.arange(ratio)
-            made = layer.activations.k_rows(sequence.token_keys[members.ravel()])
-            means = made.reshape(-1, ratio, HEAD_DIM).mean(axis=1)
-            rotated = to_host(apply_rope(means, first, layer.xp).astype(BFLOAT16))
-            known.update((names[i], row) for i, row in zip(missing, rotated, strict=True))
-        values = np.array([known[name] for name in names], dtype=BFLOAT16)
-        return values.reshape(-1, HEAD_DIM).astype(np.float64)
 
 
 def measured(

@@ -88,7 +88,7 @@ def test_bytes_that_a_step_moves():
 
     def moved(over_pages, layout=PAIR, **more):
         formats = FORMATS[layout]
-        return bytes_moved(batch, 4, 2, 16, 8, groups, [over_pages], formats=formats, **more)
+        return bytes_moved(batch, 4, 2, 16, 8, groups, [over_pages], formats, **more)
 
     q_and_out = 2 * 2 * 1024
     rows, pages = moved(False), moved(True)

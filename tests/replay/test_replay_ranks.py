@@ -25,14 +25,18 @@ REQUESTS = [
 ]
 
 
-def engine_steps(options, comm=None, verify=True):
-    engine = Engine(options, REQUESTS, verify, comm)
-    outs = []
-    records = []
-    for record in engine.steps():
-        records.append(record)
-        outs.append(to_float(engine._out[: record.prefill_tokens + record.decode_tokens]).copy())
-    return engine, records, outs
+def engine_steps(options, comm=None, verify=True, requests=REQUESTS):
+    """An engine, its steps, and every output of every layer."""
+    engine, outs = Engine(options, requests, verify, comm), []
+
+    def kept(step, *arguments):
+        out = step(*arguments)
+        outs.append(to_float(out).copy())
+        return out
+
+    for layer in engine.layers:
+        layer.step = functools.partial(kept, layer.step)
+    return engine, list(engine.steps()), outs
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
@@ -42,7 +46,7 @@ def test_results_are_those_of_one_device(size):
     _, _, want = engine_steps(OPTIONS, verify=False)
     for _, _, outs in runs:
         assert len(outs) == len(want)
-        for got, one in zip(outs, want, strict=True):  # for the last layer, which attends to all compressed rows
+        for got, one in zip(outs, want, strict=True):
             np.testing.assert_allclose(got, one, atol=2e-2, rtol=2 * 2.01 / 128)
     engine, records, _ = runs[0]
     for _, others, _ in runs[1:]:  # ranks alternate in checking
@@ -50,7 +54,7 @@ def test_results_are_those_of_one_device(size):
             record.samples.extend(other.samples)
     verification = summarize(engine, records, 1.0)["verification"]
     assert verification["failures"] == []
-    assert verification["samples"] > 3 * len(want)
+    assert verification["samples"] > len(want)
     ranks = summarize_ranks([run[:2] for run in runs])
     for rank in ranks:
         assert rank["sent_bytes"] > 0
@@ -149,31 +153,19 @@ def test_a_row_on_the_wrong_rank_is_found():
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
-def test_whole_layers(size):
+def test_layers_of_models(size):
     """Their outputs are those of one device, and equal on all ranks."""
     options = replace(OPTIONS, layers=("v4 swa", "v4 c4a", "v4 c128a", "v32"))
-    want, _ = whole_steps(options)
-    runs = run_on_ranks(replace(options, ranks=size), lambda comm: whole_steps(options, comm))
-    for outs, _ in runs:
+    requests = [TraceRequest(0.0, 270, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,))]
+    _, _, want = engine_steps(options, None, False, requests)
+    runs = run_on_ranks(replace(options, ranks=size), lambda comm: engine_steps(options, comm, False, requests))
+    for _, _, outs in runs:
         assert len(outs) == len(want) > 8
         for got, one in zip(outs, want, strict=True):
             np.testing.assert_allclose(got, one, atol=2e-2 * np.abs(one).max(), rtol=2e-2)
-    for _, (rank,) in runs:
+    for engine, records, _ in runs:
+        (rank,) = summarize_ranks([(engine, records)])
         assert rank["sent_bytes"] > 0
         assert rank["bytes_on_one"] - rank["cache_bytes"] == rank["compressed_bytes_on_one"] - rank["compressed_bytes"]
         if 64 % size == 0:
             assert rank["compressed_bytes"] < 0.75 * rank["compressed_bytes_on_one"]
-
-
-def whole_steps(options, comm=None):
-    """Every output of every layer, and the reports of all ranks."""
-    engine, outs = Engine(options, [TraceRequest(0.0, 270, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,))], False, comm), []
-
-    def kept(step, *arguments):
-        outs.append(to_float(step(*arguments)))
-
-    for layer in engine.layers:
-        name = "step" if comm is None else "step_of_rank"
-        setattr(layer, name, functools.partial(kept, getattr(layer, name)))
-    records = list(engine.steps())
-    return outs, [] if comm is None else summarize_ranks([(engine, records)])

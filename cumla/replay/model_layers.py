@@ -1,0 +1,249 @@
+"""Attention layers of models in a replay, from hidden states to their output: one of each kind of V4, V3.2 and V4.1.
+
+Hidden states follow from the tokens, as the sparse layers' rows do. A check compares the attention with float64: of the
+queries that the layer computed over the rows that its caches hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.memory import to_host
+from ..dispatch.backends import array_module
+from ..kernels.reference.sparse_attention import attend
+from ..layers.sparse import Observer
+from ..models import STATE_BLOCK_SIZES, DeepseekV4Caches, DeepseekV32Caches, DeepseekV41Caches, DeepseekV41Selection
+from ..models.caches import CacheFormat
+from ..timing import Stopwatch
+from .activations import token_rows
+from .blocks import BLOCK_TOKENS
+from .models import attention_of, is_tiny, reach_of, serving_config, v41_serving
+from .options import MAX_RUNNING, MODEL_LAYERS, MODEL_OF, V4_RATIOS, V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions
+from .scheduler import Sequence
+from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
+from .verify import Sample, cached_rows, measured
+
+PARTS = {"project": "projections"}  # parts whose names mean something else in other layers
+CACHE_FORMAT: CacheFormat = "fp8"  # of V4 and V3.2
+
+
+class Recorded(NamedTuple):
+    """What a step's layer computed for one token.
+
+    q     [h, d], queries
+    o     [h, 512], attention's output, before any inverse rotation
+    rows  rows that the token selected, counted within the request, -1 for none; None where it takes all
+    """
+
+    q: Any
+    o: Any
+    rows: Any
+
+
+class ModelLayer:
+    """One layer with its caches.
+
+    ratio          of its compressed rows
+    attends_alike  whether tokens of prompts use the kernel of decodes
+    recorded       of the last step, by token
+    """
+
+    attends_alike, is_queued, is_checked = False, True, True
+    row_width, ratio = 512, 1
+    caches: Any
+
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0, **formats: Any
+    ) -> None:
+        self.index, self.name, self.model, self.seed = index, name, MODEL_OF[name], options.seed
+        self.xp, self.number = array_module(options.backend), MODEL_LAYERS[self.model].index(name)
+        self.attention = attention_of(
+            self.model, self.number, is_tiny(options), options.heads, options.topk, options.window,
+            options.seed + index, options.backend, reach_of(options, longest), rank, tuple(formats.items()),
+        )  # fmt: skip
+        self.config = self.attention.config
+        self.recorded: dict[int, Recorded] = {}
+
+    def inputs(self, batch: StepBatch, shared: Any, stopwatch: Stopwatch) -> Any:
+        with stopwatch.measure((self.name, "activations")):
+            return self.hidden(batch.token_keys)
+
+    def hidden(self, token_keys: np.ndarray) -> Any:
+        """Hidden states of tokens with these keys, [n, hidden_size] of the layer's activations."""
+        rows = token_rows(token_keys, self.seed, self.index, self.config.hidden_size, self.xp)
+        return rows.astype(self.attention.activations)
+
+    def step(
+        self, batch: StepBatch, hidden: Any, shared: dict[str, Any], observe: Observer, picked: SequenceOf[int] = ()
+    ) -> Any:
+        """Out [num_tokens, hidden_size].
+
+        picked  tokens that will be checked: their copies are queued before the time of the output begins
+        """
+
+        def observed(part: str) -> Any:
+            if part == "output":
+                self.recorded = {token: self._record(batch.num_tokens, token) for token in picked}
+            return observe(PARTS.get(part, part))
+
+        return self.run(batch, hidden, shared[self.model], observed)
+
+    def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
+        return self.attention.step(hidden, self.caches, metadata, observe=observe)
+
+    def _record(self, tokens: int, token: int) -> Recorded:
+        heads = self.config.num_attention_heads
+        q = self.scratch("q", (tokens, heads, self.row_width), self.attention.activations)
+        o = self.scratch("o", (tokens, heads, 512), self.attention.activations)
+        rows = self.selected(tokens)
+        return Recorded(q[token].copy(), o[token].copy(), None if rows is None else rows[token].copy())
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of the last step."""
+        return self.attention.scratch.shaped(name, shape, np.dtype(dtype), self.attention.cos_sin)
+
+    def selected(self, tokens: int) -> Any:
+        """The rows that a step's tokens selected, [tokens, topk] int32; None for a layer without selection."""
+        return None
+
+    def moved(self, batch: StepBatch, hidden: Any, shared: Any) -> dict[str, int]:
+        return {}
+
+    def check(self, step: int, batch: StepBatch, hidden: Any, out: Any, kind: str, token: int) -> Sample:
+        """The attention of one token of a step that has run."""
+        scheduled, position = batch.at(token)
+        rows = self.attended_rows(scheduled.sequence, position, self.rows_of(token, position))
+        q, o = (to_host(x).astype(np.float64) for x in self.recorded[token][:2])
+        sinks = getattr(self.attention, "sinks", None)
+        exact, _, _ = attend(q, rows, None if sinks is None else to_host(sinks), self.scale)
+        kind = "decode" if self.attends_alike else kind
+        largest = float(np.abs(rows).max(initial=1.0)) if kind == "prefill" else 1.0
+        return measured(step, self.name, scheduled.sequence.index, position, kind, o, exact, None, largest)
+
+    @property
+    def scale(self) -> float:
+        return float(512**-0.5)
+
+    def rows_of(self, token: int, position: int) -> np.ndarray:
+        """The rows, counted within the request, that a recorded token attends to in addition to its window."""
+        rows = self.recorded[token].rows
+        if rows is None:
+            return np.arange((position + 1) // self.ratio if self.ratio > 1 else 0)
+        rows = to_host(rows).astype(np.int64)
+        return rows[rows >= 0]
+
+    def attended_rows(self, sequence: Sequence, position: int, rows: np.ndarray) -> np.ndarray:
+        """What the caches hold of the window and of these rows, float64 [n, row_width]."""
+        window = np.arange(max(position - self.config.sliding_window + 1, 0), position + 1)
+        window_layout, layout = self.layouts
+        found = cached_rows(self.caches.window, sequence.slots(window), self.xp, window_layout)
+        if not len(rows):
+            return found
+        slots = sequence.slots(rows, BLOCK_TOKENS // self.ratio)
+        return np.concatenate([found, cached_rows(self.caches.compressed, slots, self.xp, layout)])
+
+    @property
+    def layouts(self) -> tuple[Any, Any]:
+        """Formats of the window's cache and of the compressed rows."""
+        return self.attention.layouts.v4, self.attention.layouts.v4
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the paged caches and states, padding of their pages included."""
+        return sum(cache_bytes(cache) for cache in vars(self.caches).values() if cache is not None)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of a paged cache, padding of its pages included."""
+    return int(cache.shape[0] * cache.strides[0])
+
+
+class V4Layer(ModelLayer):
+    """One layer of V4."""
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
+        super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
+        self.ratio, blocks = V4_RATIOS[name], options.num_blocks
+        states = 0 if self.ratio == 1 else blocks * (BLOCK_TOKENS // STATE_BLOCK_SIZES[self.ratio])
+        serving = serving_config(options, (self.ratio,), longest)
+        self.caches = DeepseekV4Caches.allocate(
+            self.ratio, serving, blocks * SWA_PAGES, blocks, states, CACHE_FORMAT, self.xp
+        )
+
+    def selected(self, tokens: int) -> Any:
+        return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32) if self.ratio == 4 else None
+
+
+class V32Layer(ModelLayer):
+    """One layer of V3.2, which attends to selected latent rows."""
+
+    attends_alike, row_width = True, 576
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
+        super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
+        self.caches = DeepseekV32Caches.allocate(options.num_blocks * SWA_PAGES, SWA_BLOCK, CACHE_FORMAT, self.xp)
+
+    @property
+    def scale(self) -> float:
+        return float(self.config.softmax_scale)
+
+    def selected(self, tokens: int) -> Any:
+        return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32)
+
+    def attended_rows(self, sequence: Sequence, position: int, rows: np.ndarray) -> np.ndarray:
+        return cached_rows(self.caches.rows, sequence.slots(rows), self.xp, self.attention.layouts.v32)
+
+
+@dataclass
+class V41Shared:
+    """What V4.1's layers of one engine share: the selection, and the layers as far as they exist."""
+
+    selection: DeepseekV41Selection
+    layers: list[V41Layer] = field(default_factory=list)
+
+
+class V41Layer(ModelLayer):
+    """One layer of V4.1, with the caches that it owns and its owner's.
+
+    Six layers stand for the model's forty. Two own compressed rows, of ratios 2 and 1; the second of them also chooses
+    candidate blocks, in which the layer after it selects.
+    """
+
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = ()
+    ) -> None:
+        formats: dict[str, Any] = {
+            "cache_format": V41_CACHE_FORMATS[options.v41_layout], "key_format": options.index_keys
+        }  # fmt: skip
+        super().__init__(index, name, options, longest, **formats)
+        serving, blocks = v41_serving(self.config, options, longest), options.num_blocks
+        self.shared = (
+            before[-1].shared if self.number else V41Shared(DeepseekV41Selection(self.config, serving, self.xp))
+        )
+        self.shared.layers.append(self)
+        self.ratio, source = V41_RATIOS[name], self.config.kv_source(self.number)
+        self.owner = self if source is None else self.shared.layers[source]
+        self.caches = DeepseekV41Caches.allocate(
+            self.config, self.number, serving, blocks * SWA_PAGES, blocks if self.ratio else 0, MAX_RUNNING,
+            owner=None if self.owner is self else self.owner.caches, xp=self.xp, **formats,
+        )  # fmt: skip
+
+    def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
+        return self.attention.step(hidden, self.caches, metadata, self.shared.selection, observe=observe)
+
+    def selected(self, tokens: int) -> Any:
+        return self.shared.selection.topk_indices[:tokens] if self.ratio else None
+
+    @property
+    def layouts(self) -> tuple[Any, Any]:
+        return self.attention.layouts.window, self.attention.layouts.compressed
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches that the layer owns, padding of their pages included."""
+        owned = vars(self.caches) if self.owner is self else {"window": self.caches.window}
+        return sum(cache_bytes(cache) for cache in owned.values() if cache is not None)
