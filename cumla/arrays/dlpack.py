@@ -144,7 +144,7 @@ def check_float8_type(name: str, dtype: str) -> None:
 def _borrow_numpy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     if array.__class__ is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{name}: got a masked array, whose mask would be lost, expected a plain one")
+            raise _masked(name, "a masked array")
         array = np.asarray(array)  # slices of a matrix would stay matrices
     return _as_bytes_if_float8(array), not array.flags.writeable
 
@@ -155,6 +155,8 @@ def _borrow_cupy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
 
 def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     torch = sys.modules["torch"]
+    if tensor.__class__ is not torch.Tensor and hasattr(tensor, "get_mask"):
+        raise _masked(name, f"a torch {type(tensor).__name__}")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.layout is not torch.strided:
@@ -178,6 +180,10 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(dtype), False
     return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
+
+
+def _masked(name: str, what: str) -> TypeError:
+    return TypeError(f"{name}: got {what}, whose mask would be lost, expected a plain one")
 
 
 def _freed(name: str, tensor: Any) -> ValueError:
@@ -225,6 +231,8 @@ def _borrow_other(array: Any, name: str, stream: int | None) -> tuple[Any, bool]
 def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     """The only protocol of Numba's device arrays. The consumer must wait for the producer's stream."""
     interface = array.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise _masked(name, f"a {type(array).__name__} with a mask (__cuda_array_interface__)")
     dtype = np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
     shape = tuple(interface["shape"])

@@ -212,6 +212,16 @@ def test_the_cuda_array_interface_is_bounded_too(emulated, changes, message):
         dlpack.borrow(InDeviceMemory(**interface), "kv")
 
 
+def test_a_mask_of_the_cuda_array_interface_is_refused(emulated):
+    """As of columns of a data frame with missing values; a mask of None is none."""
+    interface = {"shape": (24,), "typestr": "<f4", "data": (BUFFER.ctypes.data, False), "version": 3}
+    mask = InDeviceMemory(**interface | {"typestr": "|b1"})
+    message = r"^kv: got a InDeviceMemory with a mask \(__cuda_array_interface__\), whose mask would be lost"
+    with pytest.raises(TypeError, match=message):
+        dlpack.borrow(InDeviceMemory(**interface, mask=mask), "kv")
+    assert dlpack.borrow(InDeviceMemory(**interface, mask=None), "kv").shape == (24,)
+
+
 def test_an_array_that_does_not_say_where_it_is():
     class Silent:
         __dlpack__ = Described(BUFFER).__dlpack__

@@ -5,6 +5,7 @@ import gc
 import pathlib
 import sys
 import types
+import warnings
 import weakref
 from unittest import mock
 
@@ -309,6 +310,16 @@ def test_a_tensor_that_is_elsewhere_than_it_says():
 def test_masks_are_not_lost_in_silence():
     with pytest.raises(TypeError, match="q: got a masked array, whose mask would be lost, expected a plain one"):
         dlpack.borrow(np.ma.masked_equal([1, 2], 2), "q")
+
+
+def test_masked_tensors_are_refused():
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        tensor = torch.masked.masked_tensor(torch.zeros(2), torch.tensor([True, False]))
+    with pytest.raises(TypeError, match="q: got a torch MaskedTensor, whose mask would be lost, expected a plain one"):
+        dlpack.borrow(tensor, "q")
+    dlpack.borrow(torch.nn.Parameter(torch.zeros(2)), "q")
     records = np.zeros(2, np.float32).view(np.recarray)
     assert type(dlpack.borrow(records, "q")) is np.ndarray
 
