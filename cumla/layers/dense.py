@@ -135,7 +135,7 @@ class MLACommonImpl:
         k_c_normed  [T, 512] of q's dtype
         k_pe        [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
         kv_cache    [num_blocks, block_size, 576] of kv_cache_dtype, written. A cache without blocks is not written,
-                    as in a run that profiles memory
+                    as in a run that profiles memory; decodes and prefills with context need one with blocks elsewhere
         attn_metadata  of the step's batch, decodes first; with context_chunk_workspace if prefills have context
         output      [T, num_heads * V] of q's dtype to write instead of allocating
         output_scale  None: the output is not quantised

@@ -10,6 +10,7 @@ from ..dispatch.call import BYTES, INT32, SLOTS, Call
 from ..kernels.types.plan import Workspace
 from ..layout import plain_rows
 from ..metadata.mla import MLACommonMetadata
+from ..metadata.validation import check_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM, VALUE_TYPES, checked_scale
 from ..ops.sparse_attention import check_heads
 from .sparse_validation import check_rows
@@ -63,6 +64,10 @@ def check_forward(
     for name, rows in (("q", native), ("k_c_normed", kv_c), ("k_pe", rope)):
         check_rows(name, rows, used, "tokens")
     check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
+    prefills = metadata.prefill_metadata
+    reads = metadata.num_decode_tokens or (prefills is not None and prefills.context_chunk_seq_tot)
+    if reads and not metadata.is_profile_run:
+        check_pages("kv_cache", call.borrow("kv_cache", kv_cache), 1, "decodes and prefills with context")
     check_metadata(call, layer, metadata, used, native.dtype)
     if output is not None:
         result = call.borrow("output", output, writable=True)

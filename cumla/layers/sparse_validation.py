@@ -20,7 +20,7 @@ from ..metadata.batch import host_integers
 from ..metadata.builder import check_current
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from ..metadata.validation import check_columns
+from ..metadata.validation import check_columns, check_rows_of_longest, check_window_pages
 from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
 from .selection import IndexerInputs, score_bytes
 from .step_arguments import CompressedCache, LayerWorkspace
@@ -70,6 +70,13 @@ def check_step(
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
     check_integers(1, **{"metadata.block_size": metadata.block_size})
     used, positions = tokens_used(metadata), metadata.config.compressed_block_size
+    check_window_pages("swa_cache", swa_cache, metadata.longest)
+    if compressed is not None:
+        page_rows, rows = positions // ratio, metadata.longest // ratio
+        check_rows_of_longest("compressed.cache", compressed.cache, page_rows, rows)
+        if compressed.indexer is not None:
+            keys = getattr(compressed.indexer, "cache", None)
+            check_rows_of_longest("compressed.indexer.cache", keys, page_rows, rows)
     key = call_key(
         "sparse", ratio, metadata.config.has_c1a, backend, used,
         -(-(metadata.longest // max(ratio, 1) * ratio) // positions),

@@ -76,6 +76,23 @@ def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
         )
 
 
+def check_pages(name: str, cache: Any, needed: int, of: str, unit: str = "pages") -> None:
+    """Raise ValueError for a cache [num_blocks, ..] that has fewer pages than needed; other checks are for later."""
+    shape: Any = getattr(cache, "shape", ())
+    if len(shape) and shape[0] < needed:
+        raise ValueError(f"{name}: got {shape[0]} {unit}, expected at least {needed} for {of}")
+
+
+def check_rows_of_longest(name: str, cache: Any, block_size: int, rows: int) -> None:
+    """The same for the rows of the longest sequence: no two of its pages are the same."""
+    check_pages(name, cache, -(-rows // max(block_size, 1)), f"the {rows} rows of the longest sequence")
+
+
+def check_window_pages(name: str, cache: Any, longest: int) -> None:
+    """The same for windows and states, whose earlier pages may be freed: at least one page for a sequence."""
+    check_pages(name, cache, min(longest, 1), f"sequences of up to {longest} tokens")
+
+
 def _check_computed(batch: CommonAttentionMetadata, lens: HostLens) -> None:
     """Raise ValueError where num_computed_tokens_cpu contradicts the lengths of a request that has a query."""
     if batch.num_computed_tokens_cpu is None:

@@ -63,7 +63,6 @@ def formats(cache_format: str) -> Formats:
 
 def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> Any:
     """A zeroed cache: bytes of an FP8 or FP4 layout, or rows of 16- or 32-bit values, [num_blocks, block_size, ..]."""
-    check_integers(0, num_blocks=num_blocks)
     check_integers(1, block_size=block_size)
     if layout.num_scales:
         return layout.allocate(num_blocks, block_size, xp)
@@ -101,11 +100,16 @@ class DeepseekV4Caches:
     ) -> DeepseekV4Caches:
         """Zeroed caches: pages of serving.block_size positions, of serving.compressed_block_size, and of states.
 
-        cache_format  "fp8", "bfloat16", or on the host "float32"
+        blocks             pages of the window
+        compressed_blocks  pages of compressed rows, and of the indexer's keys; state_blocks of states. At least one of
+                           each, except at ratio 1, which has neither
+        cache_format       "fp8", "bfloat16", or on the host "float32"
         """
         check_choice((1, 4, 128), compress_ratio=compress_ratio)
         check_kind(ServingConfig, serving=serving)
         check_optional_size(state_block_size=state_block_size)
+        check_integers(1, blocks=blocks)
+        check_integers(int(compress_ratio > 1), compressed_blocks=compressed_blocks, state_blocks=state_blocks)
         layouts = formats(cache_format)
         window = allocate(layouts.v4, blocks, serving.block_size, xp)
         if compress_ratio == 1:
@@ -116,7 +120,6 @@ class DeepseekV4Caches:
         def states(dim: int) -> Any:
             return xp.zeros((state_blocks, block, (4 if overlap else 2) * dim), np.float32)
 
-        check_integers(0, compressed_blocks=compressed_blocks, state_blocks=state_blocks)
         compressed = allocate(layouts.v4, compressed_blocks, rows, xp)
         if not overlap:
             return cls(window, compressed, states(HEAD_DIM))
@@ -190,6 +193,9 @@ class DeepseekV41Caches:
     ) -> DeepseekV41Caches:
         """Zeroed caches of a layer: pages of serving.block_size positions, of serving.compressed_block_size, and rings.
 
+        blocks        pages of the window
+        compressed_blocks  pages of compressed rows, and of keys, at least one for a layer that owns rows
+        rings         requests at a time, at least one for an owner of ratio 2
         owner         caches of the layer's kv source, whose compressed rows and keys it shares; None for layers that
                       own rows or have none
         cache_format  "fp4": compressed rows in DSV41_FP4, the window's in DSV41_FP8; "fp8": both in DSV41_FP8;
@@ -205,7 +211,10 @@ class DeepseekV41Caches:
         if shares != (owner is not None):
             expected = f"those of layer {source}" if shares else "None"
             raise ValueError(f"owner: got {'None' if owner is None else 'caches'}, expected {expected}")
-        check_integers(0, blocks=blocks, compressed_blocks=compressed_blocks, rings=rings)
+        owns = bool(ratio) and not shares
+        check_integers(1, blocks=blocks)
+        check_integers(int(owns), compressed_blocks=compressed_blocks)
+        check_integers(int(owns and ratio > 1), rings=rings)
         window = allocate(layouts.window, blocks, serving.block_size, xp)
         if owner is not None:
             check_kind(DeepseekV41Caches, owner=owner)
@@ -252,6 +261,7 @@ class DeepseekV32Caches:
         cls, blocks: int, block_size: int = 64, cache_format: CacheFormat = "fp8", xp: Any = np
     ) -> DeepseekV32Caches:
         """Zeroed caches. cache_format  "fp8", "bfloat16", or on the host "float32"."""
+        check_integers(1, blocks=blocks)
         layouts = formats(cache_format)
         return cls(
             allocate(layouts.v32, blocks, block_size, xp),

@@ -13,9 +13,11 @@ from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..metadata.batch import host_integers
 from ..metadata.builder import check_current
 from ..metadata.slots import ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
 from .caches import (
     PLAIN_DTYPES,
     RING_VALUES,
@@ -118,6 +120,13 @@ def check_v4_step(
             f"sliding_window, {layer.config.sliding_window}"
         )
     check_positions(layer, window)
+    check_window_pages("layer_caches.window", caches.window, window.longest)
+    if ratio > 1:
+        rows, page_rows = window.longest // ratio, window.config.compressed_block_size // ratio
+        check_rows_of_longest("layer_caches.compressed", caches.compressed, page_rows, rows if whole else 0)
+        check_rows_of_longest("layer_caches.indexer", caches.indexer, page_rows, rows)
+        for name in ("state", "indexer_state"):
+            check_window_pages(f"layer_caches.{name}", getattr(caches, name), window.longest)
     key = call_key(
         "v4", whole, ratio, layer.backend, layouts.v4.name, layer.cos_sin, hidden_states, topk_indices,
         *vars(caches).values(), window.block_size, window.config.compressed_block_size, window.slot_mapping,
@@ -161,6 +170,9 @@ def check_v32_step(
     check_current("metadata.tokens", metadata.tokens)
     layouts, block_size = layer.layouts, metadata.tokens.block_size
     check_positions(layer, metadata.tokens)
+    longest = metadata.tokens.longest
+    check_rows_of_longest("layer_caches.rows", caches.rows, block_size, longest if whole else 0)
+    check_rows_of_longest("layer_caches.indexer", caches.indexer, block_size, longest)
     key = call_key(
         "v32",
         whole,
@@ -209,6 +221,13 @@ def check_v41_step(
         if got != expected:
             raise ValueError(f"metadata: got {name} {got} in the builder's config, expected the model's {expected}")
     check_positions(layer, window)
+    check_window_pages("layer_caches.window", caches.window, window.longest)
+    if ratio:
+        for name in ("compressed", "indexer"):
+            page_rows = config.compressed_block_size // ratio
+            check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page_rows, window.longest // ratio)
+        if ratio > 1 and layer.mode == "full":
+            check_rings("layer_caches.ring", caches.ring, window)
     arrays: tuple[Any, ...] = ()
     if ratio:
         check_types(selection=(selection, DeepseekV41Selection))
@@ -268,6 +287,15 @@ def check_restart(call: Call, rows: Any, positions: Any) -> None:
         )
     call.optional("layer_caches.restart_rows", rows, FLOAT32, ("rings", RING_VALUES), writable=True)
     call.optional("layer_caches.restart_positions", positions, INT32, ("rings",), writable=True)
+
+
+def check_rings(name: str, ring: Any, window: DeepseekSparseSWAMetadata) -> None:
+    """Raise ValueError for fewer rings than the step has requests with tokens."""
+    requests = window.num_decodes + window.num_prefills
+    if len(getattr(ring, "shape", ())) and ring.shape[0] < requests:  # some may be padding
+        starts = host_integers("metadata.window.query_start_loc_cpu", window.query_start_loc_cpu)[: requests + 1]
+        served = int(np.count_nonzero(np.diff(starts) > 0))
+        check_pages(name, ring, served, f"the {served} requests of the step, a ring each", "rings")
 
 
 def check_tokens(name: str, array: Any, tokens: int) -> None:

@@ -18,7 +18,7 @@ from ..layers.sparse import SparseMLALayer
 from ..layers.sparse_validation import check_has_c128a, check_inserted, check_rows, check_window_step, tokens_used
 from ..metadata.builder import check_current
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from ..metadata.validation import check_columns
+from ..metadata.validation import check_columns, check_rows_of_longest, check_window_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM
 from ..ops.shards import check_shard
 from ..ops.sparse_attention import V_DIM, check_heads
@@ -30,8 +30,9 @@ _SERVED = "ratio 4 or 128, and ratio 0 or 1 without compressed rows"
 
 
 def check_rank_shard(
-    call: Call, comm: Communicator, name: str, rows: Any, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int
-) -> None:
+    call: Call, comm: Communicator, name: str, rows: Any, cache_name: str, cache: Any,
+    metadata: DeepseekSparseSWAMetadata, ratio: int,
+) -> None:  # fmt: skip
     """Raise TypeError or ValueError unless `rows` locates this rank's part of a step's rows in `cache`.
 
     ratio  positions of a row
@@ -44,14 +45,17 @@ def check_rank_shard(
         )
     table = call.array(f"{name}.block_table", rows.block_table, INT32, (-1, -1))
     check_rows(f"{name}.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
-    check_columns(f"{name}.block_table", table, cache.shape[1], shard.local_len(metadata.longest // ratio))
+    rows = shard.local_len(metadata.longest // ratio)
+    check_columns(f"{name}.block_table", table, cache.shape[1], rows)
+    check_rows_of_longest(cache_name, cache, cache.shape[1], rows)
 
 
 def check_rank_rows(
     call: Call, comm: Communicator, rows: RankRows, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int = 1
 ) -> None:
     """The same for the rows of a whole layer, which writes the rows of a step's tokens, padding included."""
-    check_rank_shard(call, comm, "rows", rows, cache, metadata, ratio)
+    name = "layer_caches.rows" if ratio == 1 else "layer_caches.compressed"
+    check_rank_shard(call, comm, "rows", rows, name, cache, metadata, ratio)
     tokens = len(metadata.positions)
     slots = call.array("rows.slot_mapping", rows.slot_mapping, SLOTS, (-1,))
     check_rows("rows.slot_mapping", slots, tokens_used(metadata), "tokens")
@@ -83,13 +87,14 @@ def check_sparse_step(
     if has_rows != (compressed is not None):
         got, expected = ("None", "rows") if compressed is None else ("rows", "None")
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}: ranks serve {_SERVED}")
+    check_window_pages("swa_cache", swa_cache, metadata.longest)
     call, used = Call(backend), tokens_used(metadata)
     q = check_window_step(call, layer, q, k, swa_cache, metadata, used, comm.size if split_heads else 1)
     call.optional("out", out, (q.dtype,), (len(q), q.shape[1], V_DIM), writable=True)
     if compressed is None:
         return
     call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
-    check_rank_shard(call, comm, "compressed", compressed, compressed.cache, metadata, ratio)
+    check_rank_shard(call, comm, "compressed", compressed, "compressed.cache", compressed.cache, metadata, ratio)
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if (compressed.topk_indices is None) != (ratio == C128A_RATIO):
         got, expected = "an array", "None: all rows are taken"

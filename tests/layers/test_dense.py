@@ -503,6 +503,7 @@ WRONG_STEPS = [
     (lambda x: {"k_pe": x["k_pe"].astype(np.float32)}, TypeError, "k_pe: got dtype float32"),
     (lambda x: {"kv_cache": x["kv_cache"][..., :500]}, ValueError, "kv_cache: got shape"),
     (lambda x: {"kv_cache": x["kv_cache"].astype(np.float16)}, TypeError, "kv_cache: got dtype float16"),
+    (lambda x: {"kv_cache": x["kv_cache"][:0]}, ValueError, "kv_cache: got 0 pages, expected at least 1 for decodes"),
     (lambda x: {"output": np.zeros((21, 5), BF16)}, ValueError, "output: got bfloat16"),
     (lambda x: {"attn_metadata": None}, TypeError, "attn_metadata: got NoneType"),
     (changed(slot_mapping=cut("slot_mapping", 20)), ValueError, "attn_metadata.slot_mapping: got 20 entries"),

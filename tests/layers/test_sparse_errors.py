@@ -8,6 +8,7 @@ from metadata.batches import make_batch
 
 import cumla
 from cumla.layers import CompressedCache, SparseMLALayer
+from cumla.layers.selection import IndexerInputs
 from cumla.metadata import (
     CommonAttentionMetadata,
     DeepseekSparseSWAMetadataBuilder,
@@ -74,6 +75,20 @@ def test_arrays_of_metadata(step, name, wrong):
 @pytest.mark.parametrize("wrong", [None, 0, True, 8.0, [8], np.zeros(3, np.int32)])
 def test_page_size_of_metadata(step, wrong):
     raises(step | {"metadata": dataclasses.replace(step["metadata"], block_size=wrong)}, r"^metadata\.block_size: got")
+
+
+def test_caches_without_pages(step):
+    """Rows would be dropped, and nothing attended to."""
+    compressed = step["compressed"]
+    raises(step | {"swa_cache": step["swa_cache"][:0]}, "^swa_cache: got 0 pages, expected at least 1")
+    empty = dataclasses.replace(compressed, cache=compressed.cache[:0])
+    raises(step | {"compressed": empty}, r"^compressed\.cache: got 0 pages, expected at least 1 for the 4 rows of the")
+    indexer = IndexerInputs(
+        np.zeros((6, 1, 128), np.uint8), np.zeros((6, 1), np.float32), cumla.INDEXER_FP8.allocate(1, 64)[:0],
+        DeepseekV32IndexerMetadataBuilder(CONFIG, "reference").build(0, make_batch(HOST, [9, 16], [1, 5])),
+    )  # fmt: skip
+    selecting = dataclasses.replace(compressed, topk_indices=None, indexer=indexer)
+    raises(step | {"compressed": selecting}, r"^compressed\.indexer\.cache: got 0 pages, expected at least 1")
 
 
 @pytest.mark.parametrize(

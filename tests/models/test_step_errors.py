@@ -69,6 +69,11 @@ def none(s):
     return None
 
 
+def first(name, pages):
+    """The first pages of a cache."""
+    return caches(**{name: lambda s: getattr(s.arguments["layer_caches"], name)[:pages]})
+
+
 def rows(layout, block):
     return lambda s: getattr(s.made.layer.layouts, layout).allocate(9, block)
 
@@ -86,6 +91,10 @@ V4_WRONG = {
     "a window of another page": ("layer_caches.window", caches(window=rows("v4", 32)), ValueError),
     "rows of another page": ("layer_caches.compressed", caches(compressed=rows("v4", 32)), ValueError),
     "keys of another page": ("layer_caches.indexer", caches(indexer=rows("indexer", 32)), ValueError),
+    **{
+        f"{name} of no pages": (f"layer_caches.{name}: got 0 pages, expected at least 1", first(name, 0), ValueError)
+        for name in ("window", "compressed", "state", "indexer", "indexer_state")
+    },
     "rows of another format": (
         "layer_caches.compressed", caches(compressed=lambda s: np.zeros((9, 64, 512), BF16)), TypeError
     ),
@@ -122,6 +131,8 @@ V32_WRONG = {
     "no keys": ("layer_caches.indexer", caches(indexer=none), TypeError),
     "rows of another page": ("layer_caches.rows", caches(rows=rows("v32", 32)), ValueError),
     "keys of another page": ("layer_caches.indexer", caches(indexer=rows("indexer", 32)), ValueError),
+    "rows of no pages": ("layer_caches.rows: got 0 pages, expected at least 1", first("rows", 0), ValueError),
+    "keys of no pages": ("layer_caches.indexer: got 0 pages, expected at least 1", first("indexer", 0), ValueError),
     "rows of another format": ("layer_caches.rows", caches(rows=lambda s: np.zeros((9, 64, 576), BF16)), TypeError),
     "no metadata": ("metadata", lambda s: {"metadata": None}, TypeError),
     "the indexer's of another batch": ("metadata.indexer", metadata(indexer=None), ValueError),
@@ -149,6 +160,23 @@ def test_what_does_not_fit_is_named_before_anything_is_written(started, case, wr
     before = of.held()
     with pytest.raises(error, match=name.replace(".", r"\.")):
         of.made.layer.step(**(of.arguments | change(of)))
+    assert of.held() == before
+
+
+@pytest.mark.parametrize(("case", "name", "rows"), [(3, "compressed", 4), (8, "indexer", 4), (13, "rows", 1)])
+def test_fewer_pages_than_the_longest_sequence_has(case, name, rows):
+    """No two pages of a sequence are the same: the host knows that some of its rows cannot be in the cache."""
+    of = Started(case)
+    per_page = of.caches.rows.shape[1] if case == 13 else getattr(of.caches, name).shape[1]
+    long = dataclasses.replace(of.arguments["metadata"])
+    tokens = "tokens" if case == 13 else "window"
+    ratio = {3: 128, 8: 4, 13: 1}[case]
+    window = dataclasses.replace(getattr(long, tokens), longest=2 * per_page * ratio + ratio)
+    before = of.held()
+    with pytest.raises(ValueError, match=f"layer_caches.{name}: got 2 pages, expected at least 3 for the"):
+        of.made.layer.step(
+            **of.arguments | first(name, 2)(of) | {"metadata": dataclasses.replace(long, **{tokens: window})}
+        )
     assert of.held() == before
 
 
@@ -277,10 +305,21 @@ MADE_OF = {
     "another ratio": (lambda: DeepseekV4Caches.allocate(5, SERVING, 1), "compress_ratio: got 5, expected 1, 4 or 128"),
     "a ratio of 0": (lambda: DeepseekV4Caches.allocate(0, SERVING, 1), "compress_ratio: got 0"),
     "no serving": (lambda: DeepseekV4Caches.allocate(4, None, 1), "serving: got None"),
-    "pages below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, -1), "num_blocks: got -1"),
+    "pages below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, -1), "blocks: got -1"),
     "pages of numbers below none": (
-        lambda: DeepseekV4Caches.allocate(4, SERVING, -1, cache_format="float32"), "num_blocks: got -1"
+        lambda: DeepseekV4Caches.allocate(4, SERVING, -1, cache_format="float32"), "blocks: got -1"
     ),
+    **{
+        f"{name} left out, {kind}": (
+            lambda kind=kind, given=given: DeepseekV4Caches.allocate(*given, cache_format=kind),
+            f"{name}: got 0, expected at least 1",
+        )
+        for kind in ("fp8", "bfloat16", "float32")
+        for name, given in (
+            ("blocks", (1, SERVING, 0)), ("compressed_blocks", (4, SERVING, 1)), ("state_blocks", (128, SERVING, 1, 1)),
+        )
+    },
+    "no pages of V3.2": (lambda: DeepseekV32Caches.allocate(0, cache_format="bfloat16"), "blocks: got 0"),
     "compressed pages below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, 1, -1), "compressed_blocks: got -1"),
     "states below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, 1, 1, -1), "state_blocks: got -1"),
     "states of no position": (

@@ -113,6 +113,17 @@ WRONG = {
     "a ring of another capacity": (
         C2A, "layer_caches.ring", caches(ring=lambda s: np.zeros((3, 16, 1024), np.float32)), ValueError
     ),
+    "fewer rings than requests": (
+        C2A, "layer_caches.ring: got 1 rings, expected at least 2 for the 2 requests of the step, a ring each",
+        caches(ring=lambda s: s.given["layer_caches"].ring[:1]),
+    ),
+    **{
+        f"{name} of no pages": (
+            number, f"layer_caches.{name}: got 0 pages, expected at least 1",
+            caches(**{name: lambda s, name=name: getattr(s.given["layer_caches"], name)[:0]}),
+        )
+        for number, name in ((WINDOW, "window"), (C1A, "compressed"), (C2A, "indexer"))
+    },
     "a ring of float64": (C2A, "layer_caches.ring", caches(ring=lambda s: np.zeros((3, 8, 1024))), TypeError),
     "a window of another page": (WINDOW, "layer_caches.window", caches(window=of("window", 32)), ValueError),
     "rows of the other ratio": (C1A, "layer_caches.compressed", caches(compressed=of("compressed", 64)), ValueError),
@@ -331,8 +342,11 @@ def test_a_cache_of_a_layer_says_what_it_does_not_take():
         ({"rings": -1}, "rings: got -1"), ({"blocks": -1}, "blocks: got -1"), ({"layer": 1.5}, "layer: got"),
         ({"cache_format": "fp16"}, "cache_format: got 'fp16'"), ({"serving": None}, "serving: got None of type"),
         ({"compressed_blocks": -1}, "compressed_blocks: got -1"), ({"layer": 5, "owner": 3}, "owner: got 3 of type"),
+        ({"blocks": 0}, "blocks: got 0"), ({"compressed_blocks": 0}, "compressed_blocks: got 0, expected at least 1"),
+        ({"rings": 0}, "rings: got 0, expected at least 1"),
     ):  # fmt: skip
-        arguments = {"config": stack.config, "layer": 1, "serving": stack.serving, "blocks": 2} | given
+        arguments = {"config": stack.config, "layer": C2A, "serving": stack.serving, "blocks": 2}
+        arguments |= {"compressed_blocks": 2, "rings": 1, "cache_format": "float32"} | given
         with pytest.raises((TypeError, ValueError), match=f"^{text}"):
             allocate(**arguments)
 

@@ -288,6 +288,10 @@ def test_a_rank_needs_the_pages_of_its_rows_and_no_more(case):
         narrow = changed(arguments, "rows.block_table", ranked.table[:, : pages - 1])
         with pytest.raises(ValueError, match=f"rows.block_table: got {pages - 1} columns, .* at least {pages} for"):
             ranked.sharded.step(**narrow)
+        name = "compressed" if case == 8 else "rows"
+        few = getattr(arguments["layer_caches"], name)[: pages - 1]
+        with pytest.raises(ValueError, match=f"layer_caches.{name}: got {pages - 1} pages, expected at least {pages}"):
+            ranked.sharded.step(**changed(arguments, f"layer_caches.{name}", few))
         return ranked.sharded.step(**changed(arguments, "rows.block_table", ranked.table[:, :pages]))
 
     want = GoldenLayer(case).out[:61]
@@ -315,6 +319,8 @@ def sparse_arguments(rng, tokens=5, page=64):
 SPARSE = [
     ("compressed.topk_indices", np.zeros((5, 4)), "compressed.topk_indices: got dtype float64"),
     ("compressed.topk_indices", None, "compressed.topk_indices: got None"),
+    ("compressed.cache", cumla.DSV4_FP8.allocate(1, PAGE)[:0], "compressed.cache: got 0 pages, expected at least 1"),
+    ("swa_cache", cumla.DSV4_FP8.allocate(1, 64)[:0], "swa_cache: got 0 pages, expected at least 1"),
     ("compressed.block_table", np.zeros(3, np.int32), "compressed.block_table: got shape"),
     ("compressed.block_table", np.zeros((1, 0), np.int32), "compressed.block_table: got 0 columns"),
     ("compressed.slot_mapping", np.zeros(2, np.int64), "compressed.slot_mapping: got 2 entries, expected 1"),
