@@ -71,6 +71,15 @@ def test_the_newest_block_is_selected_beside_infinite_scores(lab):
 
 
 @pytest.mark.parametrize("block", [8, 5])
+def test_blocks_without_a_score_above_minus_infinity_are_not_selected(lab, block):
+    """However many more are asked for; the newest one always is."""
+    x = np.full((2, 5 * block), -np.inf, np.float32)
+    x[0, 2 * block + 1], x[1, :block] = -1e30, np.nan
+    found = cumla.select_candidate_blocks(lab.put(x), 4, candidate_block_size=block, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), [[2, 4, -1, -1], [4, -1, -1, -1]])
+
+
+@pytest.mark.parametrize("block", [8, 5])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_subnormal_scores_are_compared_by_value(lab, rng, block, gap):
     """On CUDA, where -ftz=true takes them for zeros elsewhere, too: rows at multiples of 16 bytes, and others."""
