@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.replay.activations import token_rows
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
+from cumla.timing import Stopwatch
 from support import replay_oracle, wrong_calls
 
 OPTIONS = ReplayOptions(
@@ -96,6 +98,32 @@ def test_layers_on_a_device(layers):
     assert replay_oracle.failures(records, found) == []
     for layer in options.layers:
         assert {check.what for check in found if check.layer == layer} == COMPARED[layer]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["v4", "v32", "v41"])
+def test_layers_of_published_sizes_on_a_device(layers):
+    options = replace(OPTIONS, backend="cuda", layers=parse_layers(layers), heads=64, topk=64)
+    requests = [TraceRequest(0.0, 290, 14, (0,)), TraceRequest(0.0, 40, 8, (2,))]
+    _, records, found = replay_oracle.run(options, requests)
+    assert replay_oracle.failures(records, found) == []
+    assert {check.layer for check in found if check.what == "output"} == set(options.layers)
+
+
+@pytest.mark.parametrize(
+    "layers", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v41"))]
+)  # fmt: skip
+def test_layers_by_emulated_kernels(here, monkeypatch, layers):
+    """Few tokens, on the host's clock, with hidden states that the host made."""
+    monkeypatch.setattr("cumla.replay.engine.Stopwatch", lambda xp, holds: Stopwatch(np))
+    monkeypatch.setattr("cumla.replay.model_layers.token_rows", lambda *of: here.xp.asarray(token_rows(*of[:-1], np)))
+    options = replace(
+        OPTIONS, backend="cuda", layers=parse_layers(layers), heads=8, window=16, batch_tokens=12, cache_tokens=1024,
+        tiny=True,
+    )  # fmt: skip
+    _, records, found = replay_oracle.run(options, [TraceRequest(0.0, 13, 4, (0,)), TraceRequest(0.0, 5, 3, (1,))])
+    assert replay_oracle.failures(records, found) == []
+    assert {check.what for check in found} >= {"rows", "cost", "output", "queries", "keys", "selection"}
 
 
 def test_a_request_after_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
