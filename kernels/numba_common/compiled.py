@@ -58,9 +58,9 @@ class Compiled(CPUDispatcher):
     def __init__(
         self, py_func: Any, local_types: Any = None, targetoptions: Any = None, pipeline_class: Any = Compiler
     ) -> None:
-        super().__init__(py_func, local_types, targetoptions, pipeline_class)
+        super().__init__(py_func, local_types or {}, targetoptions, pipeline_class)
         self._cache = Cache(py_func, targetoptions)
-        self._inner = CPUDispatcher(py_func, local_types, targetoptions | {"no_cpython_wrapper": True}, pipeline_class)
+        self._inner = CPUDispatcher(py_func, self.locals, targetoptions | {"no_cpython_wrapper": True}, pipeline_class)
 
     @property
     def _numba_type_(self) -> Any:
