@@ -10,9 +10,10 @@ import numpy as np
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.caches import LARGE, sample, token_bytes
-from cumla.bench.problem import BLOCK, Arrays, Problem, Sizes, by_backend, picked, problem_of, repeating_cache
+from cumla.bench.problem import BLOCK, Problem, Sizes, by_backend, calls_of, picked, problem_of
 from cumla.dispatch.call import BFLOAT16
 from cumla.layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
+from cumla.specs import sparse_cache
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class DenseGather:
         return f"bfloat16 {self.requests} x {self.length:,}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, rows = Arrays(sizes), sizes.xp, self.requests * self.length
+        arrays, xp, rows = sizes.inputs(), sizes.xp, self.requests * self.length
         columns, moved = -(-self.length // BLOCK), 2 * rows * MLA_BF16.row_bytes
         sets = sizes.sets(moved)
         caches = [arrays.rows(self.requests * columns, BLOCK, 576) for _ in range(sets)]
@@ -63,27 +64,25 @@ class KeyGather:
         return f"{layout}{self.requests} x {self.length:,}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, layout, rows = Arrays(sizes), sizes.xp, self.layout, self.requests * self.length
+        layout, rows, pages = self.layout, self.requests * self.length, sizes.slots // BLOCK
         moved = 2 * rows * layout.token_bytes
-        cache, sets = repeating_cache(sizes.backend, layout, BLOCK, sizes.slots), sizes.sets(moved)
-        tables = [arrays.integers(len(cache.array), self.requests, -(-self.length // BLOCK)) for _ in range(sets)]
-        keys = [xp.empty((rows, layout.quantized_bytes), np.uint8) for _ in range(sets)]
-        scales = [xp.empty((rows, layout.scale_bytes), np.uint8) for _ in range(sets)]
-        starts = xp.arange(self.requests + 1, dtype=np.int32) * np.int32(self.length)
+        x = sizes.inputs(requests=self.requests, context=self.length, lengths=False, pages=pages)
+        cache = x.repeating(layout)
+        sets = [sparse_cache.gather_keys(x, layout, as_e4m3=False) for _ in range(sizes.sets(moved))]
+        keys, scales, table = (sets[0][name] for name in ("dst_k", "dst_scale", "block_table"))
         which = sample(rows)
         request, row = np.divmod(which, self.length)
-        slots = to_host(tables[0])[request, row // BLOCK].astype(np.int64) * BLOCK + row % BLOCK
+        slots = to_host(table)[request, row // BLOCK].astype(np.int64) * BLOCK + row % BLOCK
         want = token_bytes(layout, cache.base, cache.in_base(slots))
 
         def check(_: Any) -> float:
-            got = [picked(keys[0], which), picked(scales[0], which)]
+            got = [picked(keys, which), picked(scales, which)]
             np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
             return 0.0
 
-        given = [(cache.array, *x, starts) for x in zip(keys, scales, tables, strict=True)]
         return problem_of(
-            self, sizes, by_backend(cumla.cp_gather_indexer_k_quant_cache, given), moved, check,
-            lambda: keys[0].fill(7), copied=rows >= LARGE,
+            self, sizes, calls_of(cumla.cp_gather_indexer_k_quant_cache, sets), moved, check, lambda: keys.fill(7),
+            copied=rows >= LARGE,
         )  # fmt: skip
 
 
@@ -97,7 +96,7 @@ class CopyBlocks:
         return f"{self.pages} pages of DSV4_FP8"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, page_bytes = Arrays(sizes), BLOCK * DSV4_FP8.token_bytes
+        arrays, page_bytes = sizes.inputs(), BLOCK * DSV4_FP8.token_bytes
         moved = 2 * self.pages * page_bytes
         sets = sizes.sets(moved)
         pools = [arrays.rows(2 * self.pages, page_bytes // 2).view(np.uint8) for _ in range(sets)]
@@ -121,7 +120,7 @@ class AdvanceStep:
         return f"{self.sequences} sequences"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp, arrays, count = sizes.xp, Arrays(sizes), self.sequences
+        xp, arrays, count = sizes.xp, sizes.inputs(), self.sequences
         tokens, positions, slots = (xp.zeros(count, np.int64) for _ in range(3))
         sampled = xp.arange(count)[:, None]
         lens, tables = arrays.integers(8191, count) + np.int32(1), arrays.integers(10_000, count, 512)

@@ -10,7 +10,7 @@ import numpy as np
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.dense import BOUND, NOPE, ROPE, SAMPLES, V
-from cumla.bench.problem import Arrays, Problem, Sizes, by_backend, error_within, problem_of
+from cumla.bench.problem import Problem, Sizes, by_backend, error_within, problem_of
 from cumla.bench.step_suites import dense_layer_calls
 from cumla.dispatch.call import BFLOAT16
 from cumla.layout import MLA_BF16
@@ -30,7 +30,7 @@ class DensePrefill:
         return f"h{self.heads} {self.new} x {self.context or self.new}" + ("" if self.context else " causal")
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, new, keys = Arrays(sizes), sizes.xp, self.new, self.context or self.new
+        arrays, xp, new, keys = sizes.inputs(), sizes.xp, self.new, self.context or self.new
         q, kv = arrays.rows(new, self.heads, NOPE + ROPE), arrays.rows(keys, self.heads, NOPE + V)
         k_pe, scale = arrays.rows(keys, ROPE), (NOPE + ROPE) ** -0.5
         starts = [xp.asarray(np.array([0, n], np.int32)) for n in (new, keys)]

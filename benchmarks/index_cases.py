@@ -9,7 +9,8 @@ import numpy as np
 
 from cumla.arrays.memory import to_host
 from cumla.bench.index_maps import CONTEXT, RATIO, SAMPLE, GlobalTopk, Inputs, compared
-from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes, selected_rows
+from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes
+from cumla.specs.measured import selected_rows
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench import peers
 from cumla.bench.indexer_cases import DIM, HEADS, V41_HEADS, Inputs
-from cumla.bench.problem import BLOCK, Peer, Problem, Sizes, by_backend, contexts, problem_of
+from cumla.bench.problem import BLOCK, Peer, Problem, Sizes, by_backend, problem_of
 from cumla.kernels.types.indexer import QueryFormat
+from cumla.specs.measured import contexts
 
 
 @dataclass(frozen=True)

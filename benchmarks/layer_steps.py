@@ -5,11 +5,11 @@ import numpy as np
 
 import cumla
 from cumla.arrays.memory import to_host
-from cumla.bench.problem import repeating_cache
 from cumla.bench.step_suites import batch_of
 from cumla.metadata.builder import ServingConfig
 from cumla.models.caches import DeepseekV4Caches, DeepseekV32Caches
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder, DeepseekV32StepBuilder
+from cumla.specs.measured import repeating_cache
 
 CONTEXT, RATIO, PAGE, COMPRESSED_PAGE = 32_768, 4, 64, 256
 LAYOUTS = {

@@ -39,7 +39,7 @@ import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.indexer_cases import Choice, PagedLogits
 from cumla.bench.peers import deep_gemm
-from cumla.bench.problem import Arrays, Problem
+from cumla.bench.problem import Problem
 from cumla.bench.products import BlockLinear
 from cumla.bench.sparse import Decode
 from cumla.layers.weights import BlockQuantizedWeight
@@ -179,7 +179,7 @@ class Part:
         if self.name in self.model.parts:
             return self.named(self.model.parts[self.name](self.batch).problem(sizes))
         weight, dtype = self.model.products[self.name]
-        weight, arrays = getattr(layer_on("cuda", self.model, self.weights), weight), Arrays(sizes)
+        weight, arrays = getattr(layer_on("cuda", self.model, self.weights), weight), sizes.inputs()
         if isinstance(weight, BlockScaledWeight):
             groups = weight.shape[0] if len(weight.shape) == 3 else 1
             case = BlockLinear(self.batch, *weight.shape[-2:], groups, weight.is_ue8m0)
@@ -222,7 +222,7 @@ class Layer:
         model, config = self.model, self.model.config
         layer, step = layer_on("cuda", model, self.weights), model.step(config, self.batch)
         metadata, caches = step.metadata(None, cupy.asarray, self.batch), step.caches()
-        x = Arrays(sizes).rows(self.batch, config.hidden_size)
+        x = sizes.inputs().rows(self.batch, config.hidden_size)
         out = cupy.empty_like(x)
 
         def check(got):

@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 import cumla
-from cumla.bench.problem import Arrays, Sizes, repeating_cache
+from cumla.bench.problem import Sizes
 from cumla.bounds import DECODE_OUT
 from cumla.dispatch.call import BFLOAT16
 from cumla.parallel import (
@@ -24,6 +24,7 @@ from cumla.parallel import (
     merge_partials,
     shard_queries,
 )
+from cumla.specs.measured import repeating_cache
 
 BLOCK = 64
 SCALE = 192**-0.5
@@ -34,7 +35,7 @@ SIZES = Sizes("cuda")
 
 def random(shape, seed, scale=1.0):
     """bfloat16 on the device; large arrays repeat a million values."""
-    values = Arrays(SIZES, seed).rows(*shape)
+    values = SIZES.inputs(seed).rows(*shape)
     return values if scale == 1.0 else (values.astype(np.float32) * np.float32(scale)).astype(BFLOAT16)
 
 

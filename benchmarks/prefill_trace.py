@@ -17,7 +17,7 @@ import cupy
 import numpy as np
 
 import cumla
-from cumla.bench.problem import Arrays, Sizes
+from cumla.bench.problem import Sizes
 from cumla.bench.sparse import Prefill
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.launch import recorded_launches
@@ -46,7 +46,7 @@ def traced(case: Prefill) -> np.ndarray:
     sparse_kernels._hopper_prefill.cache_clear()
     vars(sparse_kernels)["kernel"] = lambda file, *args, **given: made if file == FILE else kept(file, *args, **given)
     try:
-        arrays = Arrays(Sizes("cuda"))
+        arrays = Sizes("cuda").inputs()
         lists, lens = (cupy.asarray(x) for x in case._lists(arrays.rng))
         call = functools.partial(
             cumla.sparse_mla_prefill, arrays.rows(case.tokens, case.heads, case.width), case.gathered(arrays), lists,

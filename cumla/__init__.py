@@ -66,7 +66,7 @@ __version__ = "0.1.0"
 
 def _small_cases() -> _self_test.SelfTest:
     """The cases of the self-test; imported only when a compiled kernel is to be tested."""
-    from . import self_test
+    from .specs import self_test
 
     return self_test
 

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..arrays import dlpack
 from ..dispatch.formats import DEFAULT_BLOCK_SIZES
@@ -30,19 +30,9 @@ from ..ops import (
     linear,
     norm_rope,
     sparse_attention,
-    sparse_cache,
 )
-
-
-class Result(NamedTuple):
-    """An array that an operation returns: its shape and the name of its dtype."""
-
-    shape: tuple[Any, ...]
-    dtype: str
-
-
-def no_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    return ()
+from ..specs import SPECS
+from ..specs.spec import OperationSpec, Result, dtype_name, no_results, shape
 
 
 @dataclass(frozen=True)
@@ -68,6 +58,11 @@ class Op:
     eager: tuple[str, ...] = ()
     scratch: Callable[[Mapping[str, Any]], int] | None = None
     plan: type[DecodePlan | DenseDecodePlan] | None = DecodePlan
+
+    @classmethod
+    def of(cls, spec: OperationSpec) -> Op:
+        writes = tuple(name for name in spec.writes if name not in spec.eager)
+        return cls(spec.function, writes, spec.given, spec.results, spec.outputs, spec.eager, spec.scratch, spec.plan)
 
     @property
     def name(self) -> str:
@@ -116,14 +111,6 @@ class Op:
             memory = dlpack.borrow(scratch, "scratch", writable=True)
             given |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
         self.function(**arguments, **given)
-
-
-def shape(arguments: Mapping[str, Any], name: str, *axes: str) -> tuple[Any, ...]:
-    """The shape of an array argument. Raises ValueError unless it has one size for each of `axes`."""
-    got = tuple(arguments[name].shape)
-    if len(got) != len(axes):
-        raise ValueError(f"{name}: got shape {got}, expected [{', '.join(axes)}]")
-    return got
 
 
 def padded(count: Any, multiple: int) -> Any:
@@ -181,10 +168,6 @@ def prefill_scratch(arguments: Mapping[str, Any]) -> int:
         tokens = arguments.get("block_size") or DEFAULT_BLOCK_SIZES["DSV4_FP8"]
         rows *= tokens if len(kv.shape) == 2 else kv.shape[1]
     return sparse_attention.workspace_bytes(arguments.get("precision"), rows, heads, width, quantized)
-
-
-def dtype_name(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
 
 
 def varlen_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
@@ -314,10 +297,7 @@ def indexer_topk_scratch(arguments: Mapping[str, Any]) -> int:
 OPS = {
     op.name: op
     for op in (
-        Op(sparse_cache.quantize_and_insert_k_cache, writes=("k_cache",)),
-        Op(sparse_cache.dequantize_and_gather_k_cache, writes=("out",)),
-        Op(sparse_cache.indexer_k_quant_and_cache, writes=("kv_cache",)),
-        Op(sparse_cache.cp_gather_indexer_k_quant_cache, writes=("dst_k", "dst_scale")),
+        *(Op.of(spec) for spec in SPECS.values() if spec.compiled),
         Op(indexer.fused_indexer_q_rope_quant, results=queries_results, outputs=("out",)),
         Op(indexer.fp8_mqa_logits, results=logits_results, outputs=("out",)),
         Op(indexer.fp8_paged_mqa_logits, results=paged_logits_results, outputs=("out",)),

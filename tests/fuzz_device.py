@@ -16,7 +16,8 @@ from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 from cumla.ops.sparse_attention import PARTNERS
-from support import operations
+from cumla.specs.inputs import TINY
+from support import fuzzed, operations
 from support.indexing import anything, anything_like
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
@@ -25,7 +26,6 @@ ATTENDED = (
     cumla.DSV4_FP8, cumla.V32_FP8, cumla.V32_NOPE_FP8, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.DSV4_BF16,
     cumla.MLA_BF16,
 )  # fmt: skip
-LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
@@ -77,11 +77,17 @@ class Fuzz:
             x[self.rng.random(x.shape[:-1]) < 0.1] = self.choose(np.nan, np.inf, -np.inf)
         return self.put(anything_like(self.rng, x))
 
-    def examples(self, files):
-        """Every example of the operations whose kernels these files have: every shape, new operations included."""
+    def examples(self, files, sizes=(TINY, None)):
+        """Every variant of the operations whose kernels these files have, new ones included. sizes: None is random."""
         for example in operations.EXAMPLES.values():
-            if example.kernels in files:
-                arguments = operations.arguments_of(example, int(self.rng.integers(2**32)))
+            if example.kernels not in files:
+                continue
+            seed = int(self.rng.integers(2**32))
+            if hasattr(example, "spec"):
+                for size in sizes:
+                    fuzzed.call(example.spec, example.of_variant, self.backend, seed, size)
+            else:
+                arguments = operations.arguments_of(example, seed)
                 given = {name: self.like(x) for name, x in arguments.items()}
                 operations.called(example)(**given, backend=self.backend)
 
@@ -96,25 +102,6 @@ class Fuzz:
         blocks, block_size = int(self.rng.integers(1, 4)), int(self.choose(1, 2, 53, 64))
         pages = self.rng.integers(0, 256, (blocks, block_size * layout.token_bytes), np.uint8)
         return self.put(pages, self.choose(0, 1, 16)), blocks, block_size
-
-    def insert(self):
-        layout = self.choose(*LAYOUTS)
-        pages, blocks, block_size = self.cache(layout)
-        tokens = int(self.rng.integers(0, 70))
-        cumla.quantize_and_insert_k_cache(
-            self.rows(tokens, layout.head_dim), pages, self.slots(tokens, blocks * block_size), block_size,
-            layout=layout, backend=self.backend,
-        )  # fmt: skip
-
-    def gather(self):
-        layout = self.choose(*LAYOUTS)
-        pages, _, block_size = self.cache(layout)
-        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
-        out = cupy.empty((requests, rows, layout.head_dim), self.choose(BF16, np.float16, np.float32))
-        cumla.dequantize_and_gather_k_cache(
-            out, pages, self.ints(requests), self.choose(None, self.ints(requests)), self.ints(requests, columns),
-            block_size, int(self.rng.integers(0, rows + 1)), layout=layout, backend=self.backend,
-        )  # fmt: skip
 
     def concat(self):
         blocks, block_size, tokens = 3, int(self.choose(1, 53, 64)), int(self.rng.integers(0, 40))
@@ -133,15 +120,6 @@ class Fuzz:
         cumla.gather_cache(
             cache, cupy.empty((rows, width), self.choose(np.uint8, np.float32, BF16)), self.ints(requests, columns),
             self.ints(requests + 1), requests, self.choose(None, self.ints(requests)), backend=self.backend,
-        )  # fmt: skip
-
-    def gather_indexer(self):
-        pages, _, block_size = self.cache(cumla.INDEXER_FP8)
-        cache = cumla.INDEXER_FP8.view(pages, block_size)
-        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
-        cumla.cp_gather_indexer_k_quant_cache(
-            cache, cupy.empty((rows, 128), np.uint8), cupy.empty((rows, 4), np.uint8), self.ints(requests, columns),
-            self.ints(requests + 1), backend=self.backend,
         )  # fmt: skip
 
     def copies(self):
@@ -441,11 +419,8 @@ class Fuzz:
         self.dense()
 
     def caches(self):
-        self.insert()
-        self.gather()
         self.concat()
         self.gather_rows()
-        self.gather_indexer()
         self.copies()
         self.advance()
         self.indices()

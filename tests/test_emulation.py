@@ -11,7 +11,7 @@ from cumla.kernels.cuda import dense_attention, projection
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
 from cumla.kernels.reference.projection import dequantized
-from cumla.self_test import check_case
+from cumla.specs.self_test import check_case
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
 from support.bounds import assert_decode, assert_prefill, largest_values

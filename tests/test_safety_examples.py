@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.specs.inputs import TINY
 from support import operations
 from support.guarded import Guarded
 from support.indexing import anything_like
@@ -95,5 +96,5 @@ def test_every_operation_is_fuzzed_on_devices(monkeypatch):
     for name in OPERATIONS:
         monkeypatch.setattr(cumla, name, noted(getattr(cumla, name)))
     for files in script["OPS"].values():
-        script["Fuzz"]("cuda", seed=0).examples(files)
+        script["Fuzz"]("cuda", seed=0).examples(files, (TINY,))
     assert called == OPERATIONS

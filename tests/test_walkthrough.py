@@ -19,8 +19,8 @@ COPIED = ("cumla", "interop", "kernels", "tests", "docs", "pyproject.toml")
 CHECK = """
 from cumla.bench import caches
 from cumla.bench.problem import Sizes
-from cumla.self_test import check_case, index_cases
-(case,) = (case for case in index_cases.CASES if case.op == "count_valid_slots")
+from cumla.specs.self_test import CASES, check_case
+(case,) = (case for case in CASES if case.op == "count_valid_slots")
 print(check_case(case, "cpu", 0))
 problem = caches.CountValidSlots(9).problem(Sizes("cpu"))
 for name, (_, calls) in problem.impls.items():

@@ -35,6 +35,7 @@ LAYERS = (
     "cumla.models",
     "cumla.parallel",
     "cumla.self_test",
+    "cumla.specs",
     "cumla",
     "cumla.interop",
     "cumla.replay",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,34 +14,15 @@ from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, CacheLayout
+from ..specs import sparse_cache
+from ..specs.inputs import Inputs
+from ..specs.measured import Measured
 from . import peers
-from .problem import (
-    BLOCK,
-    WINDOW,
-    Arrays,
-    Peer,
-    Problem,
-    Sizes,
-    by_backend,
-    contexts,
-    error_within,
-    kind_of,
-    picked,
-    problem_of,
-    repeating_cache,
-)
+from .problem import BLOCK, Peer, Problem, Sizes, by_backend, calls_of, error_within, kind_of, picked, problem_of
 
 SAMPLE = 100  # rows that are compared with the reference
 LARGE = 4096  # from so many tokens a copy is measured as well, and pages are filled in order, as prompts fill them
 POSITIONS = 8192
-
-
-def slots_of(arrays: Arrays, tokens: int, blocks: int) -> Any:
-    """int64 [tokens]: of decodes, each in a page anywhere, or of prompts, which fill pages."""
-    if tokens < LARGE:
-        return arrays.xp.asarray(arrays.rng.permutation(blocks * BLOCK)[:tokens])
-    pages = arrays.rng.permutation(blocks)[:, None] * BLOCK
-    return arrays.xp.asarray((pages + np.arange(BLOCK)).reshape(-1)[:tokens])
 
 
 def sample(count: int) -> np.ndarray:
@@ -76,40 +57,39 @@ class Insert:
         return f"{'bfloat16' if self.layout is MLA_BF16 else self.layout.name} T={self.tokens}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        layout, arrays, call = self.layout, Arrays(sizes), getattr(cumla, self.op)
+        layout, call = self.layout, getattr(cumla, self.op)
         moved = self.tokens * (2 * layout.head_dim + layout.token_bytes + 8)
-        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
-        widths = (512, 64) if layout is MLA_BF16 else (layout.head_dim,)
-        rows = [[arrays.rows(self.tokens, width) for width in widths] for _ in range(sets)]
-        caches = [_allocated(layout, blocks, sizes.xp) for _ in range(sets)]
-        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
-        options: dict[str, Any] = {"layout": layout} if self.op == "quantize_and_insert_k_cache" else {}
-        if layout is INDEXER_MXFP4:
-            options["quant_block_size"] = layout.scale_tile
-        which = sample(self.tokens)
-        cache = _allocated(layout, -(-len(which) // BLOCK), np)
-        call(*(to_host(x)[which] for x in rows[0]), cache, np.arange(len(which)), **options, backend="reference")
-        want = token_bytes(layout, cache, np.arange(len(which)))
+        inputs = sizes.inputs(rows=self.tokens, pages=-(-self.tokens // BLOCK) + 8)
+        sets = [self.arguments(inputs) for _ in range(sizes.sets(moved))]
+        names = [name for name in sets[0] if hasattr(sets[0][name], "shape")]
+        *read, written, where = names
+        cache, slots, which = sets[0][written], to_host(sets[0][where]), sample(self.tokens)
+        few = Measured("reference", replace(inputs.size, pages=-(-len(which) // BLOCK))).new_cache(layout)
+        own = {name: to_host(sets[0][name])[which] for name in read}
+        call(**{**sets[0], **own, written: few, where: np.arange(len(which))}, backend="reference")
+        want = token_bytes(layout, few, np.arange(len(which)))
 
         def check(_: Any) -> float:
-            np.testing.assert_array_equal(token_bytes(layout, caches[0], to_host(slots[0])[which]), want)
+            np.testing.assert_array_equal(token_bytes(layout, cache, slots[which]), want)
             return 0.0
 
-        given = [(*x, *more) for x, *more in zip(rows, caches, slots, strict=True)]
+        given = [[x[name] for name in names] for x in sets]
         theirs = {
             INDEXER_FP8: Peer("vllm", peers.VLLM_KEYS, peers.vllm_insert_keys, given),
             MLA_BF16: Peer("vllm", peers.VLLM_CONCAT, peers.vllm_concat, given),
         }
         return problem_of(
-            self, sizes, by_backend(call, given, **options), moved, check, lambda: caches[0].fill(0xA5),
-            peer=theirs.get(layout), copied=self.tokens >= LARGE,
+            self, sizes, calls_of(call, sets), moved, check, lambda: cache.fill(0xA5),
+            peer=theirs.get(layout),
+            copied=self.tokens >= LARGE,
         )  # fmt: skip
 
-
-def _allocated(layout: CacheLayout, blocks: int, xp: Any) -> Any:
-    """A cache as calls take it."""
-    cache = layout.allocate(blocks, BLOCK, xp)
-    return cache.view(BFLOAT16) if layout is MLA_BF16 else cache
+    def arguments(self, x: Inputs) -> dict[str, Any]:
+        if self.layout is MLA_BF16:
+            k, k_pe, cache = x.rows(self.tokens, 512), x.rows(self.tokens, 64), x.new_cache(self.layout)
+            return {"kv_c": k, "k_pe": k_pe, "kv_cache": cache, "slot_mapping": x.slots(self.tokens)}
+        keys = self.op == "indexer_k_quant_and_cache"
+        return (sparse_cache.insert_keys if keys else sparse_cache.insert)(x, self.layout)
 
 
 @dataclass(frozen=True)
@@ -125,13 +105,14 @@ class QueryNormInsert:
         return f"h{self.heads} T={self.tokens}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp, arrays, layout = sizes.xp, Arrays(sizes), DSV4_FP8
+        xp, layout = sizes.xp, DSV4_FP8
         moved = self.tokens * (4 * self.heads * 512 + 2 * 512 + layout.token_bytes + 16)
         sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
+        arrays = sizes.inputs(pages=blocks)
         q = [arrays.rows(self.tokens, self.heads, 512) for _ in range(sets)]
         kv = [arrays.rows(self.tokens, 512) for _ in range(sets)]
         caches = [layout.allocate(blocks, BLOCK, xp) for _ in range(sets)]
-        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
+        slots = [arrays.slots(self.tokens) for _ in range(sets)]
         positions = xp.asarray(arrays.rng.integers(0, POSITIONS, self.tokens))
         angles = np.arange(POSITIONS)[:, None] * 10000.0 ** (-np.arange(32) / 32)
         table = xp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
@@ -174,36 +155,32 @@ class Gather:
         return f"{layout}{self.requests} x {self.length:,}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, layout = Arrays(sizes), sizes.xp, self.layout
-        lens = np.full(self.requests, self.length, np.int32)
-        gather_lens = None
-        if self.lengths:
-            lens = contexts(arrays.rng, self.requests, self.length)
-            gather_lens = np.minimum(lens, lens // 4 + WINDOW - 1)
+        layout, pages = self.layout, sizes.slots // BLOCK
+        x = sizes.inputs(requests=self.requests, context=self.length, lengths=self.lengths, pages=pages)
+        lens, gather_lens = x.contexts
         count = lens if gather_lens is None else gather_lens
         moved = int(count.sum()) * (2 * layout.head_dim + layout.token_bytes)
-        cache = repeating_cache(sizes.backend, layout, BLOCK, sizes.slots)
-        columns, sets = -(-self.length // BLOCK), sizes.sets(moved)
-        tables = [arrays.integers(len(cache.array), self.requests, columns) for _ in range(sets)]
-        outs = [xp.empty((self.requests, int(count.max()), layout.head_dim), BFLOAT16) for _ in range(sets)]
-        put = xp.asarray(lens), None if gather_lens is None else xp.asarray(gather_lens)
+        cache = x.repeating(layout)
+        sets = [sparse_cache.gather(x, layout) for _ in range(sizes.sets(moved))]
+        out, table = sets[0]["out"], to_host(sets[0]["block_table"])
         tail = np.minimum(count, 16)
         want = np.zeros((self.requests, 16, layout.head_dim), BFLOAT16)
         cumla.dequantize_and_gather_k_cache(
-            want, cache.base, lens, tail, to_host(tables[0]) % len(cache.base), BLOCK, 0, layout=layout,
-            backend="reference",
-        )  # fmt: skip
+            want, cache.base, lens, tail, table % len(cache.base), BLOCK, 0, layout=layout, backend="reference"
+        )
 
         def check(_: Any) -> float:
             for request, (end, rows) in enumerate(zip(count, tail, strict=True)):
-                np.testing.assert_array_equal(to_host(outs[0][request, end - rows : end]), want[request, :rows])
+                np.testing.assert_array_equal(to_host(out[request, end - rows : end]), want[request, :rows])
             return 0.0
 
-        given = [(out, cache.array, *put, table) for out, table in zip(outs, tables, strict=True)]
-        theirs = Peer("vllm", peers.vllm_gather_name(), peers.vllm_gather, [(*x, BLOCK) for x in given])
+        names = "out", "k_cache", "seq_lens", "gather_lens", "block_table", "block_size"
+        theirs = Peer(
+            "vllm", peers.vllm_gather_name(), peers.vllm_gather, [[given[name] for name in names] for given in sets]
+        )
         return problem_of(
-            self, sizes, by_backend(cumla.dequantize_and_gather_k_cache, given, layout=layout), moved, check,
-            lambda: outs[0].fill(7), peer=theirs if layout is DSV4_FP8 else None, copied=int(count.sum()) >= LARGE,
+            self, sizes, calls_of(cumla.dequantize_and_gather_k_cache, sets), moved, check, lambda: out.fill(7),
+            peer=theirs if layout is DSV4_FP8 else None, copied=int(count.sum()) >= LARGE,
         )  # fmt: skip
 
 

@@ -14,21 +14,9 @@ from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT
 from ..dispatch.call import BFLOAT16
 from ..layout import MLA_BF16
+from ..specs.measured import contexts
 from . import peers
-from .problem import (
-    BLOCK,
-    Arrays,
-    Calls,
-    Peer,
-    Problem,
-    Sizes,
-    by_backend,
-    contexts,
-    error_within,
-    first,
-    kind_of,
-    problem_of,
-)
+from .problem import BLOCK, Calls, Peer, Problem, Sizes, by_backend, error_within, first, kind_of, problem_of
 
 SETS, SAMPLES = 4, 4
 NOPE, ROPE, V = 128, 64, 128  # of a head
@@ -50,7 +38,7 @@ class DenseDecode:
         return f"h{self.heads} b{self.batch} of {self.context}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, columns = Arrays(sizes), sizes.xp, -(-self.context // BLOCK)
+        arrays, xp, columns = sizes.inputs(), sizes.xp, -(-self.context // BLOCK)
         cache = arrays.rows(max(sizes.slots // BLOCK, columns), BLOCK, MLA_BF16.head_dim)
         lens = np.full(self.batch, self.context, np.int32)
         if self.lengths:

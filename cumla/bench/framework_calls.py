@@ -22,7 +22,7 @@ from ..arrays.memory import to_host
 from ..dispatch import backends
 from ..layout import DSV4_FP8
 from .peers import FLASH_MLA_DECODE, has_peer
-from .problem import BLOCK, Arrays, Calls, Problem, Sizes, kind_of
+from .problem import BLOCK, Calls, Problem, Sizes, kind_of
 from .sparse import Decode, DecodeInputs
 
 INSERT, MAP, DECODE = "insert", "map", "decode"
@@ -90,7 +90,7 @@ class FrameworkCall:
 
     def operands(self, sizes: Sizes) -> tuple[Operands, int]:
         """And how many bytes the call moves."""
-        arrays, xp, batch = Arrays(sizes), sizes.xp, self.batch
+        arrays, xp, batch = sizes.inputs(), sizes.xp, self.batch
         if self.name == INSERT:
             slots = xp.asarray(arrays.rng.permutation(sizes.slots)[:batch])
             given = [arrays.rows(batch, 512), arrays.cache(DSV4_FP8), slots]

@@ -11,25 +11,18 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
+from ..specs.measured import Measured, contexts, selected_rows
 from . import peers
-from .problem import (
-    BLOCK,
-    Arrays,
-    Peer,
-    Problem,
-    Sizes,
-    by_backend,
-    contexts,
-    kind_of,
-    problem_of,
-    selected_rows,
-)
+from .problem import BLOCK, Peer, Problem, Sizes, by_backend, kind_of, problem_of
 
 RATIO, CONTEXT = 4, 32_768  # positions that a request has before this step
 SAMPLE = 48  # tokens that are compared with the reference backend
 
 
-class Inputs(Arrays):
+class Inputs(Measured):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes.backend, sizes.inputs().size)
+
     def array(self, values: Any) -> Any:
         return self.xp.asarray(np.asarray(values, np.int32))
 

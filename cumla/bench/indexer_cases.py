@@ -17,8 +17,9 @@ import cumla
 
 from ..arrays.memory import to_host
 from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
+from ..specs.measured import contexts
 from . import peers
-from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
+from .problem import BLOCK, Peer, Problem, Sizes, by_backend, kind_of, problem_of
 
 HEADS, V41_HEADS, DIM = 64, 32, 128
 MOST_PAGES = 1 << 14  # of random keys
@@ -31,7 +32,7 @@ class Inputs:
     """Random operands of scores, on the device where they are large."""
 
     def __init__(self, sizes: Sizes, seed: int = 0) -> None:
-        self.sizes, self.xp, self.arrays = sizes, sizes.xp, Arrays(sizes, seed)
+        self.sizes, self.xp, self.arrays = sizes, sizes.xp, sizes.inputs(seed)
 
     def e4m3(self, *shape: int) -> Any:
         """Bytes of numbers from -1.75 to 1.75, none of them NaN."""

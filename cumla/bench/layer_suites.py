@@ -16,7 +16,7 @@ from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8
 from ..metadata.slots import ring_capacity
 from .caches import QueryNormInsert, sample
-from .problem import BLOCK, Arrays, Problem, Sizes, by_backend, error_within, picked, problem_of
+from .problem import BLOCK, Problem, Sizes, by_backend, error_within, picked, problem_of
 
 HEAD_DIM, ROPE_DIM, POSITIONS, CONTEXT = 512, 64, 8192, 4096
 STATE_BLOCK = {4: 4, 128: 8}  # tokens of a page of states, by ratio
@@ -39,7 +39,7 @@ class Compress:
         return f"ratio {self.ratio}, {self.tokens:,} tokens, {'a prompt' if self.prompt else 'decodes'}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, tokens, ratio = Arrays(sizes), sizes.xp, self.tokens, self.ratio
+        arrays, xp, tokens, ratio = sizes.inputs(), sizes.xp, self.tokens, self.ratio
         state_block, overlap = STATE_BLOCK[ratio], 2 if ratio == 4 else 1
         requests, window, width = 1 if self.prompt else tokens, overlap * ratio, 2 * overlap * HEAD_DIM
         each = np.arange(tokens)
@@ -102,7 +102,7 @@ class CompressLatents:
         return f"ratio {self.ratio}, {self.tokens:,} tokens, {what}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, tokens, ratio = Arrays(sizes), sizes.xp, self.tokens, self.ratio
+        arrays, xp, tokens, ratio = sizes.inputs(), sizes.xp, self.tokens, self.ratio
         each = tokens if self.prompt else self.each
         requests, capacity = tokens // each, ring_capacity(each - 1 if each < 8 else 0)
         first = np.zeros(requests, np.int64) if self.prompt else CONTEXT + np.arange(requests)
@@ -170,7 +170,7 @@ class InverseRope:
         return f"{self.tokens:,} tokens, {self.heads} heads, in place"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, which = Arrays(sizes), sample(self.tokens)
+        arrays, which = sizes.inputs(), sample(self.tokens)
         shape = self.tokens, self.heads, HEAD_DIM
         outs = [arrays.rows(*shape) for _ in range(sizes.sets(2 * int(np.prod(shape)), 3))]
         before, positions, table = outs[0].copy(), sizes.xp.arange(self.tokens), _rotation(sizes)
@@ -202,7 +202,7 @@ class Merge:
         return f"T {self.tokens} h{self.heads}" + ("" if self.width == HEAD_DIM else f" d{self.width}")
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, which = Arrays(sizes), sizes.xp, sample(self.tokens)
+        arrays, xp, which = sizes.inputs(), sizes.xp, sample(self.tokens)
         shape, sums = (self.tokens, self.heads, self.width), (self.heads, self.tokens)
         moved, given = 3 * self.tokens * self.heads * (2 * self.width + 4), []
         for _ in range(sizes.sets(moved)):

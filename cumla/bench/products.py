@@ -18,7 +18,7 @@ from ..layers.weights import E4M3
 from ..models.products import multiply_groups
 from . import peers
 from .indexer_cases import Inputs
-from .problem import Arrays, Calls, Peer, Problem, Sizes, by_backend, error_within, problem_of
+from .problem import Calls, Peer, Problem, Sizes, by_backend, error_within, problem_of
 
 BLOCK = 128
 CHECKED_ROWS = 300  # of the weights
@@ -49,7 +49,7 @@ class BlockLinear:
         return f"{self.tokens} tokens, {groups}{self.rows} x {self.columns}{scales}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        inputs, arrays, xp = Inputs(sizes), Arrays(sizes), sizes.xp
+        inputs, arrays, xp = Inputs(sizes), sizes.inputs(), sizes.xp
         size = self.groups * self.rows * self.columns
         shape = self.groups, self.rows, self.columns
         codes = [inputs.e4m3(*shape) for _ in range(sizes.sets(size, MOST_SETS))]

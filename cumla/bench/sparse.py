@@ -22,26 +22,21 @@ from ..bounds import DECODE_OUT, PREFILL_FP8_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
 from ..ops.sparse_attention import PARTNERS, workspace_bytes
+from ..specs.measured import Measured, RepeatingCache, contexts, repeating_cache, selected_rows, window_lists
 from . import peers
 from .problem import (
     BLOCK,
     CHECKED,
     WINDOW,
-    Arrays,
     Calls,
     Peer,
     Problem,
-    RepeatingCache,
     Sizes,
     by_backend,
-    contexts,
     error_within,
     first,
     kind_of,
     problem_of,
-    repeating_cache,
-    selected_rows,
-    window_lists,
 )
 
 SETS, PREFILL_SETS = 4, 2
@@ -114,7 +109,7 @@ class DecodeInputs:
 
     def __init__(self, case: Decode, sizes: Sizes, seed: int) -> None:
         self.case, self.sizes = case, sizes
-        arrays, xp = Arrays(sizes, seed), sizes.xp
+        arrays, xp = sizes.inputs(seed), sizes.xp
         slots = case.slots or sizes.slots
         blocks = (case.block_size, case.extra_block_size)[: 2 if case.extra else 1]
         self.caches: list[RepeatingCache] = [
@@ -243,7 +238,7 @@ class Prefill:
         return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}{products}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp = Arrays(sizes), sizes.xp
+        arrays, xp = sizes.inputs(), sizes.xp
         kv = self.gathered(arrays)
         out = (
             xp.empty((self.tokens, self.heads, 512), BFLOAT16),
@@ -273,7 +268,7 @@ class Prefill:
             peer=Peer("flash_mla", peers.FLASH_MLA_PREFILL, peers.flash_mla_prefill, sets),
         )  # fmt: skip
 
-    def gathered(self, arrays: Arrays) -> Any:
+    def gathered(self, arrays: Measured) -> Any:
         """The rows."""
         return arrays.rows(self.rows, self.width)
 

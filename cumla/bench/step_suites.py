@@ -25,7 +25,7 @@ from ..metadata import (
 )
 from ..ops.sparse_attention import PARTNERS
 from .dense import NOPE, ROPE, V
-from .problem import BLOCK, WINDOW, Arrays, Problem, Sizes, problem_of
+from .problem import BLOCK, WINDOW, Problem, Sizes, problem_of
 from .sparse import WINDOWED
 
 PAGE = 256  # positions of a page of a compressed cache
@@ -65,7 +65,7 @@ def layers(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _sparse_layer(sizes: Sizes, ratio: int, batch: int) -> Problem:
-    xp, arrays = sizes.xp, Arrays(sizes)
+    xp, arrays = sizes.xp, sizes.inputs()
     config = ServingConfig(
         window_size=sizes.topk, compress_ratios=(ratio,), num_heads=sizes.heads, block_size=BLOCK,
         index_topk=sizes.extra, compressed_block_size=PAGE, max_num_batched_tokens=batch, max_num_seqs=batch,
@@ -112,7 +112,7 @@ def dense_layer_calls(
     sets: int = SETS,
 ) -> list[Callable[[], Any]]:  # fmt: skip
     """Steps of a dense layer. workspace: tokens of context that it gathers at a time."""
-    xp, arrays, tokens = sizes.xp, Arrays(sizes), sum(query_lens)
+    xp, arrays, tokens = sizes.xp, sizes.inputs(), sum(query_lens)
     config = MLAConfig(
         block_size=BLOCK, num_heads=heads, max_num_batched_tokens=tokens, max_num_seqs=len(seq_lens),
         max_model_len=max(seq_lens),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..dispatch import backends
 from ..errors import InputError
-from ..self_test import CASES, Case, Outcome, check_case
+from ..specs.self_test import CASES, Case, Outcome, check_case
 from ..terminal import Progress, say
 
 NUMBER_WIDTH = len("1.2e-05 of 1.2e-05")

@@ -11,7 +11,8 @@ from ..errors import InputError
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, CacheLayout
 from ..ops.sparse_attention import V_DIM
 from ..replay.options import FORMATS, V41_LAYOUT
-from ..self_test import Case
+from ..specs.inputs import Size
+from ..specs.self_test import Case
 
 # Cases that are for other kinds of models, by what their variant begins with.
 FOREIGN = {
@@ -60,6 +61,12 @@ class Model:
     def index_formats(self) -> tuple[CacheLayout, ...]:
         """Formats that the cache of index keys may have."""
         return (INDEXER_FP8, INDEXER_MXFP4) if self.kind == "v41" else (INDEXER_FP8,)
+
+    def size(self, batch: int, block_size: int) -> Size:
+        """Of a step of `batch` requests."""
+        pages = 4
+        context = pages * block_size
+        return Size(batch, min(batch, context), self.heads, context, block_size, pages)
 
     @property
     def decode_tokens(self) -> int:

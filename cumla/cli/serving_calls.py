@@ -18,6 +18,8 @@ from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from ..specs import sparse_cache
+from ..specs.served import Served
 from .served_model import Model
 
 
@@ -60,11 +62,11 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
     def slots(*shape: int) -> Any:
         return xp.asarray(np.random.default_rng(0).integers(0, tokens, shape).astype(np.int32))
 
+    x = Served(backend, model.size(batch, block_size))
     for dtype in (np.int64, np.int32):
-        k, mapping = rows(min(batch, tokens), layout.head_dim), xp.arange(min(batch, tokens), dtype=dtype)
-        for x, cache in caches.items():
-            insert = functools.partial(quantize_and_insert_k_cache, k, cache, mapping, layout=x, backend=backend)
-            yield "insert", insert
+        for of_cache in caches:
+            given = sparse_cache.insert(x, of_cache, slots=dtype)
+            yield "insert", functools.partial(quantize_and_insert_k_cache, **given, backend=backend)
     q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
     window: dict[str, Any] = {}
     widths: list[tuple[int, int | None]] = [(model.topk, None)]
@@ -78,18 +80,17 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
                 "extra_k_cache": caches[second], "extra_indices": slots(batch, 1, extra),
                 "extra_topk_length": xp.full(batch, extra, np.int32), "extra_layout": second,
             }  # fmt: skip
-        given: dict[str, Any] = {
+        results: dict[str, Any] = {
             "out": xp.empty((batch, 1, model.heads, 512), BFLOAT16), "plan": DecodePlan(),
             "lse": xp.empty((batch, model.heads, 1), np.float32),
         }  # fmt: skip
-        for results in ({}, given):
-            options = {**asked, **results, "layout": layout, "backend": backend}
+        for outputs in ({}, results):
+            options = {**asked, **outputs, "layout": layout, "backend": backend}
             yield "decode", functools.partial(sparse_mla_decode, q, caches[layout], slots(batch, 1, topk), **options)
     workspace = xp.zeros((batch, tokens, layout.head_dim), BFLOAT16)
-    lens, table = xp.full(batch, tokens, np.int32), xp.asarray(np.tile(np.arange(4, dtype=np.int32), (batch, 1)))
-    for x, cache in caches.items():
-        gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, layout=x)
-        yield "gather", functools.partial(gather, backend=backend)
+    for of_cache in caches:
+        gathered = sparse_cache.gather(x, of_cache)
+        yield "gather", functools.partial(dequantize_and_gather_k_cache, **gathered, backend=backend)
     if model.has_window:
         yield from prefill_row_calls(model, caches, backend)
     width = model.topk + (model.window if model.has_window else 0)

@@ -18,7 +18,8 @@ from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
-from ..self_test import CASES, Bench, Case, cache_cases
+from ..self_test import Bench, cache_cases
+from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
 from .selection_calls import Call, call_all, find_needed, selection_calls
 from .served_model import Model
@@ -87,7 +88,7 @@ def run_case(case: Case, backend: str, heads: int) -> None:
         backends.kernels(backend, case.kernels)
     except ValueError:
         return
-    case.run(Bench(backend, 0, heads))
+    case.run(backend, 0, heads)
 
 
 def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:

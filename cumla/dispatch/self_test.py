@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SelfTest(Protocol):
-    """The interface of cumla.self_test, which uses the operations and is therefore injected by `test_with`."""
+    """The interface of cumla.specs.self_test, which uses the operations and is therefore injected by `test_with`."""
 
     CASES: tuple[Any, ...]  # of all operations; a case has `op` and `variant`
 

@@ -14,14 +14,8 @@ from ..layout import (
     DSV4_BF16,
     DSV4_FP8,
     DSV41_FP4,
-    DSV41_FP4_SPLIT,
     DSV41_FP8,
-    DSV41_FP8_SPLIT,
     INDEXER_BF16,
-    INDEXER_FP8,
-    INDEXER_MXFP4,
-    V32_FP8,
-    V32_NOPE_FP8,
     CacheLayout,
 )
 from ..ops.blocks import copy_blocks, swap_blocks
@@ -37,40 +31,8 @@ from ..ops.norm_rope import (
     norm_rope_and_insert,
     qnorm_rope_and_insert,
 )
-from ..ops.sparse_cache import (
-    cp_gather_indexer_k_quant_cache,
-    dequantize_and_gather_k_cache,
-    indexer_k_quant_and_cache,
-    quantize_and_insert_k_cache,
-)
-from .arrays import BLOCK, NUM_BLOCKS, QUERY_LENS, SEQ_LENS, Bench
+from .arrays import BLOCK, NUM_BLOCKS, QUERY_LENS, Bench
 from .case import UNWRITTEN, Case, Run
-
-
-def _insert(layout: CacheLayout, is_ue8m0: bool = True) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        pages = bench.xp.full((NUM_BLOCKS, layout.page_bytes(BLOCK)), UNWRITTEN, np.uint8)
-        slots = bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9]
-        slots[::4] = -1
-        quantize_and_insert_k_cache(
-            bench.normal(9, layout.head_dim), pages, bench.put(slots), BLOCK, is_ue8m0, layout=layout,
-            backend=bench.backend,
-        )  # fmt: skip
-        return (pages,)
-
-    return run
-
-
-def _gather(layout: CacheLayout) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        batch, out = bench.batch(), bench.xp.zeros((3, 24, layout.head_dim), BFLOAT16)
-        dequantize_and_gather_k_cache(
-            out, bench.cache(layout), batch["seq_lens"], bench.put([5, 2, 11], np.int32), batch["block_table"],
-            BLOCK, 2, layout=layout, backend=bench.backend,
-        )  # fmt: skip
-        return (out.astype(np.float32),)
-
-    return run
 
 
 def _prefill_rows(layout: CacheLayout, extra: CacheLayout) -> Run:
@@ -83,25 +45,6 @@ def _prefill_rows(layout: CacheLayout, extra: CacheLayout) -> Run:
             backend=bench.backend,
         )  # fmt: skip
         return out.astype(np.float32), *lists
-
-    return run
-
-
-def _indexer_insert(bench: Bench) -> Sequence[Any]:
-    cache = INDEXER_FP8.allocate(NUM_BLOCKS, BLOCK, bench.xp)
-    slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
-    indexer_k_quant_and_cache(bench.normal(9, 128), cache, slots, backend=bench.backend)
-    return (cache,)
-
-
-def _indexer_gather(layout: CacheLayout) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        cache, batch = bench.cache(layout), bench.batch()
-        keys, scales = bench.xp.zeros((40, 128), np.uint8), bench.xp.zeros(40, np.float32)
-        cp_gather_indexer_k_quant_cache(
-            cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
-        )
-        return keys, scales
 
     return run
 
@@ -273,35 +216,8 @@ def _linear(*groups: int) -> Run:
 
 
 CASES = (
-    Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
-    Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
-    Case("quantize_and_insert_k_cache", "V32_FP8, any scale", "sparse_cache", (EQUAL,), _insert(V32_FP8, False)),
-    Case("quantize_and_insert_k_cache", "INDEXER_FP8", "sparse_cache", (EQUAL,), _insert(INDEXER_FP8)),
-    *(
-        Case(op, layout.name, "sparse_cache", (EQUAL,), make(layout))
-        for op, make in (("quantize_and_insert_k_cache", _insert), ("dequantize_and_gather_k_cache", _gather))
-        for layout in (
-            DSV41_FP8,
-            DSV41_FP4,
-            DSV41_FP8_SPLIT,
-            DSV41_FP4_SPLIT,
-            V32_NOPE_FP8,
-            INDEXER_MXFP4,
-        )
-    ),
-    Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
-    Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
     Case("gather_prefill_rows", "DSV4_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV4_FP8, DSV4_FP8)),
     Case("gather_prefill_rows", "DSV41_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV41_FP8, DSV41_FP4)),
-    Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
-    Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather(INDEXER_FP8)),
-    Case(
-        "cp_gather_indexer_k_quant_cache",
-        "INDEXER_MXFP4",
-        "sparse_cache",
-        (EQUAL, EQUAL),
-        _indexer_gather(INDEXER_MXFP4),
-    ),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
     Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), latent_rows(DSV4_BF16)),

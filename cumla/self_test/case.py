@@ -15,7 +15,7 @@ UNWRITTEN = 165  # fills memory that an operation must not write
 
 @dataclass(frozen=True)
 class Case:
-    """run(bench) returns the results to compare; `kernels` is the file of kernels that it needs.
+    """call(bench) returns the results to compare; `kernels` is the file of kernels that it needs.
 
     heads  of `cumla check`; a self-test has the heads of the call that triggered it
     """
@@ -24,5 +24,8 @@ class Case:
     variant: str
     kernels: str
     bounds: Sequence[Bound]
-    run: Run
+    call: Run
     heads: int = HEADS
+
+    def run(self, backend: str, seed: int, heads: int) -> tuple[Sequence[Any], Sequence[Bound]]:
+        return self.call(Bench(backend, seed, heads)), self.bounds

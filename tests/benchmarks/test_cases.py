@@ -13,9 +13,10 @@ import pytest
 import recorded
 
 from cumla.bench import caches, dense, index_maps, indexer_cases, layer_suites, products, rows, sparse, step_suites
-from cumla.bench.problem import Problem, Sizes, contexts, selected_rows, window_lists
+from cumla.bench.problem import Problem, Sizes
 from cumla.errors import RunError
 from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
+from cumla.specs.measured import contexts, selected_rows, window_lists
 from support import peers as stand_ins
 
 SMALL = [

@@ -3,6 +3,7 @@
 import inspect
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -10,7 +11,8 @@ import cumla
 from cumla.__main__ import main
 from cumla.bounds import EQUAL, Bound
 from cumla.cli import check
-from cumla.self_test import Case
+from cumla.specs.self_test import Case
+from cumla.specs.spec import OperationSpec, Variant
 from support.command_line import error_line
 from support.operations import NO_OPERATIONS
 
@@ -39,9 +41,19 @@ def test_check_shows_what_is_allowed_beside_errors(capsys):
     assert all(float(error) <= float(limit) for error, of, limit in cells)
 
 
+def case_of(name, kernels, bound, result):
+    """A case of an operation that returns result(backend)."""
+
+    def function(*, backend):
+        return result(backend)
+
+    function.__name__ = name
+    return Case(OperationSpec(function, kernels, {}, (), bounds=(bound,)), Variant("variant", lambda x: {}))
+
+
 @pytest.mark.parametrize(("width", "tables"), [(60, 2), (120, 1)])
 def test_check_gives_each_backend_a_table_where_numbers_would_not_fit(width, tables, monkeypatch):
-    case = Case("op", "variant", "sparse_cache", (Bound(1e-3),), lambda bench: [bench.put([1.0])])
+    case = case_of("op", "sparse_cache", Bound(1e-3), lambda backend: np.ones(1))
     monkeypatch.setattr(check, "CASES", (case,))
     monkeypatch.setattr(check, "check_case", lambda case, name, *rest: check.Outcome(True, 1.5e-5, allowed=1e-3))
     monkeypatch.setattr(check.backends, "available", lambda: ["reference", "cpu", "cuda"])
@@ -54,15 +66,15 @@ def test_check_gives_each_backend_a_table_where_numbers_would_not_fit(width, tab
 
 
 def test_check_fails(monkeypatch):
-    wrong = Case("wrong", "", "sparse_cache", (EQUAL,), lambda bench: [bench.put([bench.backend == "cpu"])])
-    broken = Case("broken", "", "sparse_cache", (EQUAL,), lambda bench: 1 / (bench.backend == "reference") and [])
-    lacking = Case("lacking", "", "no_such_file", (EQUAL,), lambda bench: [])
+    wrong = case_of("wrong", "sparse_cache", EQUAL, lambda backend: np.array([backend == "cpu"]))
+    broken = case_of("broken", "sparse_cache", EQUAL, lambda backend: np.ones(1) / [1][backend == "cpu"])
+    lacking = case_of("lacking", "no_such_file", EQUAL, lambda backend: np.ones(1))
     monkeypatch.setattr(check, "CASES", (wrong, broken, lacking))
     console = Console(width=120, record=True, quiet=True)
     assert check.run(console, "cpu", 0) == 1
     outcomes = [check.outcome_of(case, "cpu", 0) for case in check.CASES]
     assert outcomes == [
         check.Outcome(False, 1.0),
-        check.Outcome(False, None, "ZeroDivisionError: division by zero"),
+        check.Outcome(False, None, "IndexError: list index out of range"),
         check.Outcome(True, None),
     ]

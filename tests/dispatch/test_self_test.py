@@ -13,7 +13,7 @@ from cumla.dispatch import self_test
 from cumla.kernels import self_tests
 from cumla.kernels.cpu import sparse_cache, threads
 from cumla.kernels.self_tests import Fresh, MiscompiledError, note
-from cumla.self_test import CASES, check_case
+from cumla.specs.self_test import CASES, check_case
 from support.lab import BF16
 
 OP = "quantize_and_insert_k_cache"
@@ -38,7 +38,7 @@ def checked(monkeypatch):
     """The operations of the cases that were checked so far."""
     ops = []
     monkeypatch.setattr(
-        "cumla.self_test.check_case", lambda case, *rest: ops.append(case.op) or check_case(case, *rest)
+        "cumla.specs.self_test.check_case", lambda case, *rest: ops.append(case.op) or check_case(case, *rest)
     )
     return ops
 
@@ -124,7 +124,7 @@ def test_an_error_from_outside_says_nothing_about_a_kernel(error, fresh, compili
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("cumla.self_test.check_case", check)
+            patch.setattr("cumla.specs.self_test.check_case", check)
             compiling(fresh)
             with pytest.raises(type(error)) as raised:
                 insert()
@@ -325,7 +325,7 @@ class TestOnDevices:
             raise MemoryError("Out of memory allocating 512 bytes")
 
         with monkeypatch.context() as patch:
-            patch.setattr("cumla.self_test.check_case", no_memory)
+            patch.setattr("cumla.specs.self_test.check_case", no_memory)
             compiling(fresh)
             with pytest.raises(MemoryError, match="Out of memory"):
                 self.insert(8)

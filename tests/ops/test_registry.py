@@ -4,8 +4,8 @@ import pathlib
 import re
 
 import cumla
-from cumla import self_test
 from cumla.interop.ops import OPS
+from cumla.specs import self_test
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PUBLIC = {name for name in set(cumla.__all__) - {"debug"} if hasattr(getattr(cumla, name), "__wrapped__")}

@@ -11,10 +11,11 @@ from unittest import mock
 import numpy as np
 
 import cumla
-from cumla import self_test
 from cumla.dispatch import backends
 from cumla.interop.ops import OPS
 from cumla.self_test import Bench
+from cumla.specs.inputs import Inputs
+from cumla.specs.self_test import CASES as EVERY_CASE
 from support.lab import BF16
 
 BLOCK, BLOCKS = 4, 6
@@ -47,15 +48,17 @@ class _Recorded(BaseException):
 
 
 def arguments_of(example, seed):
-    """The arguments of a case of cumla.self_test by name: NumPy arrays and other values."""
+    """The arguments of an example by name: NumPy arrays and other values."""
+    if hasattr(example, "spec"):
+        return example.arguments(Inputs("reference", seed=seed))
     signature = inspect.signature(called(example))
 
     def record(*arguments, **keywords):
         raise _Recorded(signature.bind(*arguments, **keywords).arguments)
 
-    with mock.patch.object(sys.modules[example.run.__module__], example.op, record):
+    with mock.patch.object(sys.modules[example.call.__module__], example.op, record):
         try:
-            example.run(Bench("reference", seed))
+            example.call(Bench("reference", seed))
         except _Recorded as recorded:
             return {name: x for name, x in recorded.args[0].items() if name != "backend"}
     raise AssertionError(f"{example.op} is not called")
@@ -63,14 +66,16 @@ def arguments_of(example, seed):
 
 def called(example):
     """The operation of a case."""
-    return getattr(cumla, example.op, None) or getattr(sys.modules[example.run.__module__], example.op)
+    if hasattr(example, "spec"):
+        return example.spec.function
+    return getattr(cumla, example.op, None) or getattr(sys.modules[example.call.__module__], example.op)
 
 
 def identifier(example):
     return f"{example.op}-{example.variant.replace(', ', '-').replace(' ', '-')}".rstrip("-")
 
 
-EXAMPLES = {identifier(example): example for example in self_test.CASES}
+EXAMPLES = {identifier(example): example for example in EVERY_CASE}
 
 
 def is_on(backend, name):

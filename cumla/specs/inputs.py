@@ -1,0 +1,135 @@
+"""Inputs of calls: random arrays, caches and batches of a size, in the memory that a backend takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.backends import array_module
+from ..dispatch.call import BFLOAT16
+from ..layout import CacheLayout
+from ..ops.sparse_cache import quantize_and_insert_k_cache
+
+TINY_HEADS = 3
+QUERY_LENS, SEQ_LENS, GATHER_LENS = (1, 1, 4), (13, 2, 19), (5, 2, 11)  # of the tiny size: two decodes, a prefill
+UNWRITTEN = 165  # fills memory that an operation must not read, and that it need not write
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a call is. A generator reads the fields that its operation has.
+
+    requests    of the step
+    rows        rows of tokens: inserted, or keys of prompts
+    heads       query heads
+    context     positions of the longest request
+    block_size  tokens of a page
+    pages       of a cache
+    spare       rows of a workspace before and after the gathered rows of a request
+    lengths     requests of different lengths, as steps have them; False: each as long as the longest
+    """
+
+    requests: int
+    rows: int
+    heads: int
+    context: int
+    block_size: int
+    pages: int
+    spare: int = 0
+    lengths: bool = True
+
+
+TINY = Size(requests=3, rows=9, heads=TINY_HEADS, context=max(SEQ_LENS), block_size=5, pages=7, spare=2)
+
+
+def tiny(heads: int) -> Size:
+    return replace(TINY, heads=heads)
+
+
+class Inputs:
+    """Few values, of every kind: for self-tests, tests of safety, the emulator and compute-sanitizer.
+
+    Values depend on the seed and not on the backend.
+    """
+
+    def __init__(self, backend: str, size: Size = TINY, seed: int = 0) -> None:
+        self.backend, self.size = backend, size
+        self.xp: Any = array_module(backend)
+        self.rng = np.random.default_rng(seed)
+
+    def put(self, array: Any, dtype: Any = None) -> Any:
+        return self.xp.asarray(np.asarray(array, dtype))
+
+    def choose(self, usual: Any, *others: Any) -> Any:
+        """The first of values that an operation takes; fuzz gives any of them."""
+        return usual
+
+    # ---- arrays
+
+    def numbers(self, *shape: int) -> np.ndarray:
+        """Heavy-tailed, on the host."""
+        return self.rng.standard_normal(shape) * np.exp(self.rng.standard_normal(shape) / 2)
+
+    def rows(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        """Activations."""
+        return self.put(self.numbers(*shape).astype(dtype))
+
+    def floats(self, *shape: int) -> Any:
+        """float32 activations, or parameters."""
+        return self.rows(*shape, dtype=np.float32)
+
+    def integers(self, end: int, *shape: int) -> Any:
+        """int32 from 0 to end - 1."""
+        return self.put(self.rng.integers(0, end, shape), np.int32)
+
+    def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        """An array for a call to write."""
+        return self.put(np.full(shape, UNWRITTEN, dtype))
+
+    # ---- caches
+
+    def new_cache(self, layout: CacheLayout) -> Any:
+        """A cache to write: raw pages; of a format without scales, its values."""
+        pages, block_size = self.size.pages, self.size.block_size
+        if not layout.num_scales:
+            return self.unwritten(pages, block_size, layout.head_dim)
+        return self.unwritten(pages, layout.page_bytes(block_size), dtype=np.uint8)
+
+    def cache(self, layout: CacheLayout) -> Any:
+        """A cache of random rows in random order."""
+        pages, block_size = self.size.pages, self.size.block_size
+        raw = np.zeros((pages, layout.page_bytes(block_size)), np.uint8)
+        cache = layout.view(raw, block_size)
+        rows = self.numbers(pages * block_size, layout.head_dim).astype(BFLOAT16)
+        if layout.quantized_dim:
+            slots = self.rng.permutation(len(rows))
+            quantize_and_insert_k_cache(rows, cache, slots, block_size, layout=layout, backend="reference")
+        else:
+            cache[...] = rows.view(np.uint8).reshape(cache.shape)
+        return layout.view(self.put(raw), block_size)
+
+    def slots(self, count: int, dtype: Any = np.int64) -> Any:
+        """Slots of `count` rows to insert, some of them absent."""
+        slots = self.rng.permutation(self.size.pages * self.size.block_size)[:count]
+        slots[::4] = -1
+        return self.put(slots, dtype)
+
+    def table(self, requests: int, positions: int) -> Any:
+        """int32 [requests, columns]: the pages of each request's positions."""
+        columns = -(-positions // self.size.block_size)
+        return self.put(self.rng.permutation(requests * columns).reshape(requests, columns) % self.size.pages, np.int32)
+
+    # ---- steps
+
+    @functools.cached_property
+    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The length of each request, and how many of its last rows a prefill gathers (None: all), on the host."""
+        return np.resize(SEQ_LENS, self.size.requests), np.resize(GATHER_LENS, self.size.requests)
+
+    def starts(self, lens: Sequence[int] | np.ndarray) -> Any:
+        """int32: the start of each of consecutive ranges of these lengths, and the end of the last."""
+        return self.put(np.cumsum([0, *lens]), np.int32)

@@ -1,0 +1,133 @@
+"""Inputs of the size that steps have: for benchmarks and the soak."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.memory import to_host
+from ..dispatch import backends
+from ..dispatch.call import BFLOAT16
+from ..layout import CacheLayout
+from ..ops.sparse_cache import quantize_and_insert_k_cache
+from .inputs import Inputs, Size
+
+MOST_VALUES = 1 << 20  # random values, which larger arrays repeat
+HOST_ROWS, DEVICE_ROWS = 1 << 10, 1 << 16  # random rows, which a cache repeats
+IN_ORDER = 4096  # from so many rows to insert, pages are filled in order, as prompts fill them
+WINDOW = 128
+STAYS = 10  # tokens that an entry of a list stays for, so that the lists of neighbours overlap by 90%
+
+
+class RepeatingCache(NamedTuple):
+    """A large cache, the pages that it repeats on the host, and the largest magnitude of their rows."""
+
+    array: Any
+    base: np.ndarray
+    largest: float
+
+    @property
+    def slots(self) -> int:
+        return int(self.array.shape[0] * self.array.shape[1])
+
+    def in_base(self, slots: np.ndarray) -> np.ndarray:
+        """The slots of the base that hold what `slots` hold; -1 stays."""
+        return np.where(slots < 0, slots, slots % (self.base.shape[0] * self.base.shape[1]))
+
+
+class Measured(Inputs):
+    """Large arrays; lists and lengths as layers make them."""
+
+    def rows(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        count, dtype = int(np.prod(shape)), np.dtype(dtype)
+        values = self.put(self.rng.standard_normal(min(count, MOST_VALUES), np.float32).astype(dtype))
+        if count <= MOST_VALUES:
+            return values.reshape(shape)
+        return self.xp.resize(values.view(f"u{dtype.itemsize}"), shape).view(dtype)
+
+    def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.xp.empty(shape, dtype)
+
+    def new_cache(self, layout: CacheLayout) -> Any:
+        cache = layout.allocate(self.size.pages, self.size.block_size, self.xp)
+        return cache if layout.num_scales else cache.view(BFLOAT16)
+
+    def cache(self, layout: CacheLayout) -> Any:
+        return self.repeating(layout).array
+
+    def repeating(self, layout: CacheLayout) -> RepeatingCache:
+        """The cache with what it repeats."""
+        return repeating_cache(self.backend, layout, self.size.block_size, self.size.pages * self.size.block_size)
+
+    def slots(self, count: int, dtype: Any = np.int64) -> Any:
+        """Of decodes, each in a page anywhere, or of prompts, which fill pages."""
+        pages, block_size = self.size.pages, self.size.block_size
+        if count < IN_ORDER:
+            return self.put(self.rng.permutation(pages * block_size)[:count], dtype)
+        of_page = self.rng.permutation(pages)[:, None] * block_size
+        return self.put((of_page + np.arange(block_size)).reshape(-1)[:count], dtype)
+
+    def table(self, requests: int, positions: int) -> Any:
+        columns = -(-positions // self.size.block_size)
+        return self.put(self.rng.integers(0, self.size.pages, (requests, columns)), np.int32)
+
+    @functools.cached_property
+    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
+        size = self.size
+        if not size.lengths:
+            return np.full(size.requests, size.context, np.int32), None
+        lens = contexts(self.rng, size.requests, size.context)
+        return lens, np.minimum(lens, lens // 4 + WINDOW - 1)
+
+
+@functools.lru_cache(maxsize=2)  # as many as a call attends to
+def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: int) -> RepeatingCache:
+    rows = DEVICE_ROWS if backends.takes_device_arrays(backend) else HOST_ROWS
+    few = min(slots, rows) // block_size
+    x = Measured(backend, Size(0, 0, 0, 0, block_size, few))
+    array = layout.allocate(slots // block_size // few * few, block_size, x.xp)
+    base = layout.allocate(few, block_size, x.xp)
+    k = x.rows(few * block_size, layout.head_dim)
+    if layout.quantized_dim:
+        quantize_and_insert_k_cache(k, base, x.xp.arange(len(k)), block_size, layout=layout, backend=backend)
+    else:
+        base[...] = k.view(np.uint16).view(np.uint8).reshape(base.shape)
+    for start in range(0, len(array), few):
+        array[start : start + few] = base
+    on_host = layout.allocate(few, block_size)
+    on_host[...] = to_host(base)
+    return RepeatingCache(array, on_host, float(abs(k[: 1 << 12].astype(np.float32)).max()))
+
+
+def contexts(rng: np.random.Generator, count: int, longest: int) -> np.ndarray:
+    """Lengths of requests, int32 [count], as traces have them: most are short, a few long, one below the window."""
+    lens = np.exp(rng.uniform(np.log(min(256, longest)), np.log(longest), count)).astype(np.int32)
+    if count > 1:
+        lens[-1] = max(1, min(WINDOW, longest) // 3)
+    return lens
+
+
+def window_lists(rng: np.random.Generator, lens: np.ndarray, width: int, slots: int, block_size: int) -> np.ndarray:
+    """int32 [len(lens), width]: slots of the last rows of a request of each length, in pages anywhere; then -1."""
+    used = np.minimum(lens, width)[:, None]
+    columns = np.arange(width)
+    positions = np.maximum(lens[:, None] - used + columns, 0)
+    pages = rng.integers(0, slots // block_size, (len(lens), width // block_size + 2))
+    page = positions // block_size - (lens[:, None] - used) // block_size
+    found = np.take_along_axis(pages, np.minimum(page, pages.shape[1] - 1), axis=1) * block_size
+    return np.where(columns < used, found + positions % block_size, -1).astype(np.int32)
+
+
+def selected_rows(rng: np.random.Generator, visible: np.ndarray, topk: int, neighbours: bool = False) -> np.ndarray:
+    """int32 [len(visible), topk]: distinct rows of so many, ascending, as an indexer selects them; then -1.
+
+    neighbours  consecutive tokens share 90% of their lists; else any have nothing in common
+    """
+    columns, tokens = np.arange(topk), np.arange(len(visible))[:, None]
+    times = (tokens + columns % STAYS) // STAYS if neighbours else np.broadcast_to(tokens, (len(visible), topk))
+    place = rng.random((int(times.max(initial=0)) + 1, topk))[times, columns]
+    rows = visible[visible > topk].min(initial=2**31 - 1) if neighbours else visible[:, None]
+    chosen = np.where(visible[:, None] > topk, ((columns + place) * (rows // topk)).astype(np.int64), columns)
+    return np.where(columns < visible[:, None], chosen, -1).astype(np.int32)

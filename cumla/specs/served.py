@@ -1,0 +1,53 @@
+"""Inputs of the sizes that a served model has: for warm-up, which makes each call to compile what it launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import BFLOAT16
+from ..layout import CacheLayout
+from .inputs import Inputs, Size
+
+
+class Served(Inputs):
+    """Zeros, and lists without entries: a call takes no longer than its launches.
+
+    shared  arrays that the inputs of other sizes begin with, too: thousands of calls would take gigabytes
+    """
+
+    def __init__(self, backend: str, size: Size, shared: dict[Any, Any] | None = None) -> None:
+        super().__init__(backend, size)
+        self.shared = {} if shared is None else shared
+
+    def rows(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.filled(0, shape, dtype)
+
+    def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array that is only read: the first rows of a shared one."""
+        key, count = (value, shape[1:], np.dtype(dtype)), shape[0]
+        if len(self.shared.get(key, ())) < count:
+            longer = max(count, 2 * len(self.shared.get(key, ()))), *shape[1:]
+            self.shared[key] = self.xp.full(longer, value, dtype) if value else self.xp.zeros(longer, dtype)
+        return self.shared[key][:count]
+
+    def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.xp.empty(shape, dtype)
+
+    def new_cache(self, layout: CacheLayout) -> Any:
+        return self.cache(layout)
+
+    def cache(self, layout: CacheLayout) -> Any:
+        return layout.allocate(self.size.pages, self.size.block_size, self.xp)
+
+    def slots(self, count: int, dtype: Any = np.int64) -> Any:
+        return self.xp.arange(count, dtype=dtype)
+
+    def table(self, requests: int, positions: int) -> Any:
+        return self.filled(0, (requests, -(-positions // self.size.block_size)), np.int32)
+
+    @functools.cached_property
+    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
+        return np.full(self.size.requests, self.size.context, np.int32), None

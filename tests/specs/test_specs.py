@@ -1,0 +1,94 @@
+"""Specs say what the functions take, and their inputs of every size are those of calls that work."""
+
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cumla.dispatch.call import Call
+from cumla.specs import SPECS
+from cumla.specs.inputs import TINY, Inputs
+from cumla.specs.measured import Measured
+from cumla.specs.served import Served
+from cumla.specs.spec import flat
+
+EVERY = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
+VARIANTS = pytest.mark.parametrize(("spec", "variant"), EVERY, ids=lambda x: x.name)
+FEW = replace(TINY, requests=2, context=70, block_size=16, pages=16, spare=0)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_a_spec_names_the_array_arguments_in_order(spec):
+    parameters = inspect.signature(spec.function).parameters
+    arrays = [
+        name for name, parameter in parameters.items()
+        if "Any" in str(parameter.annotation) and name not in (*spec.outputs, "plan", "workspace", "stream")
+    ]  # fmt: skip
+    assert list(spec.arrays) == arrays
+    assert {variant.name for variant in spec.variants}.isdisjoint(spec.outputs)
+    assert len({variant.name for variant in spec.variants}) == len(spec.variants)
+
+
+@VARIANTS
+def test_arguments_are_those_of_the_spec(spec, variant):
+    arguments = variant.arguments(Inputs("reference"))
+    assert arguments.keys() <= spec.parameters.keys()
+    for name, array in spec.arrays.items():
+        assert name in arguments or spec.optional(name)
+        for x in flat([arguments.get(name)]):
+            if not hasattr(x, "dtype"):  # a number, such as a scale
+                continue
+            assert x.dtype in array.dtypes
+            assert bool(array.holds) == (x.dtype in (np.int32, np.int64)), name
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_dtypes_are_those_that_the_function_checks(spec, monkeypatch):
+    checked, array = {}, Call.array
+
+    def noted(call, name, value, dtypes, *rest, **options):
+        checked.setdefault(name, set()).update(dtypes)
+        return array(call, name, value, dtypes, *rest, **options)
+
+    monkeypatch.setattr(Call, "array", noted)
+    for variant in spec.variants:
+        spec.run(variant.arguments(Inputs("reference")), "reference")
+    for name in checked.keys() & spec.arrays.keys():
+        assert checked[name] <= set(spec.arrays[name].dtypes), name
+
+
+@VARIANTS
+def test_what_is_not_written_stays(spec, variant):
+    arguments = variant.arguments(Inputs("reference"))
+    before = {name: [x.copy() for x in flat([arguments.get(name)]) if hasattr(x, "copy")] for name in spec.arrays}
+    spec.run(arguments, "reference")
+    for name, arrays in before.items():
+        same = [x.tobytes() == y.tobytes() for x, y in zip(arrays, flat([arguments.get(name)]), strict=False)]
+        assert all(same) == (spec.arrays[name].way == "in") or not arrays, name
+
+
+@VARIANTS
+@pytest.mark.parametrize("sized", [Measured, Served])
+def test_inputs_of_other_sizes_are_calls_that_work(spec, variant, sized):
+    for got in spec.run(variant.arguments(sized("cpu", FEW)), "cpu"):
+        assert isinstance(got, np.ndarray)
+
+
+@VARIANTS
+def test_rows_may_be_apart(spec, variant):
+    """Fuzz gives every array of several axes gaps."""
+
+    def apart(x):
+        if not isinstance(x, np.ndarray) or x.ndim < 2:
+            return [apart(y) for y in x] if isinstance(x, list) else x
+        wide = np.zeros((len(x), x[0].size + 3), x.dtype)
+        rows = np.ndarray(x.shape, x.dtype, wide, strides=(wide.strides[0], *x[:1].copy().strides[1:]))
+        rows[...] = x
+        return rows
+
+    packed, arguments = (variant.arguments(Inputs("reference")) for _ in range(2))
+    want = spec.run(packed, "reference")
+    got = spec.run({name: apart(x) if name in spec.arrays else x for name, x in arguments.items()}, "reference")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
