@@ -60,4 +60,4 @@ def _keep_for_restart(rows: LatentRows, token: int, tokens: int) -> None:
     keeps = is_odd and tokens >= rows.state.shape[1]
     if keeps:
         rows.restart_rows[ring] = _row_before(rows, token)
-    rows.restart_positions[ring] = position if keeps else 0
+    rows.restart_positions[ring] = np.int64(position if keeps else 0).astype(np.int32)
