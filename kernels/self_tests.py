@@ -66,6 +66,7 @@ RUNNING: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar("ru
 # The message by operation and backend whose self-test gave a wrong result in this process, where the code stays loaded.
 FAILED: dict[tuple[str, str], str] = {}
 RESULTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each result
+UNKEPT: collections.Counter[str] = collections.Counter()  # compiled code and results that no file holds, by the reason
 _counting = threading.Lock()
 _announced: dict[str, object] = {}  # operations that compiled in this process
 
@@ -118,9 +119,16 @@ def conclude(fresh: Fresh, result: str) -> None:
     try:
         temporary.write_text(f"{result}\n" if result.startswith(WRONG) else result)
         temporary.replace(fresh.result_file)
-    except OSError:
+    except OSError as error:
+        note_unkept(f"{fresh.result_file.parent}: {error.strerror or error}")
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def note_unkept(reason: str) -> None:
+    """Record that compiled code, or a result, is not on disk: every process compiles, or tests, again."""
+    with _counting:
+        UNKEPT[reason] += 1
 
 
 def _count(what: str) -> None:

@@ -75,7 +75,8 @@ def test_commands_run(path, tmp_path, monkeypatch, capsys):
     row = {"op": "decode", "config": "b1", "impl": "cumla", "us": 3.0}
     record = {"environment": {"device": "a device"}, "rows": [row]}
     pathlib.Path("before.json").write_text(json.dumps(record))
-    config = {"compress_ratios": [4], "num_attention_heads": 64, "index_topk": 512, "sliding_window": 128}
+    config = {"compress_ratios": [4], "num_hidden_layers": 1, "hidden_size": 512, "num_attention_heads": 64}
+    config |= {"q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64}
     pathlib.Path("config.json").write_text(json.dumps(config))
     monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args: record)
     for name in ("cli.replay", "cli.check", "cli.warmup"):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ..dispatch.values import check_integers
 from ..errors import InputError
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, CacheLayout
-from ..ops.sparse_attention import V_DIM
+from ..models.config_validation import check_fixed, numbers_of
+from ..models.v4_config import DeepseekV4Config
+from ..models.v32_config import DeepseekV32Config
+from ..models.v41_config import DeepseekV41Config
+from ..ops.sparse_attention import MAX_HEADS, V_DIM
 from ..replay.options import FORMATS, V41_LAYOUT
 from ..specs.inputs import Size
 from ..specs.self_test import Case
@@ -24,6 +31,49 @@ V4_OPS = ("compress_and_insert", "qnorm_rope_and_insert")  # not of V4.1
 INDEX_HEADS = {"v4": 64, "v41": 32, "v32": 64, "mla": 1}  # of the published models
 MOST_ROWS = 1 << 20  # among which a selection is made: their keys take 128 MiB
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """What the calls of V2's and V3's attention depend on, of a config.json."""
+
+    num_attention_heads: int
+    max_position_embeddings: int = MOST_ROWS
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> DenseConfig:
+        """Raises TypeError or ValueError for missing heads, wrong sizes, and latent rows of another width."""
+        check_fixed(config, kv_lora_rank=V_DIM)
+        sizes = cls(**numbers_of(cls, config, besides=()))
+        check_integers(1, 2**31 - 1, **vars(sizes))
+        return sizes
+
+
+# How models read their config.json: a model that refuses one would not run what is compiled for it.
+CONFIGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "v4": DeepseekV4Config.from_dict, "v41": DeepseekV41Config.from_dict, "v32": DeepseekV32Config.from_dict,
+    "mla": DenseConfig.from_dict,
+}  # fmt: skip
+MODEL_TYPES = {
+    "deepseek_v4": "v4", "deepseek_v41": "v41", "deepseek_v41_text": "v41", "deepseek_v32": "v32",
+    "deepseek_v2": "mla", "deepseek_v3": "mla",
+}  # fmt: skip
+
+
+def _kind_of(config: Mapping[str, Any], path: Path) -> str:
+    """One of WARM_KINDS, by model_type or by the entries. Raises InputError."""
+    kind = MODEL_TYPES.get(str(config.get("model_type")))
+    if kind is not None:
+        return kind
+    if "kv_source_layer_ids" in config:
+        return "v41"
+    if "compress_ratios" in config or "compressed" in str(config.get("layer_types")):
+        return "v4"
+    if "index_topk" in config:
+        return "v32"
+    if "kv_lora_rank" in config:
+        return "mla"
+    raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2, V4 or V4.1 attention")
 
 
 @dataclass(frozen=True)
@@ -89,7 +139,10 @@ class Model:
 
     @classmethod
     def from_config(cls, path: Path, ranks: int) -> Model:
-        """The calls of a checkpoint's config.json, its heads split over `ranks`. Raises InputError."""
+        """The calls of a checkpoint's config.json, its heads split over `ranks`.
+
+        Raises InputError for what is no config.json, and for one that the model's own `from_dict` refuses.
+        """
         try:
             text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
             config = json.loads(text.removeprefix("\ufeff"))
@@ -99,37 +152,20 @@ class Model:
             raise InputError(f"--config: {path} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise InputError(f"--config: {path} holds no object")
-        if config.get("model_type") == "deepseek_v41" and isinstance(config.get("text_config"), dict):
-            config = config["text_config"]
-        if "kv_source_layer_ids" in config:
-            kind = "v41"
-        elif "compress_ratios" in config or "compressed" in str(config.get("layer_types")):
-            kind = "v4"
-        elif "index_topk" in config:
-            kind = "v32"
-        elif "kv_lora_rank" in config:
-            kind = "mla"
-        else:
-            raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2, V4 or V4.1 attention")
-
-        def count(name: str, default: int | None, most: int = 2**20) -> int:
-            value = config.get(name) or default
-            if type(value) is not int or not 1 <= value <= most:
-                raise InputError(f"--config: {name}: got {value!r}, expected an integer from 1 to {most}")
-            return value
-
-        rank = count("kv_lora_rank", V_DIM)
-        if rank != V_DIM:
-            raise InputError(f"--config: kv_lora_rank: got {rank}, expected {V_DIM}")
-        heads = count("num_attention_heads", None)
+        kind = _kind_of(config, path)
+        read = CONFIGS[kind]
+        try:
+            sizes = read(config)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"--config: {error}") from None
+        heads = sizes.num_attention_heads
         if heads % ranks:
             raise InputError(f"--ranks: got {ranks}, expected a divisor of num_attention_heads, {heads}")
-        if not 1 <= heads // ranks <= 128:
-            raise InputError(f"--ranks: got {ranks}, expected at most 128 of {heads} heads a rank")
-        context = min(count("max_position_embeddings", MOST_ROWS, 2**31), MOST_ROWS)
+        if heads // ranks > MAX_HEADS:
+            raise InputError(f"--ranks: got {ranks}, expected at most {MAX_HEADS} of {heads} heads a rank")
         model = cls(
-            kind, heads // ranks, count("index_topk", 512), count("sliding_window", 128),
-            index_heads=count("index_n_heads", INDEX_HEADS[kind]), context=context,
-            candidate_blocks=count("candidate_topk_blocks", 2048),
+            kind, heads // ranks, getattr(sizes, "index_topk", 512), getattr(sizes, "sliding_window", 128),
+            index_heads=getattr(sizes, "index_n_heads", 0), context=min(sizes.max_position_embeddings, MOST_ROWS),
+            candidate_blocks=getattr(sizes, "candidate_topk_blocks", 0) or 2048,
         )  # fmt: skip
         return replace(model, layout=V41_LAYOUT) if kind == "v41" else model

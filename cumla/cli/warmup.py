@@ -13,7 +13,7 @@ from rich.console import Console
 from ..dispatch import backends
 from ..dispatch.self_test import run_pending
 from ..errors import RunError
-from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, VARIABLE, MiscompiledError
+from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, UNKEPT, VARIABLE, MiscompiledError, note_unkept
 from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
@@ -26,6 +26,7 @@ from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, sparse_calls
 
 MAX_REPLAYED_TOKENS = 512
+FOLDERS = "NUMBA_CACHE_DIR, or for CUDA CUPY_CACHE_DIR"
 
 
 def tasks(
@@ -92,7 +93,7 @@ def run_case(case: Case, backend: str, heads: int) -> None:
 
 
 def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:
-    """Call everything once. Returns 0; raises RunError where a kernel gives wrong results."""
+    """Call everything once. Returns 0; raises RunError where a kernel gives wrong results or cannot be kept on disk."""
     formats = "" if model.layout == DSV4_FP8.name else f", {model.layout.replace(',', ' and ')}"
     console.print(f"{model.kind}{formats}, {model.heads} heads, backend {backend}", highlight=False)
     start, slowest, count = time.perf_counter(), 0.0, 0
@@ -104,6 +105,9 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
                 call()
             except MiscompiledError as error:
                 raise RunError(str(error)) from None
+            except OSError as error:  # CuPy's, for its folder
+                note_unkept(str(error))
+            check_kept(name)
             seconds, count = time.perf_counter() - before, count + 1
             slowest = max(slowest, seconds)
             if seconds > 0.1:  # what was there already is not worth a line
@@ -112,6 +116,15 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
     seconds = time.perf_counter() - start
     say(console, f"{count} calls in {seconds:.1f} s, the slowest {slowest:.2f} s. {found()}")
     return 0
+
+
+def check_kept(name: str) -> None:
+    """Raise RunError if the code of a call, or the result of its test, is not on disk: the next ones would not be."""
+    if UNKEPT:
+        raise RunError(
+            f"{name}: compiled kernels cannot be kept, so that every process would compile them again "
+            f"({'; '.join(UNKEPT)}). Set {FOLDERS}, to a folder that can be written"
+        )
 
 
 def found() -> str:

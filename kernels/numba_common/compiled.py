@@ -4,7 +4,6 @@ Numba's own cache fails at import in a read-only installation, fails for good af
 damaged by two processes that compile a function for different types. Here, what cannot be read is compiled again.
 """
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -23,7 +22,7 @@ from numba.core.compiler import Compiler, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from ..self_tests import Fresh, announce_compilation, note
+from ..self_tests import Fresh, announce_compilation, note, note_unkept
 from . import kept
 
 log = logging.getLogger(__name__)
@@ -90,14 +89,18 @@ class Cache(NullCache):
         return overload
 
     def save_overload(self, sig: Any, overload: Any) -> None:
-        path = self._path(sig, overload.target_context)
+        path, reason = self._path(sig, overload.target_context), "no folder can be used"
         if path is not None:
             payload = serialize.dumps(overload._reduce())
-            with contextlib.suppress(OSError):
+            try:
                 kept.write(path, hashlib.sha256(payload).digest() + payload)
+            except OSError as error:
+                reason = f"{path.parent}: {error.strerror or error}"
+            else:
                 log.debug("%s: compiled, kept in %s", self._name, path.parent)
                 return
-        log.debug("%s: compiled, for this process alone", self._name)
+        note_unkept(reason)
+        log.debug("%s: compiled, for this process alone: %s", self._name, reason)
 
     def _path(self, sig: Any, target_context: Any) -> Path | None:
         """The file, named by everything that the machine code depends on beside the content of kernels/."""

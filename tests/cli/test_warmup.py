@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cumla.__main__ import main
+from cumla.models import DeepseekV4Config, DeepseekV32Config, DeepseekV41Config
 from support.command_line import error_line
 
 
@@ -23,6 +24,32 @@ def test_warmup_says_what_was_in_the_cache(monkeypatch):
         assert says in warmup.found()
     monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
     assert "not tested" in warmup.found()
+
+
+@pytest.mark.parametrize("unkept", ["code", "an error of CuPy's"])
+def test_warmup_says_that_nothing_is_kept(monkeypatch, capsys, unkept):
+    """At the first kernel: an image would be built without code, and every process of it would compile again."""
+    from cumla.cli import warmup
+    from cumla.kernels import self_tests
+
+    done = []
+
+    def call():
+        if unkept == "code":
+            self_tests.note_unkept("/cache/compiled-1: Read-only file system")
+        else:
+            raise PermissionError(30, "Read-only file system", "/cache/compiled-1")
+
+    monkeypatch.setattr(warmup, "tasks", lambda *_: iter([("decode", call), ("prefill", lambda: done.append(1))]))
+    try:
+        assert main(["warmup", "--backend", "cpu"]) == 1
+    finally:
+        self_tests.UNKEPT.clear()
+    error = capsys.readouterr().err
+    assert "cumla: error: decode: compiled kernels cannot be kept" in error
+    assert "/cache/compiled-1" in error
+    assert "NUMBA_CACHE_DIR" in error
+    assert not done
 
 
 def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
@@ -111,18 +138,30 @@ def test_formats_that_v41_has_not(capsys, layout):
     assert f"--layout: got {layout} for v41, expected one of DSV41_FP8,DSV41_FP4; DSV41_FP8; " in line
 
 
+SIZES = {"hidden_size": 512, "num_attention_heads": 64, "q_lora_rank": 128, "num_hidden_layers": 3}
+V4 = SIZES | {"o_groups": 8, "o_lora_rank": 64, "compress_ratios": [1, 4, 128], "index_topk": 256}
+V41 = V4 | {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}
+V32 = SIZES | {"kv_lora_rank": 512, "index_topk": 2048}
+MLA = {"num_attention_heads": 128, "kv_lora_rank": 512}
+
+
 def test_warm_up_reads_a_models_config(tmp_path):
     from cumla.cli.warmup import Model
 
-    config = tmp_path / "config.json"
-    v4 = {"num_attention_heads": 64, "compress_ratios": [1, 4], "index_topk": 512, "sliding_window": 128}
-    v41 = v4 | {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2]}
+    config, fp4 = tmp_path / "config.json", "DSV41_FP8,DSV41_FP4"
     for written, expected in (
-        (v4, Model("v4", 8, 512)),
-        (v41 | {"model_type": "deepseek_v41_text"}, Model("v41", 8, 512, layout="DSV41_FP8,DSV41_FP4")),
-        ({"model_type": "deepseek_v41", "text_config": v41}, Model("v41", 8, 512, layout="DSV41_FP8,DSV41_FP4")),
-        ({"num_attention_heads": 128, "kv_lora_rank": 512, "index_topk": 2048}, Model("v32", 16, 2048)),
-        ({"num_attention_heads": 128, "kv_lora_rank": 512}, Model("mla", 16, 512)),
+        (V4, Model("v4", 8, 256)),
+        (V4 | {"sliding_window": 64, "index_n_heads": 32}, Model("v4", 8, 256, 64, index_heads=32)),
+        (V41 | {"model_type": "deepseek_v41_text"}, Model("v41", 8, 256, layout=fp4)),
+        ({"model_type": "deepseek_v41", "text_config": V41}, Model("v41", 8, 256, layout=fp4)),
+        (
+            V41 | {"candidate_source_layer_id": 1, "candidate_topk_blocks": 512, "compress_ratios": [0, 2, 2]},
+            Model("v41", 8, 256, layout=fp4, candidate_blocks=512),
+        ),
+        (V32, Model("v32", 8, 2048, context=163840)),
+        (V32 | {"model_type": "deepseek_v32", "max_position_embeddings": 4096}, Model("v32", 8, 2048, context=4096)),
+        (MLA, Model("mla", 16, 512)),
+        ({"num_attention_heads": 128, "model_type": "deepseek_v3"}, Model("mla", 16, 512)),
     ):
         config.write_text("\ufeff" + json.dumps(written))
         assert Model.from_config(config, 8) == expected
@@ -131,9 +170,9 @@ def test_warm_up_reads_a_models_config(tmp_path):
 def test_contexts_longer_than_any_selection(tmp_path):
     from cumla.cli.served_model import MOST_ROWS, Model
 
-    path, sizes = tmp_path / "config.json", {"num_attention_heads": 64, "kv_lora_rank": 512, "index_topk": 2048}
+    path = tmp_path / "config.json"
     for given, context in ((163840, 163840), (1 << 22, MOST_ROWS)):
-        path.write_text(json.dumps({**sizes, "max_position_embeddings": given}))
+        path.write_text(json.dumps({**V32, "max_position_embeddings": given}))
         assert Model.from_config(path, 1).context == context
 
 
@@ -144,11 +183,11 @@ def test_contexts_longer_than_any_selection(tmp_path):
         ("[]", [], "holds no object"),
         ("{", [], "is no JSON"),
         ('{"kv_lora_rank": 512, "num_attention_heads": 64}', ["--ranks", "7"], "--ranks: got 7, expected a divisor"),
+        ('{"kv_lora_rank": 512, "num_attention_heads": 256}', [], "--ranks: got 1, expected at most 128 of 256 heads"),
         (None, [], "cannot read"),
-        ('{"kv_lora_rank": 512}', [], "num_attention_heads: got None, expected an integer from 1"),
+        ('{"kv_lora_rank": 512}', [], "num_attention_heads: the configuration has none, expected a number"),
         ('{"kv_lora_rank": 256, "num_attention_heads": 40}', [], "kv_lora_rank: got 256, expected 512"),
-        ('{"index_topk": "x", "num_attention_heads": 64}', [], "index_topk: got 'x', expected an integer from 1"),
-        ('{"compress_ratios": [4], "num_attention_heads": 64, "sliding_window": [1]}', [], "sliding_window: got [1]"),
+        ('{"kv_lora_rank": 512, "num_attention_heads": "x"}', [], "num_attention_heads: got 'x' of type str"),
         ('{"layer_types": 5, "num_attention_heads": 64}', [], "is no model of DeepSeek's"),
         ("{}", ["--batch", "1,x"], "got 'x', expected an integer from 1 to 4096"),
     ],
@@ -160,10 +199,36 @@ def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
     assert line in error_line(capsys, ["warmup", "--config", config, *options])
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "changes"),
+    [
+        (DeepseekV4Config, V4, {"compress_ratios": [128, 4]}),
+        (DeepseekV4Config, V4, {"sliding_window": [1]}),
+        (DeepseekV4Config, V4, {"head_dim": 256}),
+        (DeepseekV4Config, V4 | {"model_type": "deepseek_v4"}, {"compress_ratios": [1, 4, 2]}),
+        (DeepseekV41Config, V41, {"compress_ratios": [0, 2, 4]}),
+        (DeepseekV41Config, V41 | {"model_type": "deepseek_v41"}, {"index_source_layer_ids": [2]}),
+        (DeepseekV32Config, V32, {"index_topk": "x"}),
+        (DeepseekV32Config, V32, {"num_attention_heads": 0}),
+        (DeepseekV32Config, V32 | {"model_type": "deepseek_v32"}, {"kv_lora_rank": 256}),
+        (DeepseekV32Config, V32 | {"model_type": "deepseek_v32"}, {"hidden_size": None}),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--capability", "9.0"]])
+def test_warm_up_refuses_what_the_model_refuses(tmp_path, capsys, kind, config, changes, options):
+    """In the same words: what is compiled would be of no use."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | changes))
+    kind.from_dict(config)
+    with pytest.raises((TypeError, ValueError)) as refused:
+        kind.from_dict(config | changes)
+    assert f"--config: {refused.value}" in error_line(capsys, ["warmup", "--config", path, *options])
+
+
 def test_warm_up_reads_a_config_from_stdin(monkeypatch):
     from cumla.cli.warmup import Model
 
-    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"num_attention_heads": 128, "kv_lora_rank": 512}'))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff" + json.dumps(MLA)))
     assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
 
 

@@ -1,5 +1,6 @@
 """Machine code is cached by the inputs of its compilation and replaced where it is damaged; the cache is optional."""
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from cumla.kernels import self_tests
 from cumla.kernels.numba_common import compiled
 from cumla.kernels.numba_common import kept as kept_on_disk
 
@@ -176,6 +178,10 @@ def _mix(array, row, numbers, scale, flag):
     return total * scale
 
 
+def _twice(x):
+    return 2 * x
+
+
 mix = compiled.compiled(_mix)
 counts = compiled.compiled(lambda array: len(array))
 refuses = compiled.compiled(lambda x, y: x // y)
@@ -219,6 +225,24 @@ def test_many_threads_at_once_compile_it_once(monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert list(pool.map(fresh, range(64))) == list(range(1, 65))
     assert len(asked) == 1
+
+
+def test_what_cannot_be_kept_is_counted(monkeypatch, tmp_path):
+    """By the reason, for `cumla warmup`; code that is on disk already counts for nothing."""
+    unkept = collections.Counter()
+    monkeypatch.setattr(self_tests, "UNKEPT", unkept)
+    (tmp_path / "file").touch()  # not even root can create a folder below it
+    for folder, reason in (
+        (tmp_path / "file" / "compiled", f"{tmp_path / 'file' / 'compiled'}: Not a directory"),
+        (None, "no folder can be used"), (tmp_path / "compiled", None), (tmp_path / "compiled", None),
+    ):  # fmt: skip
+        unkept.clear()
+        monkeypatch.setattr(kept_on_disk, "folder", lambda folder=folder: folder)
+        assert compiled.compiled(_twice)(21) == 42
+        assert unkept == ({reason: 1} if reason else {})
+    result_file = tmp_path / "file" / "a.verdict"
+    self_tests.conclude(self_tests.Fresh("a", "cpu", "", "", result_file), self_tests.RIGHT)
+    assert unkept == {f"{tmp_path / 'file'}: Not a directory": 1}
 
 
 @pytest.mark.slow
