@@ -17,7 +17,8 @@ from .v4_config import DeepseekV4Config
 from .v32_config import DeepseekV32Config
 from .v41_config import DeepseekV41Config
 from .v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, DeepseekV41StepMetadata, serving_of
-from .weight_shapes import ExpectedWeight, expected_weights
+from .weight_shapes import expected_weights
+from .weights import ExpectedWeight
 
 __all__ = [
     "STATE_BLOCK_SIZES",

@@ -33,6 +33,7 @@ from .step import DeepseekV32StepMetadata
 from .v32_config import INDEX_DIM, LATENT, ROPE
 from .v32_config import DeepseekV32Config as DeepseekV32Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
+from .weight_shapes import expected_weights
 from .weights import V32_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 FLOAT32 = np.dtype(np.float32)
@@ -74,7 +75,7 @@ class DeepseekV32Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
         self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
-        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
+        read = WeightReader(weights, expected_weights(config, layer), self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
             let_products_round(self, *ROUNDED)
@@ -85,37 +86,19 @@ class DeepseekV32Attention:
         )
 
     def _load(self, get: WeightReader) -> None:
-        config, xp = self.config, self.xp
-        dtype = compute_type(self.activations, xp)
+        config, dtype = self.config, compute_type(self.activations, self.xp)
 
-        def vector(name: str, size: int) -> Any:
-            return xp.asarray(get(name, size)).astype(FLOAT32, order="C")
+        def matrix(*names: str) -> Any:
+            return stacked([get.matrix(f"{name}.weight") for name in names], dtype, self.xp, self.scratch)
 
-        def matrix(name: str, *shape: int) -> Any:
-            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
-
-        hidden, heads, rank, index_heads = (
-            config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
-        )  # fmt: skip
-        nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
-        low = [  # whole blocks of 128 rows first
-            get.matrix("q_a_proj.weight", rank, hidden),
-            get.matrix("indexer.wk.weight", INDEX_DIM, hidden),
-            get.matrix("kv_a_proj_with_mqa.weight", LATENT + ROPE, hidden),
-        ]
-        self.low_rank = stacked(low, dtype, xp, self.scratch)
-        self.q_a_norm, self.kv_a_norm = vector("q_a_layernorm.weight", rank), vector("kv_a_layernorm.weight", LATENT)
-        queries = [
-            get.matrix("q_b_proj.weight", heads * (nope + ROPE), rank),
-            get.matrix("indexer.wq_b.weight", index_heads * INDEX_DIM, rank),
-        ]
-        self.queries = stacked(queries, dtype, xp, self.scratch)
-        kv_b = in_groups(matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT), heads)
+        self.low_rank = matrix("q_a_proj", "indexer.wk", "kv_a_proj_with_mqa")  # whole blocks of 128 rows first
+        self.q_a_norm, self.kv_a_norm = get.vector("q_a_layernorm.weight"), get.vector("kv_a_layernorm.weight")
+        self.queries = matrix("q_b_proj", "indexer.wq_b")
+        kv_b, nope = in_groups(matrix("kv_b_proj"), config.num_attention_heads), config.qk_nope_head_dim
         self.latent = transposed(rows_of(kv_b, 0, nope), dtype)  # W_UK: [h, 512, P]
-        self.value = rows_of(kv_b, nope, nope + v_dim)  # W_UV: [h, V, 512]
-        self.o = matrix("o_proj.weight", hidden, heads * v_dim)
-        self.index_weights = matrix("indexer.weights_proj.weight", index_heads, hidden)
-        self.k_norm, self.k_bias = vector("indexer.k_norm.weight", INDEX_DIM), vector("indexer.k_norm.bias", INDEX_DIM)
+        self.value = rows_of(kv_b, nope, nope + config.v_head_dim)  # W_UV: [h, V, 512]
+        self.o, self.index_weights = matrix("o_proj"), matrix("indexer.weights_proj")
+        self.k_norm, self.k_bias = get.vector("indexer.k_norm.weight"), get.vector("indexer.k_norm.bias")
 
     def step(
         self,

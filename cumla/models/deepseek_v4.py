@@ -34,6 +34,7 @@ from .selection import Indexer
 from .step import DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v4_step
+from .weight_shapes import expected_weights
 from .weights import V4_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
@@ -96,7 +97,7 @@ class DeepseekV4Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
         self.scratch = scratch or Scratch()
-        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
+        read = WeightReader(weights, expected_weights(config, layer), self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
             let_products_round(self, *ROUNDED)
@@ -109,38 +110,28 @@ class DeepseekV4Attention:
         )
 
     def _load(self, get: WeightReader) -> None:
-        config, xp = self.config, self.xp
-        dtype = compute_type(self.activations, xp)
+        config, dtype = self.config, compute_type(self.activations, self.xp)
 
-        def vector(name: str, *shape: int) -> Any:
-            return xp.asarray(get(name, *shape)).astype(FLOAT32, order="C")
+        def matrix(*names: str) -> Any:
+            return stacked([get.matrix(f"{name}.weight") for name in names], dtype, self.xp, self.scratch)
 
-        def matrix(name: str, *shape: int) -> Any:
-            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
-
-        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        groups, o_width = config.o_groups, config.o_groups * config.o_lora_rank
-        low = [get.matrix("q_a_proj.weight", rank, hidden), get.matrix("kv_proj.weight", HEAD_DIM, hidden)]
-        self.low_rank = stacked(low, dtype, xp, self.scratch)
-        self.q_a_norm, self.kv_norm = vector("q_a_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
-        self.q_b = matrix("q_b_proj.weight", heads * HEAD_DIM, rank)
-        self.o_a = in_groups(matrix("o_a_proj.weight", o_width, heads * HEAD_DIM // groups), groups)
-        self.o_b = matrix("o_b_proj.weight", hidden, o_width)
-        self.sinks = vector("sinks", heads)
+        self.low_rank = matrix("q_a_proj", "kv_proj")
+        self.q_a_norm, self.kv_norm = get.vector("q_a_norm.weight"), get.vector("kv_norm.weight")
+        self.q_b = matrix("q_b_proj")
+        self.o_a, self.o_b = in_groups(matrix("o_a_proj"), config.o_groups), matrix("o_b_proj")
+        self.sinks = get.vector("sinks")
         self.compressors: list[Compressor] = []
         if self.ratio == 1:
             return
-        coff, index_dim = (2 if self.ratio == 4 else 1), config.index_head_dim
-        pooled = []
-        for prefix, dim in (("compressor.", HEAD_DIM), ("compressor.indexer.", index_dim))[:coff]:
-            pooled += [get.matrix(f"{prefix}{name}.weight", coff * dim, hidden) for name in ("kv_proj", "gate_proj")]
-            bias = vector(f"{prefix}position_bias", self.ratio, coff * dim)
-            self.compressors.append(Compressor(bias, vector(f"{prefix}kv_norm.weight", dim), 2 * coff * dim))
+        prefixes = ("compressor.", "compressor.indexer.")[: 2 if self.ratio == 4 else 1]
+        pooled = [f"{prefix}{name}" for prefix in prefixes for name in ("kv_proj", "gate_proj")]
+        for prefix in prefixes:
+            bias, norm = get.vector(f"{prefix}position_bias"), get.vector(f"{prefix}kv_norm.weight")
+            self.compressors.append(Compressor(bias, norm, 2 * bias.shape[1]))
         if self.ratio == 4:
-            index_heads = config.index_n_heads
-            pooled.append(get.matrix("compressor.indexer.scorer.weights_proj.weight", index_heads, hidden))
-            self.index_q_b = matrix("compressor.indexer.q_b_proj.weight", index_heads * index_dim, rank)
-        self.pooled = stacked(pooled, dtype, xp, self.scratch)
+            pooled.append("compressor.indexer.scorer.weights_proj")
+            self.index_q_b = matrix("compressor.indexer.q_b_proj")
+        self.pooled = matrix(*pooled)
 
     def step(
         self,

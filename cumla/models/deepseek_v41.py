@@ -38,6 +38,7 @@ from .v4_config import HEAD_DIM
 from .v41_config import DeepseekV41Config, mode_of
 from .v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, DeepseekV41StepMetadata, serving_of
 from .validation import check_options, check_v41_step
+from .weight_shapes import expected_weights
 from .weights import V41_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
 __all__ = [
@@ -106,7 +107,7 @@ class DeepseekV41Attention:
         self.ratio, self.mode = config.ratio(layer), mode_of(config, layer)
         self.round_pooled, self.round_rows = bool(round_pooled), bool(round_rows)
         self.scratch = scratch or Scratch()
-        read = WeightReader(weights, self.xp, keeps_fp8(weight_format))
+        read = WeightReader(weights, expected_weights(config, layer), self.xp, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
@@ -121,37 +122,25 @@ class DeepseekV41Attention:
         )  # fmt: skip
 
     def _load(self, get: WeightReader) -> None:
-        config, xp = self.config, self.xp
-        dtype = compute_type(self.activations, xp)
+        config, dtype = self.config, compute_type(self.activations, self.xp)
 
-        def vector(name: str, size: int) -> Any:
-            return xp.asarray(get(name, size)).astype(FLOAT32, order="C")
+        def matrix(*names: str) -> Any:
+            return stacked([get.matrix(f"{name}.weight") for name in names], dtype, self.xp, self.scratch)
 
-        def matrix(name: str, *shape: int) -> Any:
-            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
-
-        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        groups, o_width = config.o_groups, config.o_groups * config.o_lora_rank
-        low = [get.matrix("wq_a.weight", rank, hidden), get.matrix("wkv.weight", HEAD_DIM, hidden)]
-        self.low_rank = stacked(low, dtype, xp, self.scratch)
-        self.q_norm, self.kv_norm = vector("q_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
-        self.q_b = matrix("wq_b.weight", heads * HEAD_DIM, rank)
-        self.o_a = in_groups(matrix("wo_a.weight", o_width, heads * HEAD_DIM // groups), groups)
-        self.o_b = matrix("wo_b.weight", hidden, o_width)
-        self.sinks = vector("attn_sink", heads)
+        self.low_rank = matrix("wq_a", "wkv")
+        self.q_norm, self.kv_norm = get.vector("q_norm.weight"), get.vector("kv_norm.weight")
+        self.q_b = matrix("wq_b")
+        self.o_a, self.o_b = in_groups(matrix("wo_a"), config.o_groups), matrix("wo_b")
+        self.sinks = get.vector("attn_sink")
         if self.mode not in ("full", "reindex"):
             return
-        index_heads, index_dim = config.index_n_heads, config.index_head_dim
-        self.index_q_b = matrix("indexer.wq_b.weight", index_heads * index_dim, rank)
-        wide = []  # float32 products of the hidden states: what is pooled, then the weights of the index heads
+        self.index_q_b = matrix("indexer.wq_b")
+        wide = ["indexer.weights_proj"]  # float32 products of the hidden states; the compressor's come first
         if self.mode == "full":
-            names = ("wkv", "wgate")[: self.ratio]
-            wide += [get.matrix(f"compressor.{name}.weight", HEAD_DIM, hidden) for name in names]
-            self.latent_norm = vector("compressor.norm.weight", HEAD_DIM)
-            self.index_k = matrix("indexer.wk.weight", index_dim, HEAD_DIM)
-            self.index_k_norm = vector("indexer.k_norm.weight", index_dim)
-        wide.append(get.matrix("indexer.weights_proj.weight", index_heads, hidden))
-        self.wide = stacked(wide, dtype, xp, self.scratch)
+            wide = [*("compressor.wkv", "compressor.wgate")[: self.ratio], *wide]
+            self.latent_norm, self.index_k = get.vector("compressor.norm.weight"), matrix("indexer.wk")
+            self.index_k_norm = get.vector("indexer.k_norm.weight")
+        self.wide = matrix(*wide)
 
     def step(
         self,

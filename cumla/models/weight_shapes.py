@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..dispatch.values import check_integers
 from .v4_config import HEAD_DIM, DeepseekV4Config
 from .v32_config import INDEX_DIM, LATENT, ROPE, DeepseekV32Config
 from .v41_config import DeepseekV41Config, mode_of
-from .weights import V4_ATTENTION, V32_ATTENTION, V41_ATTENTION
+from .weights import V4_ATTENTION, V32_ATTENTION, V41_ATTENTION, ExpectedWeight
 
 Config = DeepseekV4Config | DeepseekV32Config | DeepseekV41Config
-
-
-@dataclass(frozen=True)
-class ExpectedWeight:
-    """A weight of an attention layer.
-
-    shape         rows and columns of a matrix, or the length of a vector
-    transformers  its name within transformers' attention module; the published name for a model that transformers lacks
-    """
-
-    shape: tuple[int, ...]
-    transformers: str
 
 
 def expected_weights(config: Config, layer: int) -> dict[str, ExpectedWeight]:

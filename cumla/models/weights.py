@@ -10,6 +10,7 @@ a scale for each block of 128 by 128 values (V4.1: of 32 by 32). The scale has t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -191,34 +192,53 @@ class LayerWeights(Mapping[str, Any]):
         return len(self._weights)
 
 
-class WeightReader:
-    """Reads a layer's weights by name, and checks the type, shape and device of each.
+@dataclass(frozen=True)
+class ExpectedWeight:
+    """A weight of an attention layer.
 
-    xp        numpy or cupy, where the layer computes
-    keep_fp8  whether `matrix` leaves FP8 as it is
+    shape         rows and columns of a matrix, or the length of a vector
+    transformers  its name within transformers' attention module; the published name for a model that transformers lacks
     """
 
-    def __init__(self, weights: Mapping[str, Any], xp: Any, keep_fp8: bool = False) -> None:
+    shape: tuple[int, ...]
+    transformers: str
+
+
+class WeightReader:
+    """Reads a layer's weights by transformers' names, and checks the type, shape and device of each.
+
+    expected  the layer's weights
+    xp        numpy or cupy, where the layer computes
+    keep_fp8  whether `matrix` leaves FP8 as it is
+
+    Its methods raise KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Any], expected: Mapping[str, ExpectedWeight], xp: Any, keep_fp8: bool = False
+    ) -> None:
         self._weights, self._xp, self._keep, self._read = weights, xp, keep_fp8, set[str]()
+        self._shapes = {weight.transformers: weight.shape for weight in expected.values()}
 
-    def __call__(self, name: str, *shape: int) -> Any:
-        """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
-        return self._checked(plain(self._named(name), name), name, shape)
+    def vector(self, name: str) -> Any:
+        """In float32, where the layer computes."""
+        return self._xp.asarray(self._checked(plain(self._named(name), name), name)).astype(np.float32, order="C")
 
-    def matrix(self, name: str, *shape: int) -> Any:
-        """The same; a matrix in FP8 stays one, a BlockQuantizedWeight, if it is to be kept."""
+    def matrix(self, name: str) -> Any:
+        """As it is given; FP8 is dequantised if it is not kept."""
         weight = self._named(name)
         if not self._keep or not can_stay(weight):
-            return self._checked(plain(weight, name), name, shape)
+            return self._checked(plain(weight, name), name)
         codes, scales = checked_blocks(weight, name)
-        return BlockQuantizedWeight(self._checked(codes, name, shape), scales, weight.block)
+        return BlockQuantizedWeight(self._checked(codes, name), scales, weight.block)
 
     def _named(self, name: str) -> Any:
         if name not in self._weights:
             raise MissingWeightError(lacking(name, self._weights))
         return self._weights[name]
 
-    def _checked(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
+    def _checked(self, array: Any, name: str) -> Any:
+        shape = self._shapes[name]
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
         if not isinstance(array, np.ndarray):  # one in host memory is copied to the layer's device
