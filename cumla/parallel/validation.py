@@ -18,7 +18,7 @@ from ..layers.sparse import SparseMLALayer
 from ..layers.sparse_validation import check_has_c128a, check_inserted, check_rows, check_window_step, tokens_used
 from ..metadata.builder import check_current
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from ..metadata.validation import check_columns, check_rows_of_longest, check_window_pages
+from ..metadata.validation import check_columns, check_pages, check_rows_of_longest, check_window_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM
 from ..ops.shards import check_shard
 from ..ops.sparse_attention import V_DIM, check_heads
@@ -135,6 +135,7 @@ def check_dense_forward(
     rope = call.borrow("k_pe", k_pe)
     call.array("k_pe", rope[:, 0] if rope.ndim == 3 and rope.shape[1] == 1 else rope, same, (tokens, K_PE_DIM))
     check_cache(call, layer, kv_cache, same[0], k_scale)
+    check_pages("kv_cache", call.borrow("kv_cache", kv_cache), min(tokens, 1), "the tokens of a step")
     for name, value, shape in (("block_table", block_table, (-1, -1)), ("cache_seqlens", cache_seqlens, (-1,))):
         array = call.array(name, value, INT32, shape)
         if len(array) < tokens:

@@ -379,6 +379,7 @@ DENSE = [
     ("block_table", np.zeros((2, 2), np.int32), "block_table: got 2 rows, expected at least 3"),
     ("cache_seqlens", np.zeros(3, np.int64), "cache_seqlens: got dtype int64"),
     ("cache_seqlens", None, "cache_seqlens: got NoneType"),
+    ("kv_cache", np.zeros((0, PAGE, 576), BF16), "kv_cache: got 0 pages, expected at least 1"),
     ("slot_mapping", np.zeros(4, np.int64), "slot_mapping: got 4 slots"),
     ("output", np.zeros((3, 256), np.float32), "output: got dtype float32"),
     ("output", np.zeros((3, 255), BF16), "output: got shape"),
