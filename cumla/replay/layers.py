@@ -81,6 +81,8 @@ class Layer:
     compressed_cache  uint8 [num_blocks, 64 or 2, 584, 528 or 288], of the second; None for a window-only layer
     indexer           what selects compressed rows, with its cache of their keys; None but at ratio 4
     attends_alike     whether tokens of prompts use the kernel of decodes
+    is_queued         whether a device begins a step only when the host has queued all of it
+    is_checked        whether outputs are compared with float64
     """
 
     is_queued, attends_alike, is_checked = True, False, True

@@ -49,7 +49,7 @@ class ModelLayer:
 
     ratio          of its compressed rows
     attends_alike  whether tokens of prompts use the kernel of decodes
-    recorded       of the last step, by token
+    recorded       what the last step computed, by token
     """
 
     attends_alike, is_queued, is_checked = False, True, True

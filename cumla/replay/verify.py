@@ -1,9 +1,9 @@
-"""A sample of each step's tokens against attention in float64, twice.
+"""Checks of a sample of each step's tokens against attention in float64.
 
-Over the rows as the cache holds them: what the kernels add of their own ("exactness"). Over the rows before
-they were quantised: what FP8 or FP4 costs; layers of models are not compared so. Which rows a token attends to comes
-from the scheduler's view of its request, not from the metadata under test; layers that select rows say which they
-selected. The rows before quantisation are computed again from their tokens.
+Exactness is the error of the kernels, over the rows as the cache holds them. The cost of FP8 or FP4 is the error over
+the rows before quantisation, which are computed again from their tokens; layers of models have no such check. The
+scheduler's view of a request, not the metadata under test, says which rows a token attends to, and a layer with an
+indexer which of them it selected.
 """
 
 from __future__ import annotations

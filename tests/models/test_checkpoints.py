@@ -1,7 +1,6 @@
 """How the examples read checkpoints and compute mixtures of experts, compared with transformers."""
 
 import json
-import pathlib
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +10,6 @@ from seeded_weights import seeded_weights
 from cumla.models import safetensors
 from support.models import outputs, records, relative_rms
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 MODULES = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
 PUBLISHED = {
     "model.embed_tokens.": "embed.", "lm_head.": "head.", "model.hc_head.hc_": "hc_head_", "model.norm.": "norm.",
@@ -19,11 +17,6 @@ PUBLISHED = {
     ".post_attention_layernorm.": ".ffn_norm.", ".mlp.": ".ffn.", ".gate.e_score_correction_bias": ".gate.bias",
     ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3.", ".self_attn.": ".attn.",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.mark.parametrize("case", range(4))

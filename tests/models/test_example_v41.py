@@ -1,6 +1,5 @@
 """The example's toy of V4.1 against float64, and generation with guesses against generation without."""
 
-import pathlib
 import sys
 
 import numpy as np
@@ -10,19 +9,16 @@ from cumla.models.safetensors import Checkpoint
 from oracles.toy_v41 import Toy
 from support.models import relative_rms
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PROMPT = np.random.default_rng(20).integers(2, 512, 141).tolist()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    sys.path.insert(0, str(EXAMPLES))
     import tiny_checkpoint
 
     made = tmp_path_factory.mktemp("v41")
     tiny_checkpoint.write(made, tiny_checkpoint.V41, 7)
-    yield made
-    sys.path.remove(str(EXAMPLES))
+    return made
 
 
 def server_of(folder, pages=None, batch_tokens=150, guesses=None, cache_format="float32"):

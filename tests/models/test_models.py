@@ -16,11 +16,6 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 MODELS = {"v4": "deepseek_v4", "v32": "deepseek_v32"}
 
 
-@pytest.fixture
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
 class Golden:
     """A case of models.npz as a checkpoint on disk, and its tokens and logits."""
 
@@ -79,7 +74,7 @@ def break_tie(model, token, taken):
 
 
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_logits_and_greedy_tokens_equal_transformers(examples, tmp_path, case):
+def test_logits_and_greedy_tokens_equal_transformers(tmp_path, case):
     golden = Golden(case, tmp_path)
     model = golden.model(tmp_path, cache_format="float32")
     if case == 2:
@@ -92,7 +87,7 @@ def test_logits_and_greedy_tokens_equal_transformers(examples, tmp_path, case):
 
 
 @pytest.mark.parametrize("case", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_continuous_batching_generates_the_golden_tokens(examples, tmp_path, case):
+def test_continuous_batching_generates_the_golden_tokens(tmp_path, case):
     """Three prompts, chunks, and too few pages for all, so that one is preempted and starts again."""
     from serving import Server
 
@@ -115,7 +110,7 @@ def test_continuous_batching_generates_the_golden_tokens(examples, tmp_path, cas
 @pytest.mark.slow
 @pytest.mark.parametrize(("cache_format", "bound"), [("bfloat16", 0.06), ("fp8", 0.4)])
 @pytest.mark.parametrize("case", [0])
-def test_rounded_caches_stay_near(examples, tmp_path, case, cache_format, bound):
+def test_rounded_caches_stay_near(tmp_path, case, cache_format, bound):
     """Selection amplifies rounding: about 1 to 2.5% and 15 to 25% were simulated; the bounds are for bugs.
 
     In case 2 a tie at exactly 0 affects all tokens after it, and is broken differently: 36% and 70%.
@@ -148,7 +143,7 @@ def test_examples_run_without_torch(kind, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_more_prompts_than_tokens_and_prompts_without(examples, tmp_path, capsys, monkeypatch):
+def test_more_prompts_than_tokens_and_prompts_without(tmp_path, capsys, monkeypatch):
     """One answer per prompt, of the requested length; a prompt without a token is named."""
     import deepseek_v4
     import serving
@@ -167,7 +162,7 @@ def test_more_prompts_than_tokens_and_prompts_without(examples, tmp_path, capsys
         serving.Server.generate(None, [[1], []], 1)
 
 
-def test_a_tiny_checkpoint_has_the_golden_names_and_weights(examples, tmp_path):
+def test_a_tiny_checkpoint_has_the_golden_names_and_weights(tmp_path):
     import tiny_checkpoint
 
     from cumla.models.safetensors import Checkpoint
