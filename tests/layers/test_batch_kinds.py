@@ -159,7 +159,7 @@ def test_sparse_layers(lab, name, indexer, kind):
 PATHS = {"pages": (0, "pages"), "rows": (0, "rows"), "a path for each chunk": (0, None), "decodes": (19, None)}
 
 
-@pytest.mark.parametrize("after", [-20, -3, 0, 1, 5, 20], ids=lambda x: f"from {x}")
+@pytest.mark.parametrize("after", [-(2**31), -20, -3, 0, 1, 5, 20, 2**31 - 1], ids=lambda x: f"from {x}")
 @pytest.mark.parametrize("name", ["window", "c2a"])
 @pytest.mark.attention
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("after") != 5 or x.get("name") == "window"))
@@ -167,7 +167,8 @@ def test_windows_begin_at_replay_start_on_every_path(lab, name, after):
     """So many positions after each request's first of the step: those before have no row of the window."""
     its = Served(lab, name, V41IndexerMetadataBuilder if name == "c2a" else None)
     kind, outs = KINDS["prefills"], {}
-    replay = np.array([first + after for _, first, _ in kind.scheduled], np.int32)
+    of_requests = [first + after if abs(after) < 2**30 else after for _, first, _ in kind.scheduled]
+    replay = np.array(of_requests, np.int32)
     for path, (drafts, prefill_path) in PATHS.items():
         outs[path] = its.step(kind._replace(drafts=drafts), replay, prefill_path)
     for path, out in outs.items():

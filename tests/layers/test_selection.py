@@ -8,6 +8,7 @@ import cumla
 from cumla.layers import selection
 from cumla.layers.selection import Candidates, IndexerInputs, score_bytes, select_rows
 from cumla.metadata import CommonAttentionMetadata, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from support.batch_kinds import padded
 from support.lab import Lab
 
 HOST = Lab("cpu", on_device=False)
@@ -28,13 +29,17 @@ class Step:
         keys = rng.standard_normal((table.size, PAGE, 128)).astype(np.float32)
         q = rng.standard_normal((len(self.tokens), HEADS, 128)).astype(np.float32)
         weights = rng.standard_normal((len(self.tokens), HEADS)).astype(np.float32)
-        metadata = DeepseekV32IndexerMetadataBuilder(config, "cpu", ratio).build(0, self.batch, block_table=table)
+        self.builder, self.queries = DeepseekV32IndexerMetadataBuilder(config, "cpu", ratio), (q, weights)
+        metadata = self.build(self.batch)
         self.inputs = IndexerInputs(q, weights, keys, metadata, layout=cumla.INDEXER_F32)
         self.scores = []  # of the rows that each token sees
         for token, (request, position) in enumerate(self.tokens):
             seen = keys[table[request]].reshape(-1, 128)[: (position + 1) // (ratio or 1)].astype(np.float64)
             self.scores.append(weights[token] @ np.maximum(q[token] @ seen.T, 0))
         self.wanted = [sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()) for scores in self.scores]
+
+    def build(self, batch):
+        return self.builder.build(0, batch, block_table=batch.block_table_tensor)
 
     def selected(self, **options):
         """The rows of each token, and the bytes of memory requested, by name."""
@@ -90,6 +95,36 @@ def test_a_large_budget_stays_what_it_is(rng):
     """For few rows, too: a captured graph's memory keeps its address, and steps of many rows take few launches."""
     _, asked = Step(rng, [9], [1]).selected()
     assert asked["scores"] == selection.WORKSPACE_BYTES == 64 << 20
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"), [([], []), ([0, 0], [0, 0]), ([30, 61], [1, 1]), ([30, 61, 0], [2, 2, 0])]
+)
+def test_padding_tokens_select_nothing(rng, ratio, seq_lens, query_lens):
+    """No rows, no slots, no candidate blocks: of a step of decodes, and of one without requests."""
+    step, tokens, padding = Step(rng, seq_lens, query_lens, ratio, num_speculative_tokens=1), sum(query_lens), 3
+    for written in (True, False):
+        batch = padded(step.batch, padding)
+        metadata = step.build(batch)
+        q, weights = (np.concatenate([x, np.full((padding, *x.shape[1:]), np.nan, x.dtype)]) for x in step.queries)
+        out, slots = (np.full((tokens + padding, TOPK), 99, np.int32) for _ in range(2))
+        lens, blocks = np.full(tokens + padding, 99, np.int32), np.full((tokens + padding, BLOCKS), 99, np.int32)
+        if not written:
+            blocks[:tokens] = np.reshape([best_blocks(scores) for scores in step.scores], (tokens, BLOCKS))
+        requests, positions = np.array([*step.tokens, *[(0, -1)] * padding], np.int32).T.copy()
+        select_rows(
+            IndexerInputs(q, weights, step.inputs.cache, metadata, layout=cumla.INDEXER_F32), positions, requests,
+            batch.block_table_tensor, out, lambda name, shape, dtype: np.empty(shape, dtype), "cpu", (slots, lens),
+            positions >= 0, Candidates(blocks, SIZE, written),
+        )  # fmt: skip
+        assert (out[tokens:] == -1).all()
+        assert (slots[tokens:] == -1).all()
+        assert not lens[tokens:].any()
+        assert (blocks[tokens:] == (-1 if written else 99)).all()
+        if written:
+            assert [row[row >= 0].tolist() for row in out[:tokens]] == step.wanted
+            assert lens[:tokens].tolist() == [len(rows) for rows in step.wanted]
 
 
 SIZE, BLOCKS = 4, 2  # rows of a candidate block, and blocks: they reach 8 rows

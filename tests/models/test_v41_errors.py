@@ -125,6 +125,15 @@ WRONG = {
         for number, name in ((WINDOW, "window"), (C1A, "compressed"), (C2A, "indexer"))
     },
     "a ring of float64": (C2A, "layer_caches.ring", caches(ring=lambda s: np.zeros((3, 8, 1024))), TypeError),
+    "restart rows alone": (C2A, "layer_caches.restart_positions: got one", caches(restart_positions=lambda s: None)),
+    "restart rows of fewer rings": (
+        C2A, "layer_caches.restart_rows: got shape",
+        caches(restart_rows=lambda s: s.given["layer_caches"].restart_rows[1:]),
+    ),
+    "restart positions of int64": (
+        C2A, "layer_caches.restart_positions: got dtype int64",
+        caches(restart_positions=lambda s: np.zeros(3, np.int64)), TypeError,
+    ),
     "a window of another page": (WINDOW, "layer_caches.window", caches(window=of("window", 32)), ValueError),
     "rows of the other ratio": (C1A, "layer_caches.compressed", caches(compressed=of("compressed", 64)), ValueError),
     "keys of another page": (C2A, "layer_caches.indexer", caches(indexer=of("indexer", 32)), ValueError),

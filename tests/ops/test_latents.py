@@ -180,6 +180,20 @@ def test_steps_run_again_in_any_schedule(lab, rng):
         np.testing.assert_allclose(sequence.rows[odd], want[odd // 2], rtol=1e-5, atol=1e-5)
 
 
+def test_a_ring_that_the_next_request_gets(lab, rng):
+    """What is kept of the request before is not taken, wherever the next one's steps begin."""
+    state, requests = lab.put(np.full((3, 8, 2 * DIM), np.nan, np.float32)), []
+    restart = restart_of(lab, state)
+    for steps in ([13, 24], [7, 13, 24], [6, 13, 24], [3, 13, 22]):
+        given, weight = random_tokens(rng, steps[-1])
+        requests.append(Sequence(lab, given, weight, **restart))
+        requests[-1].state, first = state, 0
+        for end in steps:
+            requests[-1].step(first, end)
+            first = end
+        np.testing.assert_allclose(requests[-1].rows[1::2], wanted(given, weight, 2), rtol=1e-5, atol=1e-5)
+
+
 def strided(shape, strides):
     return np.lib.stride_tricks.as_strided(np.zeros(1 << 16, np.float32), shape, strides)
 
@@ -280,23 +294,29 @@ def test_requests_whose_first_token_is_padding(lab, rng):
 @pytest.mark.nowhere(when=lambda x: x.simulated or x.backend == "reference")  # hundreds of tokens
 @pytest.mark.parametrize(("requests", "longest"), [(1, 40), (33, 3), (70, 4), (1100, 1)])
 def test_many_requests(lab, rng, requests, longest):
-    """Requests without tokens among them; tokens before the first one and after the last one."""
+    """Requests without tokens among them; tokens before the first one and after the last one; steps run again."""
     counts = rng.integers(0, longest + 1, requests)
     counts[-1] = longest
     starts = (1 + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
     of = np.searchsorted(starts[1:], np.arange(starts[-1] + 2), side="right").clip(0, requests - 1)
     positions = np.arange(len(of)) - starts[of] + rng.integers(0, 9, requests)[of] + 1
     given, weight = random_tokens(rng, len(of))
-    found = []
+    firsts, found = positions[starts[:-1].clip(0, len(of) - 1)], []
+    kept, again = rng.normal(size=(requests, 2 * DIM)).astype(np.float32), rng.random(requests) < 0.4
     for place in (lab, Lab("reference", False)):
         state = place.put(np.ones((requests, 8, 2 * DIM), np.float32))
+        restart = {
+            "restart_rows": place.put(kept.copy()),
+            "restart_positions": place.put(np.where(again, firsts, 3).astype(np.int32)),
+        }
         latents = place.put(np.full((len(of), DIM), 7, np.float32))
         arrays = [place.put(x) for x in (given, weight, of * 8 + positions % 8)]
         pairs = {"positions": place.put(positions), "query_start_loc": place.put(starts), "state_cache": state}
-        cumla.compress_latents(*arrays, latents, **pairs, compress_ratio=2, backend=place.backend)
-        found.append((place.get(latents), place.get(state)))
+        cumla.compress_latents(*arrays, latents, **pairs, **restart, compress_ratio=2, backend=place.backend)
+        found.append([place.get(x) for x in (latents, state, *restart.values())])
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found[0][1], found[1][1])
+    for got, want in zip(found[0][1:], found[1][1:], strict=True):
+        np.testing.assert_array_equal(got, want)
     assert (found[0][0] != 7).any()
 
 
