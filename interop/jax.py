@@ -173,7 +173,7 @@ def _dry_run(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], stati
 
 def _seen_as(name: str, dtype: Any) -> Any:
     """An array's dtype as the operation receives it. Raises TypeError for 8-bit floats that are not e4m3."""
-    dlpack.check_float8_type(name, dtype.name)
+    dlpack.check_float8(name, dtype.name)
     return "uint8" if dtype.name.startswith("float8") else dtype
 
 

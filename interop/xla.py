@@ -158,7 +158,7 @@ def make(frame: CallFrame) -> None:
     context = current_context()
     arrays = [dlpack.row_major_at(at, *shape, device) for at, shape in zip(addresses, call.shapes, strict=True)]
     inputs, outputs = arrays[: call.inputs], arrays[call.inputs :]
-    with streams.on(device, stream):
+    with streams.Current(device, stream):
         call.run(outputs, inputs)
     with TABLE.lock:
         if call.noted is None:

@@ -1,6 +1,7 @@
 """Any framework's array as a NumPy or CuPy array over the same memory, and results in the caller's framework.
 
-    borrow(array, name)          -> numpy.ndarray (host memory) or cupy.ndarray (CUDA memory), no copy
+    argument(array, name)        -> an Argument: numpy.ndarray (host memory) or cupy.ndarray (CUDA memory), no copy
+    borrow(array, name)          -> that array alone
     give(native, framework)      -> the same memory as an array of that framework, no copy
 
 Only frameworks that the caller has already imported are imported. bfloat16 is borrowed as
@@ -15,7 +16,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +27,7 @@ from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
 
+FLOAT8_CODES = range(7, 15)  # DLPack's type codes of the 8-bit floats
 # (DLPack type code, bits) -> dtype of the borrowed array
 DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
     **{(0, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
@@ -33,7 +35,7 @@ DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
     **{(2, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
     (4, 16): np.dtype(ml_dtypes.bfloat16),
     (6, 8): np.dtype(np.bool_),
-    **{(code, 8): np.dtype(np.uint8) for code in range(7, 15)},  # the 8-bit floats, as bytes
+    **{(code, 8): np.dtype(np.uint8) for code in FLOAT8_CODES},  # as bytes
 }
 FLOAT8_TYPES = frozenset(
     np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith("float8_")
@@ -48,11 +50,14 @@ def framework_of(array: Any) -> str:
 
     Raises TypeError unless it is an array, and for a JAX tracer, which has no memory.
     """
-    kind = _FRAMEWORK_OF_TYPE.get(type(array))
-    if kind is None:
-        kind = _identify(array)
-        _FRAMEWORK_OF_TYPE[type(array)] = kind
+    kind = _FRAMEWORK_OF_TYPE.get(type(array)) or _framework_of_type(array)
     return jax_arrays.framework_of(array) if kind == "jax" else kind
+
+
+def _framework_of_type(array: Any) -> str:
+    """The framework's name alone, which the class of an array determines."""
+    kind = _FRAMEWORK_OF_TYPE[type(array)] = _identify(array)
+    return kind
 
 
 def array_type(framework: str) -> type | None:
@@ -84,41 +89,68 @@ def _speaks_dlpack(array: Any) -> bool:
     return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
 
 
-def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
-    """`array` as a NumPy or CuPy array over the same memory.
+class Argument(NamedTuple):
+    """An argument of a call, borrowed.
 
-    name      the argument's name in error messages
-    writable  whether the caller will write it: read-only memory, such as JAX's, is then an error
-    stream    handle of the stream that will use it; DLPack makes it wait for the array's pending work. None:
-              CuPy's current one. NumPy, CuPy and torch arrays are ready on their user's current stream
+    name       of the argument, for error messages
+    native     a NumPy or CuPy array over the same memory; 8-bit floats as bytes
+    framework  `framework_of` the caller's array
+    read_only  whether the memory must not be written, as JAX's
+    float8     the caller's dtype if it is an 8-bit float, such as "float8_e4m3fn"; else ""
+    """
+
+    name: str
+    native: Any
+    framework: str
+    read_only: bool = False
+    float8: str = ""
+
+
+def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
+    """`array` as a NumPy or CuPy array over the same memory; arguments and errors as in `argument`, any 8-bit float."""
+    return argument(array, name, writable, stream, any_float8=True).native
+
+
+def argument(
+    array: Any, name: str, writable: bool = False, stream: int | None = None, any_float8: bool = False
+) -> Argument:
+    """`array` borrowed as the argument `name`.
+
+    writable    whether the caller will write it: read-only memory, such as JAX's, is then an error
+    stream      handle of the stream that will use it; DLPack makes it wait for the array's pending work. None:
+                CuPy's current one. NumPy, CuPy and torch arrays are ready on their user's current stream
+    any_float8  whether 8-bit floats other than e4m3 are allowed; where bytes are read as e4m3 they are an error
 
     Raises TypeError if it is not an array or has a type without a counterpart, ValueError if its memory cannot be
     used or written.
     """
-    framework = _FRAMEWORK_OF_TYPE.get(array.__class__)
-    if framework is None:
+    kind = _FRAMEWORK_OF_TYPE.get(array.__class__)
+    if kind is None:
         try:
-            framework = framework_of(array)
+            kind = _framework_of_type(array)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
     try:
-        native, read_only = _BORROW[framework](array, name, stream)
+        borrowed: Argument = _BORROW[kind](array, name, stream)
     except NoCuPyError as error:
         raise ValueError(f"{name}: {error}") from None
     except Exception as error:
         if str(error).startswith(f"{name}: ") or isinstance(error, MemoryError) or _is_of_cupy(error):
             raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        shown = type(array).__name__
-        raise kind(f"{name}: got a {shown} whose memory cannot be used, expected a plain array: {error}") from error
+        error_type = TypeError if isinstance(error, TypeError) else ValueError
+        got = f"got a {type(array).__name__} whose memory cannot be used"
+        raise error_type(f"{name}: {got}, expected a plain array: {error}") from error
+    if borrowed.float8 and not any_float8:
+        check_float8(name, borrowed.float8)
     if not writable:
-        return native
-    if read_only:
-        instead = "; JAX's never change: cumla.interop.jax gives back what is written" if framework == "jax" else ""
-        raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written{instead}")
-    if overlaps_itself(native):
-        raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
-    return native
+        return borrowed
+    if borrowed.read_only:
+        instead = "; JAX's never change: cumla.interop.jax gives back what is written" if kind == "jax" else ""
+        raise ValueError(f"{name}: got a read-only {kind} array, expected one that can be written{instead}")
+    if overlaps_itself(borrowed.native):
+        strides = borrowed.native.strides
+        raise ValueError(f"{name}: got strides {strides} bytes, to write expected one whose elements are apart")
+    return borrowed
 
 
 def _is_of_cupy(error: Exception) -> bool:
@@ -126,34 +158,32 @@ def _is_of_cupy(error: Exception) -> bool:
     return type(error).__module__.startswith("cupy")
 
 
-def _as_bytes_if_float8(native: Any) -> Any:
-    return native.view(np.uint8) if native.dtype in FLOAT8_TYPES else native
-
-
-def check_float8(array: Any, name: str) -> None:
-    """Raise TypeError for 8-bit floats that are not e4m3: their bytes would be read as e4m3."""
-    check_float8_type(name, str(getattr(array, "dtype", "")).rpartition(".")[2])
-
-
-def check_float8_type(name: str, dtype: str) -> None:
-    """The same for the name of a dtype."""
+def check_float8(name: str, dtype: str) -> None:
+    """Raise TypeError for the name of an 8-bit float that is not e4m3: its bytes would be read as e4m3."""
     if dtype.startswith("float8_") and dtype != "float8_e4m3fn":
         raise TypeError(f"{name}: got dtype {dtype}, expected float8_e4m3fn or bytes (uint8)")
 
 
-def _borrow_numpy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+def _argument(name: str, native: Any, framework: str, read_only: bool) -> Argument:
+    """A NumPy or CuPy array as an Argument, 8-bit floats as bytes."""
+    if native.dtype in FLOAT8_TYPES:
+        return Argument(name, native.view(np.uint8), framework, read_only, native.dtype.name)
+    return Argument(name, native, framework, read_only)
+
+
+def _borrow_numpy(array: Any, name: str, stream: int | None) -> Argument:
     if array.__class__ is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
             raise _masked(name, "a masked array")
         array = np.asarray(array)  # slices of a matrix would stay matrices
-    return _as_bytes_if_float8(array), not array.flags.writeable
+    return _argument(name, array, "numpy", not array.flags.writeable)
 
 
-def _borrow_cupy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
-    return _as_bytes_if_float8(array), False
+def _borrow_cupy(array: Any, name: str, stream: int | None) -> Argument:
+    return _argument(name, array, "cupy", False)
 
 
-def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+def _borrow_torch(tensor: Any, name: str, stream: int | None) -> Argument:
     torch = sys.modules["torch"]
     if tensor.__class__ is not torch.Tensor and hasattr(tensor, "get_mask"):
         raise _masked(name, f"a torch {type(tensor).__name__}")
@@ -163,13 +193,14 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
         raise TypeError(f"{name}: got a torch tensor of layout {tensor.layout}, expected a strided one")
     if tensor.is_neg():
         raise ValueError(f"{name}: got a view with its negative bit set, expected the tensor's resolve_neg()")
-    dtype, device = _torch_type(tensor.dtype, name), tensor.device
+    (dtype, float8), device = _torch_type(tensor.dtype, name), tensor.device
     if device.type == "cuda":
         size, address = dtype.itemsize, tensor.data_ptr()
         if not address and tensor.numel():
             raise _freed(name, tensor)
         strides = tuple([stride * size for stride in tensor.stride()])
-        return _over_device_memory(address, tensor.shape, strides, dtype, device.index, tensor), False
+        native = _over_device_memory(address, tensor.shape, strides, dtype, device.index, tensor)
+        return Argument(name, native, "torch", False, float8)
     if device.type != "cpu":
         raise ValueError(f"{name}: got a torch tensor on {device}, expected one on the CPU or a CUDA device")
     last = tensor.storage_offset() + sum(
@@ -178,8 +209,10 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
     if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
         raise _freed(name, tensor)
     if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(dtype), False
-    return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
+        native = tensor.view(torch.int16).numpy().view(dtype)
+    else:
+        native = (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy()
+    return Argument(name, native, "torch", False, float8)
 
 
 def _masked(name: str, what: str) -> TypeError:
@@ -194,41 +227,41 @@ def _freed(name: str, tensor: Any) -> ValueError:
     )
 
 
-def _torch_type(torch_dtype: Any, name: str) -> np.dtype[Any]:
-    dtype = _TORCH_TYPES.get(torch_dtype)
-    if dtype is None:
+def _torch_type(torch_dtype: Any, name: str) -> tuple[np.dtype[Any], str]:
+    """The dtype of the borrowed array, and the name of an 8-bit float."""
+    known = _TORCH_TYPES.get(torch_dtype)
+    if known is None:
         text = str(torch_dtype).removeprefix("torch.")
         try:
             dtype = np.dtype(getattr(ml_dtypes, text, text))
         except TypeError:
             raise TypeError(f"{name}: got {torch_dtype}, which has no counterpart in NumPy") from None
-        if dtype in FLOAT8_TYPES:
-            dtype = np.dtype(np.uint8)
-        _TORCH_TYPES[torch_dtype] = dtype
-    return dtype
+        known = (np.dtype(np.uint8), text) if dtype in FLOAT8_TYPES else (dtype, "")
+        _TORCH_TYPES[torch_dtype] = known
+    return known
 
 
-_TORCH_TYPES: dict[Any, np.dtype[Any]] = {}
+_TORCH_TYPES: dict[Any, tuple[np.dtype[Any], str]] = {}
 
 
-def _borrow_jax(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+def _borrow_jax(array: Any, name: str, stream: int | None) -> Argument:
     jax_arrays.check(array, name)
     devices = array.devices()
     if len(devices) != 1:
         raise ValueError(f"{name}: got a JAX array sharded over {len(devices)} devices, expected one device")
+    framework = jax_arrays.framework_of(array)
     if next(iter(devices)).platform == "cpu":
-        return _as_bytes_if_float8(np.asarray(array)), True
-    native, _ = _borrow_dlpack(array, name, stream)
-    return native, True
+        return _argument(name, np.asarray(array), framework, True)
+    return _borrow_dlpack(array, name, stream)._replace(framework=framework, read_only=True)
 
 
-def _borrow_other(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+def _borrow_other(array: Any, name: str, stream: int | None) -> Argument:
     if _speaks_dlpack(array):
         return _borrow_dlpack(array, name, stream)
     return _borrow_cuda_interface(array, name, stream)
 
 
-def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> Argument:
     """The only protocol of Numba's device arrays. The consumer must wait for the producer's stream."""
     interface = array.__cuda_array_interface__
     if interface.get("mask") is not None:
@@ -246,10 +279,10 @@ def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[A
             streams.of_handle(user, device).wait_event(recorded(streams.of_handle(producer, device)))
     owner = UntilDone(array, device, user)
     native = _over_device_memory(pointer, shape, strides, dtype, device, owner)
-    return _as_bytes_if_float8(native), bool(read_only)
+    return _argument(name, native, "other", bool(read_only))
 
 
-_BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
+_BORROW: dict[str, Callable[[Any, str, int | None], Argument]] = {
     "numpy": _borrow_numpy,
     "cupy": _borrow_cupy,
     "torch": _borrow_torch,
@@ -258,15 +291,15 @@ _BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
 }
 
 
-def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[Any, bool]:
+def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> Argument:
     device_type, device_id = _device_of(array, name)
     on_device = device_type == KDL_CUDA
     user = {"stream": user_stream(stream)} if on_device else {}
     try:
-        held = array.__dlpack__(**user, max_version=(1, 1))
+        exported = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
-        held = array.__dlpack__(**user)
-    tensor, read_only = capsule.read(held, name, (device_type, device_id))
+        exported = array.__dlpack__(**user)
+    tensor, read_only = capsule.read(exported, name, (device_type, device_id))
     dtype = DLPACK_TYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
@@ -274,14 +307,16 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
             "which has no counterpart in NumPy"
         )
     address, shape, strides = capsule.described(tensor, dtype.itemsize, name)
-    held = capsule.Borrowed(held)
+    owned = array, capsule.Borrowed(exported)
     if on_device:
-        owner = UntilDone((array, held), device_id, user["stream"])
-        return _over_device_memory(address, shape, strides, dtype, device_id, owner), read_only
-    if 0 in shape:
-        return np.empty(shape, dtype), read_only
-    holder = HostMemory(address, shape, strides, dtype, read_only, (array, held))
-    return np.asarray(holder).view(dtype), read_only
+        owner = UntilDone(owned, device_id, user["stream"])
+        native = _over_device_memory(address, shape, strides, dtype, device_id, owner)
+    elif 0 in shape:
+        native = np.empty(shape, dtype)
+    else:
+        native = np.asarray(HostMemory(address, shape, strides, dtype, read_only, owned)).view(dtype)
+    float8 = str(getattr(array, "dtype", "")).rpartition(".")[2] if tensor.code in FLOAT8_CODES else ""
+    return Argument(name, native, "other", read_only, float8 if float8.startswith("float8_") else "")
 
 
 def _device_of(array: Any, name: str) -> tuple[int, int]:
@@ -354,7 +389,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
     """An uninitialised array on the device of `like`; host memory is aligned to 64 bytes, so that XLA can share it."""
     if not isinstance(like, np.ndarray):
         with like.device:
-            return cupy_module().empty(shape, dtype)
+            return sys.modules["cupy"].empty(shape, dtype)
     size = math.prod(shape) * dtype.itemsize
     block = np.empty(size + 64, np.uint8)
     start = -block.ctypes.data % 64

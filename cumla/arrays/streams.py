@@ -16,7 +16,7 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def callers(native: Any, framework: str, stream: Any = None) -> contextlib.AbstractContextManager[Any]:
+def callers(native: Any, framework: str, stream: Any = None) -> Current:
     """A context in which CuPy's current device and stream are the caller's; without effect for host arrays.
 
     native     a borrowed array of the call
@@ -24,42 +24,49 @@ def callers(native: Any, framework: str, stream: Any = None) -> contextlib.Abstr
     stream     the stream given by the caller, or None for the framework's current stream
     """
     if isinstance(native, np.ndarray):
-        return NOTHING
-    device = native.device.id
-    return on(device, current(framework, device) if stream is None else handle_of(stream))
+        return Current(-1)
+    device = native.data.device_id
+    return Current(device, current(framework, device) if stream is None else handle_of(stream))
 
 
-def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which CuPy's current device is `device` and its current stream `handle`; None: unchanged.
+class Current:
+    """A context in which CuPy's current device is `device` and its current stream `handle`; may be entered again.
 
     device  a CUDA device, or -1 for host memory: nothing to do
+    handle  of a stream; None: CuPy's current one
+
+    Nothing changes before `with`: only the end of `with` pops CuPy's stack of streams.
     """
-    return NOTHING if device < 0 else _Current(device, handle)
 
+    __slots__ = ("_entered", "device", "handle")
 
-class _Current:
-    """The context of `on`. Nothing changes before `with`: only the end of `with` pops CuPy's stack of streams."""
-
-    __slots__ = ("_contexts", "_device", "_handle")
-
-    def __init__(self, device: int, handle: int | None) -> None:
-        self._device, self._handle = device, handle
+    def __init__(self, device: int, handle: int | None = None) -> None:
+        self.device, self.handle = device, handle
+        self._entered: list[contextlib.ExitStack | None] = []
 
     def __enter__(self) -> None:
-        device, handle, cuda = self._device, self._handle, sys.modules["cupy"].cuda
-        self._contexts = None
+        device, handle = self.device, self.handle
+        if device < 0:
+            return
+        cuda = sys.modules["cupy"].cuda
         same_device = cuda.runtime.getDevice() == device
         if same_device and (handle is None or handle == cuda.get_current_stream(device).ptr):
+            self._entered.append(None)
             return
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(cuda.Device(device))
             if handle is not None:
                 contexts.enter_context(of_handle(handle, device))
-            self._contexts = contexts.pop_all()
+            self._entered.append(contexts.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        if self._contexts is not None:
-            self._contexts.close()
+        contexts = self._entered.pop() if self._entered else None
+        if contexts is not None:
+            contexts.close()
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured on the stream."""
+        return self.device >= 0 and is_capturing(self.handle)
 
 
 class InOrder:

@@ -15,6 +15,7 @@ A dimension given as a name must have the same size wherever the name is used; -
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +24,10 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.dlpack import Argument
 from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.cuda.ordinary import ordinary_launch
 from ..kernels.self_tests import FAILED, check_not_failed
-from ..kernels.types.segments import Pages
-from ..layout import CacheLayout
 from . import debug, dry_run
 from .backends import choose, kernels
 from .launch_cache import record_output, record_written
@@ -55,14 +55,12 @@ class Call:
         check_flags(early_release=early_release)
         self.early_release, self.open_launchings = bool(early_release), 0
         self._backend = backend
-        self._stream = None if stream is None else streams.handle_of(stream)  # None: CuPy's current one
-        self._framework = ""
-        self._first: Any = None
-        self._device = -1  # -1: host memory
+        self.first: Argument | None = None
+        self._stream = None if stream is None else streams.handle_of(stream)
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
         self._given: dict[str, Any] = {}  # the caller's arrays by name
-        self._written: dict[str, Any] = {}  # the caller's arrays that are written
+        self.written: dict[str, Any] = {}  # the caller's arrays that are written
         self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that may be the same arrays
         self.may_share: Callable[[Any, Any], bool] | None = None  # whether written arrays may share elements
         self._dry_run = dry_run.current()
@@ -74,7 +72,49 @@ class Call:
 
         Raises TypeError (no array, wrong dtype) or ValueError (wrong shape, strides, alignment or device, read-only).
         """
-        native = self.borrow(name, value, writable)
+        return self.checked(self.borrow(name, value, writable), dtypes, shape)
+
+    def optional(
+        self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
+    ) -> Any:
+        """Like `array`, but None stays None."""
+        return None if value is None else self.array(name, value, dtypes, shape, writable)
+
+    def borrow(self, name: str, value: Any, writable: bool = False, any_float8: bool = False) -> Argument:
+        """An argument, borrowed once and on this call's device: aligned, its dtype and shape unchecked.
+
+        Raises TypeError for 8-bit floats other than e4m3, whose bytes would be read as e4m3, unless `any_float8` says
+        that their kind does not matter.
+        """
+        argument = dlpack.argument(value, name, writable, self.stream, any_float8)
+        return self.take(argument, writable)
+
+    def take(self, argument: Argument, writable: bool = False) -> Argument:
+        """An argument that is borrowed already, checked as `borrow` does."""
+        name, native = argument.name, argument.native
+        if isinstance(native, np.ndarray):
+            device, aligned = -1, native.flags.aligned
+        else:
+            memory = native.data
+            device, bits = memory.device_id, memory.ptr
+            for stride in native.strides:
+                bits |= stride
+            aligned = not bits % native.itemsize or not native.size
+        if not aligned:
+            raise ValueError(
+                f"{name}: got elements that are not {native.itemsize} bytes aligned (strides {native.strides} bytes), "
+                f"expected address and strides to be multiples of {native.itemsize}"
+            )
+        if self.first is None:
+            self.first = argument
+        elif device != self.current.device:
+            self.check_place(name, native)
+        self.uses(name, native, writable)
+        return argument
+
+    def checked(self, argument: Argument, dtypes: tuple[np.dtype[Any], ...], shape: Shape) -> Any:
+        """The array of a borrowed argument, or a view of it, as `array` checks it."""
+        name, native = argument.name, argument.native
         if native.dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise TypeError(f"{name}: got dtype {native.dtype}, expected {wanted}")
@@ -84,63 +124,17 @@ class Call:
             raise ValueError(f"{name}: got strides {strides} bytes, expected the last axis contiguous")
         return native
 
-    def optional(
-        self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
-    ) -> Any:
-        """Like `array`, but None stays None."""
-        return None if value is None else self.array(name, value, dtypes, shape, writable)
-
-    def borrow(self, name: str, value: Any, writable: bool = False, any_float8: bool = False) -> Any:
-        """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked.
-
-        Raises TypeError for 8-bit floats other than e4m3, whose bytes would be read as e4m3, unless `any_float8` says
-        that their kind does not matter.
-        """
-        native = dlpack.borrow(value, name, writable, self._stream)
-        if native is not value and native.dtype == BYTES[0] and not any_float8:
-            dlpack.check_float8(value, name)
-        if isinstance(native, np.ndarray):
-            aligned = native.flags.aligned
-        else:
-            bits = native.data.ptr
-            for stride in native.strides:
-                bits |= stride
-            aligned = not bits % native.itemsize or not native.size
-        if not aligned:
-            raise ValueError(
-                f"{name}: got elements that are not {native.itemsize} bytes aligned (strides {native.strides} bytes), "
-                f"expected address and strides to be multiples of {native.itemsize}"
-            )
-        if self._first is None:
-            self.begin(native, dlpack.framework_of(value))
-        else:
-            self.check_place(name, native)
-        self._given[name] = native
-        if writable:
-            self._written[name] = native
-            record_written(native)
-        return native
-
     def uses(self, name: str, native: Any, writable: bool = False) -> None:
         """Register an array of the caller that kernels read or, if `writable`, write."""
         self._given[name] = native
         if writable:
-            self._written[name] = native
-            record_written(native)
-
-    def begin(self, native: Any, framework: str) -> None:
-        """Take the framework and the device from the first array, which was checked already."""
-        self._first, self._device, self._framework = native, _device_of(native), framework
-        if self._dry_run is not None:
-            return
-        if self._stream is None and self._device >= 0:
-            self._stream = streams.current(framework, self._device)
+            self.written[name] = native
 
     def check_place(self, name: str, native: Any) -> None:
         """Raise ValueError for an array that is not on the first array's device."""
-        device = _device_of(native)
-        if device != self._device:
-            raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
+        got, expected = _device_of(native), self.current.device
+        if got != expected:
+            raise ValueError(f"{name}: got an array {_place(got)}, expected it {_place(expected)} as the others")
 
     def check_shape(self, name: str, got: tuple[int, ...], wanted: Shape) -> None:
         """Match `got` against `wanted`, binding dimension names seen for the first time."""
@@ -158,19 +152,20 @@ class Call:
 
     def check_float32(self, name: str, dtype: str) -> None:
         """Raise ValueError for float32 rows and queries on a device: only the host takes them, to show rounding."""
-        on_device = self._device >= 0 or (self._dry_run is not None and self._dry_run.on_device)
+        on_device = self.current.device >= 0 or (self._dry_run is not None and self._dry_run.on_device)
         if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
 
-    @property
-    def first(self) -> Any:
-        """The first array."""
-        return self._first
+    @functools.cached_property
+    def current(self) -> streams.Current:
+        """The device and the stream that the call runs on: the current stream of its framework, unless one is given."""
+        assert self.first is not None
+        return streams.callers(self.first.native, self.first.framework, self._stream)
 
     @property
     def stream(self) -> int | None:
         """Handle of the stream that the call runs on; None: CuPy's current one."""
-        return self._stream
+        return self._stream if self.first is None else self.current.handle
 
     def size(self, name: str) -> int:
         """The size that a dimension name was bound to."""
@@ -206,29 +201,29 @@ class Call:
     def check_apart(self) -> None:
         """Raise ValueError if a written array shares elements with another one: kernels read and write in any order."""
         may_share: Callable[[Any, Any], bool] = np.may_share_memory
-        if self._device >= 0 and self._written:
-            extents = {id(array): extent(array) for array in (*self._given.values(), *self._written.values())}
+        if self.current.device >= 0 and self.written:
+            extents = {id(array): extent(array) for array in (*self._given.values(), *self.written.values())}
 
             def may_share(a: Any, b: Any) -> bool:
                 return extents[id(a)].intersects(extents[id(b)])
 
-        for name, array in self._written.items():
-            for other, its in self._given.items():
-                if other != name and may_share(array, its) and self._is_shared(name, other):
+        for name, array in self.written.items():
+            for other, other_array in self._given.items():
+                if other != name and may_share(array, other_array) and self._is_shared(name, other):
                     raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
 
     def _is_shared(self, name: str, other: str) -> bool:
         """Whether two arrays share elements that neither the operation nor a compiler allows them to share."""
-        a, b = self._written[name], self._given[other]
+        a, b = self.written[name], self._given[other]
         if not share_elements(a, b) or {(name, other), (other, name)} & self._in_place:
             return False
-        return not (self.may_share is not None and self.may_share(a, b)) and not debug.is_unchecked()
+        return not (self.may_share is not None and self.may_share(a, b)) and not debug.thread.unchecked
 
     def checks_values(self) -> bool:
         """Whether to check values (`cumla.debug`). Raises ValueError if a CUDA graph is being captured."""
         if not debug.is_on() or self._dry_run is not None:
             return False
-        if self._device >= 0 and streams.is_capturing(self._stream):
+        if self.current.is_capturing():
             raise ValueError(
                 "cumla.debug: got a call while a CUDA graph is being captured, expected captures outside of it: "
                 "checks wait for the device"
@@ -242,64 +237,16 @@ class Call:
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         if self._dry_run is not None:
             return dry_run.fake_array(shape, dtype)
-        with streams.on(self._device, self._stream):
-            if self._device >= 0 and streams.is_capturing():
+        assert self.first is not None
+        with self.current:
+            if self.current.is_capturing():
                 raise ValueError(
                     f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
                     "allocate a graph's memory before its capture"
                 )
-            native = dlpack.empty(shape, dtype, self._first)
+            native = dlpack.empty(shape, dtype, self.first.native)
         record_output(native)
         return native
-
-    def pages(
-        self, name: str, value: Any, layout: CacheLayout, block_size: int | None = None, writable: bool = False
-    ) -> Pages:
-        """A paged cache as `Pages`.
-
-        value  bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw
-               pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`. A cache
-               whose pages have no tokens has no pages
-        """
-        native = self.borrow(name, value, writable)
-        if native.ndim == 4 and native.shape[2] == 1:
-            native = native[:, :, 0]
-        if native.ndim == 2 and block_size is not None:
-            pages = self._raw_pages(name, native, layout, block_size)
-            self.uses(name, pages.bytes, writable)  # without the rest of a row, such as another cache's pages
-            return pages
-        if native.ndim == 2 and native.dtype in BYTES:
-            raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
-        itemsize, width = native.dtype.itemsize, layout.token_bytes
-        if native.dtype not in BYTES:
-            if str(native.dtype) != layout.value_type:
-                expected = "uint8" if layout.quantized_dim else f"{layout.value_type} or uint8"
-                raise TypeError(f"{name}: got dtype {native.dtype}, expected {expected} for a {layout.name} cache")
-            width = layout.head_dim
-        self.check_shape(name, native.shape, (-1, -1 if block_size is None else block_size, width))
-        blocks, rows, _ = native.shape
-        strides = native.strides
-        packed = (rows == 1 or strides[1] == layout.token_bytes) and strides[2] == itemsize
-        if native.size and (not packed or (blocks > 1 and strides[0] < rows * layout.token_bytes)):
-            raise ValueError(
-                f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
-                f"and pages at least {rows * layout.token_bytes} bytes apart"
-            )
-        if not rows:  # kernels divide by a page's tokens
-            return Pages(bytes_of(native[:0], 0, layout.token_bytes), 1, layout)
-        return Pages(bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
-
-    def _raw_pages(self, name: str, native: Any, layout: CacheLayout, block_size: int) -> Pages:
-        if native.dtype not in BYTES:
-            raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for raw pages")
-        needed = block_size * layout.token_bytes
-        apart = native.strides[1] == 1 and (len(native) < 2 or native.strides[0] >= needed)
-        if native.shape[1] < needed or (native.size and not apart):  # NumPy's strides of an empty array are 0
-            raise ValueError(
-                f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
-                f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
-            )
-        return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
     def kernels(self, file: str) -> Launching:
         """A context manager for the chosen backend's `file` of kernels, on the caller's stream; on the host without
@@ -310,20 +257,19 @@ class Call:
         """
         if self._dry_run is not None:
             return Launching(self, self._dry_run.kernels(self._backend, file), streams.NOTHING)
-        backend = choose(self._backend, self._device >= 0)
+        on_device = self.current.device >= 0
+        backend = choose(self._backend, on_device)
         if FAILED:
             check_not_failed(backend)
-        module = kernels(backend, file)
-        if self._device < 0:  # NumPy would warn of infinities and NaN, which are results like others
-            return Launching(self, module, np.errstate(all="ignore"))
-        return Launching(self, module, streams.on(self._device, self._stream))
+        # NumPy would warn of infinities and NaN, which are results like others.
+        return Launching(self, kernels(backend, file), self.current if on_device else np.errstate(all="ignore"))
 
     def results(self) -> Any:
         """The outputs in order, a single array or a tuple, in the framework of the first array."""
-        with streams.on(self._device, self._stream):  # the stream for which readers of the results wait
-            back = tuple(
-                dlpack.give(native, self._framework) if given is None else given for given, native in self._results
-            )
+        assert self.first is not None
+        framework = self.first.framework
+        with self.current:  # the stream for which readers of the results wait
+            back = tuple(dlpack.give(native, framework) if given is None else given for given, native in self._results)
         return back[0] if len(back) == 1 else back
 
 
@@ -337,6 +283,7 @@ class Launching:
 
     def __enter__(self) -> Any:
         self.call.check_apart()
+        record_written(self.call.written)
         checks = debug.active and self.call.checks_values()
         self.within.__enter__()
         self.call.open_launchings += 1
@@ -345,8 +292,8 @@ class Launching:
     def __exit__(self, *error: Any) -> None:
         self.call.open_launchings -= 1
         try:
-            if not (self.call.early_release or self.call.open_launchings or any(error)):
-                end_release(self.call.first)
+            if not (self.call.early_release or self.call.open_launchings or any(error)) and self.call.first is not None:
+                end_release(self.call.first.native)
         finally:
             self.within.__exit__(*error)
 
@@ -360,12 +307,10 @@ def end_release(native: Any) -> None:
         ordinary_launch()
 
 
-def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
-    """uint8 [blocks, page_bytes] over an array whose first axis counts pages, each of them contiguous."""
-    if isinstance(native, np.ndarray):
-        return native.view(np.uint8).reshape(blocks, page_bytes)
-    stride = native.strides[0] if blocks > 1 else page_bytes
-    return type(native)((blocks, page_bytes), np.uint8, native.data, (stride, 1))
+def without_middle_axis(argument: Argument) -> Argument:
+    """[n, 1, d], as FlashMLA has it for its one KV head, as [n, d]; an array of another shape unchanged."""
+    native = argument.native
+    return argument._replace(native=native[:, 0]) if native.ndim == 3 and native.shape[1] == 1 else argument
 
 
 def _device_of(native: Any) -> int:

@@ -18,11 +18,13 @@ _lock = threading.Lock()
 
 
 class _Thread(threading.local):
+    """Numbers of entered contexts of this thread: of `debug`, and of `unchecked`."""
+
     contexts = 0
     unchecked = 0
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 @contextlib.contextmanager
@@ -63,11 +65,11 @@ def debug() -> Iterator[None]:
     global active
     with _lock:
         active += 1
-    _thread.contexts += 1
+    thread.contexts += 1
     try:
         yield
     finally:
-        _thread.contexts -= 1
+        thread.contexts -= 1
         with _lock:
             active -= 1
 
@@ -76,20 +78,16 @@ def debug() -> Iterator[None]:
 def unchecked() -> Iterator[None]:
     """A context whose calls on this thread are not checked: for compiled programs, whose compiler decides which arrays
     share memory, and for self-tests, whose values are out of range on purpose."""
-    _thread.unchecked += 1
+    thread.unchecked += 1
     try:
         yield
     finally:
-        _thread.unchecked -= 1
-
-
-def is_unchecked() -> bool:
-    return _thread.unchecked > 0
+        thread.unchecked -= 1
 
 
 def is_on() -> bool:
     """Whether this thread's calls are checked."""
-    return active > 0 and _thread.contexts > 0 and not _thread.unchecked
+    return active > 0 and thread.contexts > 0 and not thread.unchecked
 
 
 class Checked:

@@ -1,10 +1,13 @@
-"""The format of a cache: given by the caller, or inferred from the array."""
+"""The format of a cache, given by the caller or inferred from the array, and its pages."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from ..arrays.dlpack import Argument
 from ..kernels.types.segments import Pages
 from ..layout import BUILT_IN, DSV4_FP8, INDEXER_FP8, LAYOUTS, V32_FP8, CacheLayout, layouts_of
 from .call import BYTES, Call
@@ -41,7 +44,7 @@ def named_layout(layout: Any, name: str = "layout") -> CacheLayout | None:
 
 
 def cache_layout(
-    call: Call, name: str, cache: Any, layout: Any, block_size: int | None = None, row_width: int | None = None
+    cache: Argument, layout: Any, block_size: int | None = None, row_width: int | None = None
 ) -> CacheLayout:
     """The format of a cache: `layout` if given, else inferred from the bytes per token or the dtype of its rows.
 
@@ -54,7 +57,7 @@ def cache_layout(
     named = named_layout(layout)
     if named is not None:
         return named
-    native, known = call.borrow(name, cache), []
+    name, native, known = cache.name, cache.native, []
     if native.ndim in (3, 4):
         width = native.shape[-1]
         if native.dtype in BYTES:
@@ -78,29 +81,92 @@ def cache_layout(
     return known[0]
 
 
-def cache_pages(
-    call: Call, name: str, cache: Any, layout: CacheLayout, block_size: int | None, writable: bool = False
-) -> Pages:
-    """A paged cache as from `Call.pages`; raw pages of DSV4_FP8 have 64 tokens by default.
+def cache_pages(call: Call, cache: Argument, layout: CacheLayout, block_size: int | None) -> Pages:
+    """A paged cache as from `pages_of`; raw pages of DSV4_FP8 have 64 tokens by default.
 
     Raises ValueError for raw pages without block_size that are not as wide as pages of 64 tokens, with or without their
     padding: a page of another size, or one packed with other data, would be read and written in the wrong places.
     """
-    native = call.borrow(name, cache, writable)
-    default = DEFAULT_BLOCK_SIZES.get(layout.name)
+    native = cache.native
     if native.ndim != 2 or native.dtype not in BYTES or block_size is not None:
-        return call.pages(name, cache, layout, block_size, writable)
-    width = native.shape[1]
+        return pages_of(call, cache, layout, block_size)
+    default, width = DEFAULT_BLOCK_SIZES.get(layout.name), native.shape[1]
     if default is not None and width in (default * layout.token_bytes, layout.page_bytes(default)):
-        return call.pages(name, cache, layout, default, writable)
+        return pages_of(call, cache, layout, default)
     tokens = width // layout.token_bytes
     fits = tokens > 0 and width in (tokens * layout.token_bytes, layout.page_bytes(tokens))
     but = "" if default is None else f" (only pages of {layout.page_bytes(default)} bytes mean {default} tokens)"
     of_this_size = f"; pages of {tokens} tokens of {layout.name} have this size" if fits else ""
     raise ValueError(
-        f"{name}: got raw pages of {width} bytes and no block_size, expected the tokens of a page as block_size"
+        f"{cache.name}: got raw pages of {width} bytes and no block_size, expected the tokens of a page as block_size"
         f"{but}{of_this_size}"
     )
+
+
+def pages_of(call: Call, cache: Argument, layout: CacheLayout, block_size: int | None = None) -> Pages:
+    """A borrowed paged cache as `Pages`.
+
+    cache  bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw
+           pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`. A cache
+           whose pages have no tokens has no pages
+    """
+    name, native = cache.name, cache.native
+    if native.ndim == 4 and native.shape[2] == 1:
+        native = native[:, :, 0]
+    if native.ndim == 2 and block_size is not None:
+        pages = _raw_pages(name, native, layout, block_size)
+        call.uses(
+            name, pages.bytes, writable=name in call.written
+        )  # without the rest of a row, such as another cache's pages
+        return pages
+    if native.ndim == 2 and native.dtype in BYTES:
+        raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
+    itemsize, width = native.dtype.itemsize, layout.token_bytes
+    if native.dtype not in BYTES:
+        if str(native.dtype) != layout.value_type:
+            expected = "uint8" if layout.quantized_dim else f"{layout.value_type} or uint8"
+            raise TypeError(f"{name}: got dtype {native.dtype}, expected {expected} for a {layout.name} cache")
+        width = layout.head_dim
+    call.check_shape(name, native.shape, (-1, -1 if block_size is None else block_size, width))
+    blocks, rows, _ = native.shape
+    strides = native.strides
+    packed = (rows == 1 or strides[1] == layout.token_bytes) and strides[2] == itemsize
+    if native.size and (not packed or (blocks > 1 and strides[0] < rows * layout.token_bytes)):
+        raise ValueError(
+            f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
+            f"and pages at least {rows * layout.token_bytes} bytes apart"
+        )
+    if not rows:  # kernels divide by a page's tokens
+        return Pages(bytes_of(native[:0], 0, layout.token_bytes), 1, layout)
+    return Pages(bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
+
+
+def checked_pages(
+    call: Call, name: str, cache: Any, layout: CacheLayout, block_size: int | None = None, writable: bool = True
+) -> Pages:
+    """Borrow a paged cache, the argument `name`, and check it as `pages_of` does."""
+    return pages_of(call, call.borrow(name, cache, writable), layout, block_size)
+
+
+def _raw_pages(name: str, native: Any, layout: CacheLayout, block_size: int) -> Pages:
+    if native.dtype not in BYTES:
+        raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for raw pages")
+    needed = block_size * layout.token_bytes
+    apart = native.strides[1] == 1 and (len(native) < 2 or native.strides[0] >= needed)
+    if native.shape[1] < needed or (native.size and not apart):  # NumPy's strides of an empty array are 0
+        raise ValueError(
+            f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
+            f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
+        )
+    return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
+
+
+def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
+    """uint8 [blocks, page_bytes] over an array whose first axis counts pages, each of them contiguous."""
+    if isinstance(native, np.ndarray):
+        return native.view(np.uint8).reshape(blocks, page_bytes)
+    stride = native.strides[0] if blocks > 1 else page_bytes
+    return type(native)((blocks, page_bytes), np.uint8, native.data, (stride, 1))
 
 
 def check_layout(layout: CacheLayout, names: tuple[str, ...]) -> None:

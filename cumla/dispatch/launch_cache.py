@@ -17,7 +17,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -88,7 +88,7 @@ class KnownCall(NamedTuple):
         if not self.outputs and sys.modules["cupy"].cuda.runtime.getDevice() == self.device:
             self._launch(addresses, stream)
         else:
-            with streams.on(self.device, stream):
+            with streams.Current(self.device, stream):
                 new = [sys.modules["cupy"].empty(shape, dtype) for shape, dtype in self.outputs]
                 self._launch([*addresses, *(array.data.ptr for array in new)], None)
                 arrays = [*arrays, *(dlpack.give(array, self.framework) for array in new)]
@@ -143,7 +143,7 @@ def launch_cached(function: F) -> F:
         if not calls and len(known) >= MOST_KNOWN:
             known.clear()
         result, launches, used = tested(recorded, op, arguments, keywords)
-        if not debug.is_unchecked():  # unchecked calls may share memory where others must not
+        if not debug.thread.unchecked:  # unchecked calls may share memory where others must not
             known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
         log.debug("%s: launches %s", op, [launch.kernel.raw.name for launch in launches])
         return result
@@ -277,10 +277,10 @@ def record_output(native: Any) -> None:
         _recording.used.outputs.append(native)
 
 
-def record_written(native: Any) -> None:
-    """Record a given array that is written."""
+def record_written(arrays: Mapping[str, Any]) -> None:
+    """Record the given arrays, by name, that kernels are about to write."""
     if _recording.used is not None:
-        _recording.used.written.append(native)
+        _recording.used.written.extend(arrays.values())
 
 
 def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: Any) -> KnownCall | None:

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..dispatch.call import BYTES, INT32, SLOTS, Call
+from ..dispatch.call import BYTES, INT32, SLOTS, Call, without_middle_axis
+from ..dispatch.formats import pages_of
 from ..kernels.types.plan import Workspace
 from ..layout import plain_rows
 from ..metadata.mla import MLACommonMetadata
@@ -46,7 +47,7 @@ def check_forward(
     if not isinstance(metadata, MLACommonMetadata):
         raise TypeError(f"attn_metadata: got {type(metadata).__name__}, expected MLACommonMetadata")
     call = Call(layer.backend, stream)
-    native = call.borrow("q", q)
+    native = call.borrow("q", q).native
     tokens, heads, dim = len(native) if native.ndim else 0, layer.num_heads, layer.qk_head_dim
     if native.ndim not in (2, 3) or native.size != tokens * heads * dim:
         raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, {heads}, {dim}]")
@@ -57,20 +58,17 @@ def check_forward(
     layer.workspace.check_place(native)
     same, used = (native.dtype,), metadata.num_decode_tokens + metadata.num_prefill_tokens
     kv_c = call.array("k_c_normed", k_c_normed, same, ("tokens", KV_C_DIM))
-    rope = call.borrow("k_pe", k_pe)
-    if rope.ndim == 3 and rope.shape[1] == 1:
-        rope = rope[:, 0]
-    call.array("k_pe", rope, same, (-1, K_PE_DIM))
+    rope = call.checked(without_middle_axis(call.borrow("k_pe", k_pe)), same, (-1, K_PE_DIM))
     for name, rows in (("q", native), ("k_c_normed", kv_c), ("k_pe", rope)):
         check_rows(name, rows, used, "tokens")
-    check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
+    cache = check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
     prefills = metadata.prefill_metadata
     reads = metadata.num_decode_tokens or (prefills is not None and prefills.context_chunk_seq_tot)
     if reads and not metadata.is_profile_run:
-        check_pages("kv_cache", call.borrow("kv_cache", kv_cache), 1, "decodes and prefills with context")
+        check_pages("kv_cache", cache, 1, "decodes and prefills with context")
     check_metadata(call, layer, metadata, used, native.dtype)
     if output is not None:
-        result = call.borrow("output", output, writable=True)
+        result = call.borrow("output", output, writable=True).native
         shape = (tokens, heads * layer.v_head_dim)
         if result.shape != shape or result.dtype != native.dtype:
             raise ValueError(f"output: got {result.dtype} {list(result.shape)}, expected {native.dtype} {list(shape)}")
@@ -82,24 +80,26 @@ def check_forward(
 
 def check_cache(
     call: Call, layer: DenseLayer, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any, block_size: int | None = None
-) -> None:
-    """Check the cache; its pages must have block_size tokens if that is not None."""
+) -> Any:
+    """The borrowed cache, checked; its pages must have block_size tokens if that is not None."""
     cache = call.borrow("kv_cache", kv_cache, writable=True)
-    if not cache.size:
-        return
+    native = cache.native
+    if not native.size:
+        return native
     fp8 = layer.kv_cache_dtype != "auto"
-    if cache.dtype not in (BYTES if fp8 else (dtype,)):
+    if native.dtype not in (BYTES if fp8 else (dtype,)):
         expected = "uint8" if fp8 else f"{dtype} as q has"
         raise TypeError(
-            f"kv_cache: got dtype {cache.dtype}, expected {expected} for kv_cache_dtype {layer.kv_cache_dtype!r}"
+            f"kv_cache: got dtype {native.dtype}, expected {expected} for kv_cache_dtype {layer.kv_cache_dtype!r}"
         )
-    pages = call.pages("kv_cache", kv_cache, plain_rows(layer.head_size, VALUE_TYPES[cache.dtype]), writable=True)
+    pages = pages_of(call, cache, plain_rows(layer.head_size, VALUE_TYPES[native.dtype]))
     if block_size not in (None, pages.block_size):
         raise ValueError(
             f"kv_cache: got pages of {pages.block_size} tokens, expected {block_size}, the metadata's block_size"
         )
     if fp8:
         checked_scale(call, k_scale, "k_scale")
+    return native
 
 
 def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, used: int, dtype: np.dtype[Any]) -> None:
@@ -139,7 +139,7 @@ def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, u
             "attn_metadata: got no context_chunk_workspace for prefills with context, "
             "expected MLACommonState.begin_forward to have put one there"
         )
-    rows = call.borrow("context_chunk_workspace", workspace, writable=True)
+    rows = call.borrow("context_chunk_workspace", workspace, writable=True).native
     if rows.ndim != 2 or rows.shape[1] != layer.head_size or len(rows) < max(chunks) or rows.dtype != dtype:
         raise ValueError(
             f"context_chunk_workspace: got {rows.dtype} {list(rows.shape)}, "

@@ -94,8 +94,9 @@ def _gathered(
     call: Call, name: str, out: Any, cache: Any, layout: CacheLayout, block_size: int | None, seq_lens: Any,
     gather_lens: Any, table: Any, offset: int, ratio: int,
 ) -> GatheredRows:  # fmt: skip
-    layout = cache_layout(call, f"{name}_cache", cache, layout, block_size, out.shape[2])
-    pages = cache_pages(call, f"{name}_cache", cache, layout, block_size)
+    argument = call.borrow(f"{name}_cache", cache)
+    layout = cache_layout(argument, layout, block_size, out.shape[2])
+    pages = cache_pages(call, argument, layout, block_size)
     call.check_float32("layout", layout.value_type)
     table = call.array(f"{name}_block_table", table, INT32, ("R", -1))
     return GatheredRows(out, pages, seq_lens, gather_lens, table, offset, ratio)

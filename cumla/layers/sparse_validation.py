@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import streams
 from ..dispatch.call import BF16, BOOL, FLOAT32, FLOATS, INT32, SLOTS, Call
+from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_integers
 from ..kernels.types.metadata import C128A_RATIO
@@ -121,7 +122,7 @@ def check_window_step(
         call.check_float32(name, dtype)
     if k is not None:
         check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
-    call.pages("swa_cache", swa_cache, layer.layout, metadata.block_size, writable=True)
+    checked_pages(call, "swa_cache", swa_cache, layer.layout, metadata.block_size)
     call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))
     scale_or_default(layer.softmax_scale, V_DIM)
     call.array("metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
@@ -173,7 +174,7 @@ def check_compressed(
 ) -> int:
     """Check the compressed cache. Returns the number of columns of topk_indices to map, 0 without them."""
     ratio = layer.compress_ratio
-    pages = call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
+    pages = checked_pages(call, "compressed.cache", compressed.cache, layer.compressed_layout)
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
     positions = metadata.config.compressed_block_size
@@ -249,7 +250,9 @@ def check_indexer(
     check_rows("compressed.indexer.q", q, used, "tokens")
     weights = call.array("compressed.indexer.weights", inputs.weights, FLOAT32, (-1, "index_heads"))
     check_rows("compressed.indexer.weights", weights, used, "tokens")
-    call.pages("compressed.indexer.cache", inputs.cache, inputs.layout, block_size, writable=inputs.k is not None)
+    checked_pages(
+        call, "compressed.indexer.cache", inputs.cache, inputs.layout, block_size, writable=inputs.k is not None
+    )
     if inputs.metadata.compress_ratio != ratio:
         raise ValueError(
             f"compressed.indexer.metadata: got one of compress_ratio {inputs.metadata.compress_ratio}, expected {ratio}"

@@ -77,10 +77,9 @@ def weight_of(name: str, source: Any) -> Any:
 
 
 def _weight_of_layer(name: str, layer: Any) -> Any:
-    weight = dlpack.borrow(layer.weight, f"{name}.weight")
+    weight = dlpack.argument(layer.weight, f"{name}.weight").native
     if weight.dtype not in BYTES:
         return weight_of(f"{name}.weight", layer.weight)
-    dlpack.check_float8(layer.weight, f"{name}.weight")
     if weight.ndim != 2:
         raise ValueError(f"{name}.weight: got shape {tuple(weight.shape)}, expected [out, in]")
     scale = next(
@@ -120,8 +119,7 @@ def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.nda
 
     Raises TypeError or ValueError if they do not fit.
     """
-    dlpack.check_float8(weight.weight, name)
-    values, scales = dlpack.borrow(weight.weight, name), _scales(weight.scale, name)
+    values, scales = dlpack.argument(weight.weight, name).native, _scales(weight.scale, name)
     if values.dtype not in FP8:
         raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
     if values.ndim != 2:

@@ -163,7 +163,7 @@ class BatchArrays(NamedTuple):
         if debug.active and debug.is_on():
             check_twins(call, batch)
         elif cache_key in VALIDATED:
-            call.begin(given.query_start_loc, "cupy")
+            call.first = dlpack.argument(given.query_start_loc, "query_start_loc")
             return given
         arrays = cls(
             call.array("query_start_loc", given.query_start_loc, INT32, (num_reqs + 1,)),
@@ -178,12 +178,12 @@ class BatchArrays(NamedTuple):
 
 def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
     """Raise ValueError for an array of a batch whose values differ from its copy in host memory."""
-    native = call.borrow("seq_lens", batch.seq_lens)
+    seq_lens = call.borrow("seq_lens", batch.seq_lens)
     if not call.checks_values():
         return
     from ..dispatch.debug_values import check_equal
 
-    with streams.callers(native, dlpack.framework_of(batch.seq_lens), call.stream):
+    with streams.callers(seq_lens.native, seq_lens.framework, call.stream):
         for name, count in (("seq_lens", batch.num_reqs), ("query_start_loc", batch.num_reqs + 1)):
             twin = host_array(f"{name}_cpu", getattr(batch, f"{name}_cpu"))[:count]
             array = call.array(name, getattr(batch, name), INT32, (count,))

@@ -140,7 +140,7 @@ class MLACommonState:
         copies = []
         for name, (dtypes, shape, rest) in GRAPH_INPUTS.items():
             target = call.array(f"input_buffers[{name!r}]", input_buffers[name], dtypes, shape, writable=True)
-            source = call.borrow(name, getattr(decodes, name))
+            source = call.borrow(name, getattr(decodes, name)).native
             if len(source) > len(target):
                 raise ValueError(f"{name}: got {len(source)} requests, expected at most the graph's {len(target)}")
             if source.ndim != target.ndim or source.dtype.kind not in "iu":

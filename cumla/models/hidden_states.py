@@ -32,8 +32,8 @@ def attend(
     for an out that is read-only, on another device, or not contiguous in its last axis.
     """
     call = Call(stream=stream, early_release=early_release)
-    x = call.borrow("hidden_states", hidden_states)
-    framework = dlpack.framework_of(hidden_states)
+    argument = call.borrow("hidden_states", hidden_states)
+    x, framework = argument.native, argument.framework
     if x.dtype != dtype:
         raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {dtype}")
     call.check_shape("hidden_states", x.shape, shape)

@@ -46,7 +46,7 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
         multiply_block_scaled(x.transpose(1, 0, 2), weight, out.transpose(1, 0, 2), backend)
         return
     call = Call(backend)
-    call.begin(x, dlpack.framework_of(x))
+    call.first = dlpack.argument(x, "x")
     with call.kernels("projection") as kernels:
         kernels.batched_product(x, weight.transpose(0, 2, 1), out)
 
@@ -102,7 +102,7 @@ def rounded(x: Any, scratch: Scratch, backend: str | None) -> Rounded:
     """x [G, T, K] in FP8."""
     made = memory_of_rounded(x.shape, scratch, x)
     call = Call(backend)
-    call.begin(x, dlpack.framework_of(x))
+    call.first = dlpack.argument(x, "x")
     with call.kernels("projection") as kernels:
         kernels.quantize_groups(x, *made)
     return made
@@ -114,7 +114,7 @@ def fp8_product(
     """Write out [G, T, N] of x, with out_scales [G, T, N / FP8_GROUP] in FP8; False if the backend cannot."""
     codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
     call = Call(backend)
-    call.begin(x.values, dlpack.framework_of(x.values))
+    call.first = dlpack.argument(x.values, "x")
     with call.kernels("projection") as kernels:
         return kernels.fp8_product(*x, codes, scales, weight.block_rows, weight.block_columns, out, out_scales)
 
@@ -125,7 +125,7 @@ def multiply_rounded(x: Rounded, weight: BlockScaledWeight, out: Any, dtype: Any
         return
     values = weight.scratch.shaped("fp8_rounded", x.values.shape, dtype, x.values)
     call = Call(backend)
-    call.begin(values, dlpack.framework_of(values))
+    call.first = dlpack.argument(values, "values")
     with call.kernels("projection") as kernels:
         kernels.dequantize_blocks(*x, 1, FP8_GROUP, values)
     exact = replace(weight, rounds_activations=False)
@@ -143,7 +143,7 @@ def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: s
     together = min(blocks * weight.block_rows, rows)
     memory = weight.scratch.array("dequantized", together * columns, x.dtype, x)[: together * columns]
     call = Call(backend)
-    call.begin(x, dlpack.framework_of(x))
+    call.first = dlpack.argument(x, "x")
     with call.kernels("projection") as kernels:
         for group in range(groups):
             for first in range(0, rows, together):

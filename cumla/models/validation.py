@@ -11,6 +11,7 @@ import numpy as np
 
 from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
+from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_choice, check_integers, check_optional_size
 from ..metadata.batch import host_integers
@@ -135,18 +136,18 @@ def check_v4_step(
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    call.pages("layer_caches.window", caches.window, layouts.v4, window.block_size, writable=True)
+    checked_pages(call, "layer_caches.window", caches.window, layouts.v4, window.block_size)
     wanted = {1: (), 4: ("compressed", "state", "indexer", "indexer_state"), 128: ("compressed", "state")}[ratio]
     for name, value in vars(caches).items():
         if name in wanted and value is None:
             raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
     if step is not None:
         rows = window.config.compressed_block_size // ratio
-        call.pages("layer_caches.compressed", caches.compressed, layouts.v4, rows if whole else None, writable=True)
+        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.v4, rows if whole else None)
         states = (-1, step.state_block_size, layer.compressors[0].columns)
         call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
         if ratio == 4:
-            call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=True)
+            checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, rows)
             states = (-1, step.state_block_size, layer.compressors[1].columns)
             call.array("layer_caches.indexer_state", caches.indexer_state, FLOAT32, states, writable=True)
         if len(step.slot_mapping) != len(window.slot_mapping):
@@ -188,8 +189,8 @@ def check_v32_step(
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None, writable=True)
-    call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
+    checked_pages(call, "layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None)
+    checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, block_size)
     check_selection(call, topk_indices, len(metadata.positions))
     remember_validated(key)
 
@@ -251,7 +252,7 @@ def check_v41_step(
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    call.pages("layer_caches.window", caches.window, layouts.window, window.block_size, writable=True)
+    checked_pages(call, "layer_caches.window", caches.window, layouts.window, window.block_size)
     if ratio:
         assert selection is not None
         rows, owns = config.compressed_block_size // ratio, layer.mode == "full"
@@ -261,8 +262,8 @@ def check_v41_step(
                 raise ValueError(
                     f"layer_caches.{name}: got None, expected an array for layer {layer.layer} of ratio {ratio}"
                 )
-        call.pages("layer_caches.compressed", caches.compressed, layouts.compressed, rows, writable=owns)
-        call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=owns)
+        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.compressed, rows, writable=owns)
+        checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=owns)
         if "ring" in wanted:
             capacity = ring_capacity(config.num_speculative_tokens)
             call.array("layer_caches.ring", caches.ring, FLOAT32, ("rings", capacity, RING_VALUES), writable=True)

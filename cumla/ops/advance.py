@@ -48,20 +48,20 @@ def advance_step(
     check_integers(1, block_size=block_size)
     check_integers(num_queries, num_seqs=num_seqs)
     call = Call(backend, stream)
-    input_tokens = vector(call, "input_tokens", input_tokens, SLOTS, num_seqs, writable=True)
+    input_tokens = vector(call.borrow("input_tokens", input_tokens, writable=True), SLOTS, num_seqs)
     sampled = call.borrow("sampled_token_ids", sampled_token_ids)
-    if sampled.ndim == 2 and sampled.shape[1] == 1:
-        sampled = sampled[:, 0]
-    sampled = vector(call, "sampled_token_ids", sampled, SLOTS, num_queries)
-    input_positions = vector(call, "input_positions", input_positions, SLOTS, num_seqs, writable=True)
-    seq_lens = vector(call, "seq_lens", seq_lens, INT32, num_queries, writable=True)
-    slot_mapping = vector(call, "slot_mapping", slot_mapping, SLOTS, num_seqs, writable=True)
+    if sampled.native.ndim == 2 and sampled.native.shape[1] == 1:
+        sampled = sampled._replace(native=sampled.native[:, 0])
+    sampled_ids = vector(sampled, SLOTS, num_queries)
+    input_positions = vector(call.borrow("input_positions", input_positions, writable=True), SLOTS, num_seqs)
+    seq_lens = vector(call.borrow("seq_lens", seq_lens, writable=True), INT32, num_queries)
+    slot_mapping = vector(call.borrow("slot_mapping", slot_mapping, writable=True), SLOTS, num_seqs)
     block_tables = call.array("block_tables", block_tables, INT32, (-1, -1))
     if len(block_tables) < num_queries:
         raise ValueError(f"block_tables: got {len(block_tables)} rows, expected at least {num_queries}, one a query")
     if num_seqs:
         with call.kernels("advance") as kernels:
             kernels.advance_step(DecodeBatch(
-                num_seqs, num_queries, block_size, input_tokens, sampled, input_positions, seq_lens, slot_mapping,
+                num_seqs, num_queries, block_size, input_tokens, sampled_ids, input_positions, seq_lens, slot_mapping,
                 block_tables,
             ))  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..arrays.memory import extent
-from ..dispatch.call import BYTES, SLOTS, Call, bytes_of
+from ..dispatch.call import BYTES, SLOTS, Call
+from ..dispatch.formats import bytes_of
 from ..dispatch.launch_cache import launch_cached
 
 
@@ -38,14 +39,17 @@ def swap_blocks(
     Source: vLLM swap_blocks.
     """
     call = Call(backend, stream)
-    source, destination = dlpack.borrow(src, "src"), dlpack.borrow(dst, "dst", writable=True)
-    across = isinstance(source, np.ndarray) != isinstance(destination, np.ndarray)
-    if across:
-        on_device = (dst, "dst") if isinstance(source, np.ndarray) else (src, "src")
-        call.borrow(on_device[1], on_device[0], any_float8=True)
-    else:
-        source = call.borrow("src", src, any_float8=True)
-        destination = call.borrow("dst", dst, writable=True, any_float8=True)
+    of_source = dlpack.argument(src, "src", stream=call.stream, any_float8=True)
+    source_on_host = isinstance(of_source.native, np.ndarray)
+    if not source_on_host:
+        call.take(of_source)
+    of_destination = dlpack.argument(dst, "dst", True, call.stream, any_float8=True)
+    across = isinstance(of_destination.native, np.ndarray) != source_on_host
+    if source_on_host and not across:
+        call.take(of_source)
+    if source_on_host or not across:
+        call.take(of_destination, writable=not across)
+    source, destination = of_source.native, of_destination.native
     if source.dtype != destination.dtype:
         raise TypeError(f"dst: got dtype {destination.dtype}, expected {source.dtype} as src has")
     if source.shape[1:] != destination.shape[1:]:
@@ -92,7 +96,7 @@ def copy_blocks(
     except TypeError:
         raise TypeError(f"kv_caches: got {type(kv_caches).__name__}, expected a list of arrays") from None
     for i, cache in enumerate(given):
-        native = call.borrow(f"kv_caches[{i}]", cache, writable=True, any_float8=True)
+        native = call.borrow(f"kv_caches[{i}]", cache, writable=True, any_float8=True).native
         caches.append(page_bytes(f"kv_caches[{i}]", native))
         call.uses(f"kv_caches[{i}]", caches[-1], writable=True)
     pairs = block_pairs(call, "src_to_dsts", src_to_dsts)
@@ -132,9 +136,10 @@ def same_pages(source: Any, destination: Any) -> bool:
 
 def block_pairs(call: Call, name: str, value: Any) -> Any:
     """Check pairs of block numbers, [n, 2], wherever they are."""
-    pairs = dlpack.borrow(value, name)
+    argument = dlpack.argument(value, name, stream=call.stream)
+    pairs = argument.native
     if not isinstance(pairs, np.ndarray):
-        pairs = call.borrow(name, value)
+        call.take(argument)
     if pairs.dtype not in SLOTS:
         raise TypeError(f"{name}: got dtype {pairs.dtype}, expected int64 or int32")
     if pairs.ndim != 2 or pairs.shape[1] != 2:

@@ -140,7 +140,8 @@ def _rows(
     block_size: int | None,
 ) -> CompressorRows:
     """Check the arrays of one compressor; `prefix` begins the names of its arguments."""
-    layout = cache_layout(call, f"{prefix}k_cache", k_cache, layout)
+    cache = call.borrow(f"{prefix}k_cache", k_cache, writable=True)
+    layout = cache_layout(cache, layout)
     check_layout(layout, ROWS)
     width, dim = kv_score.shape[1], layout.head_dim
     if width not in (2 * dim, 4 * dim):
@@ -155,7 +156,7 @@ def _rows(
         call.array(f"{prefix}position_bias", position_bias, FLOAT32, (compress_ratio, width // 2)),
         call.array(f"{prefix}norm_weight", norm_weight, PROJECTED, (dim,)),
         state,
-        cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
+        cache_pages(call, cache, layout, block_size),
     )
     call.check_float32("layout", layout.value_type)
     return rows

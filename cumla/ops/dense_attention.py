@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, INT32, Call
+from ..dispatch.formats import pages_of
 from ..dispatch.values import FLOAT32_MAX, check_flags, check_integers, in_float32, plain_integers
 from ..kernels.types.plan import DenseDecodePlan
 from ..kernels.types.segments import DenseDecode, PackedAttention
@@ -143,11 +144,12 @@ def dense_mla_decode(
     q = call.array("q", q, HALVES, ("b", "s_q", "h", MLA_BF16.head_dim))
     check_heads(q.shape[2])
     batch, s_q, heads, head_dim = q.shape
-    native = call.borrow("k_cache", k_cache)
-    if native.dtype not in (q.dtype, *BYTES):
-        raise TypeError(f"k_cache: got dtype {native.dtype}, expected {q.dtype} as q has, or uint8")
-    pages = call.pages("k_cache", k_cache, plain_rows(head_dim, VALUE_TYPES[native.dtype]))
-    tensor_scale = checked_scale(call, scale) if native.dtype in BYTES else None
+    cache = call.borrow("k_cache", k_cache)
+    dtype = cache.native.dtype
+    if dtype not in (q.dtype, *BYTES):
+        raise TypeError(f"k_cache: got dtype {dtype}, expected {q.dtype} as q has, or uint8")
+    pages = pages_of(call, cache, plain_rows(head_dim, VALUE_TYPES[dtype]))
+    tensor_scale = checked_scale(call, scale) if dtype in BYTES else None
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     cache_seqlens = call.array("cache_seqlens", cache_seqlens, INT32, (-1,))
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of
+from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, without_middle_axis
+from ..dispatch.formats import bytes_of, pages_of
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_integers, in_float32
 from ..layout import MLA_BF16, MLA_F32, V32_FP8, CacheLayout, ValueType, plain_rows
@@ -56,12 +57,10 @@ def concat_and_cache_mla(
     """
     call = Call(backend, stream)
     kv_c = call.array("kv_c", kv_c, FLOATS, ("T", KV_C_DIM))
-    k_pe = call.borrow("k_pe", k_pe)
-    if k_pe.ndim == 3 and k_pe.shape[1] == 1:
-        k_pe = k_pe[:, 0]
-    k_pe = call.array("k_pe", k_pe, (kv_c.dtype,), ("T", K_PE_DIM))
-    layout = layout_of_dtype(call.borrow("kv_cache", kv_cache), kv_cache_dtype)
-    pages = call.pages("kv_cache", kv_cache, layout, writable=True)
+    k_pe = call.checked(without_middle_axis(call.borrow("k_pe", k_pe)), (kv_c.dtype,), ("T", K_PE_DIM))
+    cache = call.borrow("kv_cache", kv_cache, writable=True)
+    layout = layout_of_dtype(cache.native, kv_cache_dtype)
+    pages = pages_of(call, cache, layout)
     call.check_float32("kv_cache", layout.value_type)
     slots = checked_slots(call, slot_mapping, "kv_c")
     per_tensor = layout.value_type == "e4m3" and not layout.num_scales
@@ -105,7 +104,8 @@ def gather_cache(
     """
     check_integers(0, batch_size=batch_size)
     call = Call(backend, stream)
-    source = call.borrow("src_cache", src_cache)
+    cache = call.borrow("src_cache", src_cache)
+    source = cache.native
     value_type = VALUE_TYPES.get(source.dtype)
     if value_type is None:
         raise TypeError(f"src_cache: got dtype {source.dtype}, expected bfloat16, float16 or uint8")
@@ -113,7 +113,7 @@ def gather_cache(
         raise ValueError(f"src_cache: got shape {tuple(source.shape)}, expected [num_blocks, block_size, width]")
     if not source.shape[-1]:
         raise ValueError(f"src_cache: got shape {tuple(source.shape)}, expected rows of at least one value")
-    pages = call.pages("src_cache", src_cache, plain_rows(source.shape[-1], value_type))
+    pages = pages_of(call, cache, plain_rows(source.shape[-1], value_type))
     dst = call.array("dst", dst, (*FLOATS, *BYTES), ("N", -1), writable=True)
     row_bytes = pages.layout.row_bytes
     same_type = dst.dtype == source.dtype or dst.dtype in BYTES or source.dtype in BYTES
@@ -130,7 +130,7 @@ def gather_cache(
     cu_seq_lens = cu_seq_lens[: batch_size + 1]
     block_table = requests_of(block_table, cu_seq_lens)
     if seq_starts is not None:
-        seq_starts = vector(call, "seq_starts", seq_starts, INT32, batch_size)[:batch_size]
+        seq_starts = vector(call.borrow("seq_starts", seq_starts), INT32, batch_size)[:batch_size]
     tensor_scale = None if copied else checked_scale(call, scale)
     if dst.size and batch_size:
         rows = bytes_of(dst, len(dst), row_bytes) if copied else dst
@@ -156,7 +156,7 @@ def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
         return np.float32(1)
     if isinstance(scale, (numbers.Number, np.generic)):
         return np.float32(in_float32(name, scale))
-    native = call.borrow(name, scale)
+    native = call.borrow(name, scale).native
     if native.dtype not in FLOAT32:
         raise TypeError(f"{name}: got dtype {native.dtype}, expected float32")
     if native.size != 1:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
-from ..dispatch.formats import named_layout
+from ..dispatch.formats import named_layout, pages_of
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers, finite, in_float32
 from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores, QueryFormat
@@ -178,23 +178,25 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
         if pair:
             raise ValueError("kv_scales: got them beside the pair kv, expected one or the other")
         kv, pair = (kv, kv_scales), True
-    if not pair and call.borrow("kv", kv).dtype == np.uint8:
-        check_queries_of_bytes(call.borrow("q", q), "keys")
-        raise ValueError("kv_scales: got None for e4m3 keys, expected their scales, or kv (k, scales)")
-    is_mxfp4 = pair and call.borrow("kv[0] (k)", kv[0]).shape[1:] == (INDEXER_MXFP4.row_bytes,)
-    if is_mxfp4 and call.borrow("kv[1] (scales)", kv[1]).dtype == np.uint8:
-        q = call.array("q", q, UINT8 + PLAIN, ("M", "H", HEAD_DIM))
-        k = call.array("kv[0] (k)", kv[0], UINT8, ("N", INDEXER_MXFP4.row_bytes))
-        scales = call.array("kv[1] (scales)", kv[1], UINT8, ("N", INDEXER_MXFP4.scale_bytes))
+    queries = call.borrow("q", q)
+    if not pair:
+        keys = call.borrow("kv", kv)
+        if keys.native.dtype == np.uint8:
+            check_queries_of_bytes(queries.native, "keys")
+            raise ValueError("kv_scales: got None for e4m3 keys, expected their scales, or kv (k, scales)")
+        q = call.checked(queries, PLAIN, ("M", "H", HEAD_DIM))
+        k = call.checked(keys, (q.dtype,), ("N", HEAD_DIM))
+        return q, k, None, call.array("weights", weights, FLOAT32, ("M", "H"))
+    keys, of_keys = call.borrow("kv[0] (k)", kv[0]), call.borrow("kv[1] (scales)", kv[1])
+    if keys.native.shape[1:] == (INDEXER_MXFP4.row_bytes,) and of_keys.native.dtype == np.uint8:
+        q = call.checked(queries, UINT8 + PLAIN, ("M", "H", HEAD_DIM))
+        k = call.checked(keys, UINT8, ("N", INDEXER_MXFP4.row_bytes))
+        scales = call.checked(of_keys, UINT8, ("N", INDEXER_MXFP4.scale_bytes))
         check_contiguous_scales(scales, INDEXER_MXFP4.scale_bytes)
         return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
-    q = call.array("q", q, UINT8 if pair else PLAIN, ("M", "H", HEAD_DIM))
-    if not pair:
-        k = call.array("kv", kv, (q.dtype,), ("N", HEAD_DIM))
-        return q, k, None, call.array("weights", weights, FLOAT32, ("M", "H"))
-    k = call.array("kv[0] (k)", kv[0], UINT8, ("N", HEAD_DIM))
-    scales = call.borrow("kv[1] (scales)", kv[1])
-    scales = call.array("kv[1] (scales)", scales, FLOAT32, ("N", 1)[: max(scales.ndim, 1)])
+    q = call.checked(queries, UINT8, ("M", "H", HEAD_DIM))
+    k = call.checked(keys, UINT8, ("N", HEAD_DIM))
+    scales = call.checked(of_keys, FLOAT32, ("N", 1)[: max(of_keys.native.ndim, 1)])
     if scales.ndim == 2:
         scales = scales[:, 0]
     check_contiguous_scales(scales, INDEXER_FP8.scale_bytes)
@@ -266,15 +268,15 @@ def checked_paged(
 ) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
     """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
     known = (INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16, INDEXER_F32)
-    q = call.borrow("q", q)
+    queries, cache = call.borrow("q", q), call.borrow(cache_name, kv_cache)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
     layout = named_layout(layout)
     if layout is None:
-        borrowed = call.borrow(cache_name, kv_cache)
-        token_bytes = borrowed.shape[-1] if borrowed.dtype == np.uint8 and borrowed.ndim > 2 else 0
+        native = cache.native
+        token_bytes = native.shape[-1] if native.dtype == np.uint8 and native.ndim > 2 else 0
         if token_bytes == INDEXER_FP8.token_bytes:
-            check_queries_of_bytes(q, "a cache of keys")
-        layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
+            check_queries_of_bytes(queries.native, "a cache of keys")
+        layout = by_dtype.get(queries.native.dtype.name, INDEXER_FP8)
         if token_bytes == INDEXER_MXFP4.token_bytes:
             layout = INDEXER_MXFP4
     elif layout not in known:
@@ -282,12 +284,12 @@ def checked_paged(
         raise ValueError(f"layout: got {layout.name}, expected {', '.join(names)} or {last}")
     wanted = UINT8 if layout.num_scales else tuple(dtype for dtype in PLAIN if dtype.name == layout.value_type)
     wanted = UINT8 + PLAIN if layout is INDEXER_MXFP4 else wanted
-    q = call.array("q", q, wanted, ("B", "next_n", "H", HEAD_DIM))
-    pages = call.pages(cache_name, kv_cache, layout)
+    q = call.checked(queries, wanted, ("B", "next_n", "H", HEAD_DIM))
+    pages = pages_of(call, cache, layout)
     batch, next_n, heads, _ = q.shape
     weights = call.array("weights", weights, FLOAT32, (batch * next_n, heads))
-    lens = call.borrow("context_lens", context_lens)
-    lens = call.array("context_lens", lens, INT32, ("B", "next_n") if lens.ndim == 2 else ("B",))
+    argument = call.borrow("context_lens", context_lens)
+    lens = call.checked(argument, INT32, ("B", "next_n") if argument.native.ndim == 2 else ("B",))
     table = call.array("block_table", block_table, INT32, (-1, -1))
     if len(table) < batch:
         raise ValueError(f"block_table: got {len(table)} rows, expected at least {batch}, one a request")
@@ -338,8 +340,8 @@ def get_paged_mqa_logits_metadata(
     """
     check_integers(1, block_kv=block_kv, num_sms=num_sms)
     call = Call(backend, stream)
-    lens = call.borrow("context_lens", context_lens)
-    lens = call.array("context_lens", lens, INT32, (-1, -1)[: max(lens.ndim, 1)])
+    argument = call.borrow("context_lens", context_lens)
+    lens = call.checked(argument, INT32, (-1, -1)[: max(argument.native.ndim, 1)])
     if lens.ndim == 2 and not lens.shape[1]:
         raise ValueError(f"context_lens: got shape {tuple(lens.shape)}, expected a length for each query of an entry")
     schedule = call.output("out", out, INT32, (num_sms + 1, 2))

@@ -76,8 +76,8 @@ def checked_logits(
     if seq_lens is not None:
         if starts is not None or ends is not None:
             raise ValueError("seq_lens: got it together with row_starts or row_ends, expected one or the other")
-        lens = call.borrow("seq_lens", seq_lens)
-        lens = call.array("seq_lens", lens, INT32, ("B", -1)[: max(lens.ndim, 1)])
+        argument = call.borrow("seq_lens", seq_lens)
+        lens = call.checked(argument, INT32, ("B", -1)[: max(argument.native.ndim, 1)])
         next_n = lens.shape[1] if lens.ndim == 2 else next_n
         if len(lens) * next_n != len(logits):
             raise ValueError(

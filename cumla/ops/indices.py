@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch.call import BOOL, INT32, Call
+from ..dispatch.call import BOOL, INT32, Call, without_middle_axis
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
@@ -302,10 +302,7 @@ def request_arrays(call: Call, query_start_loc: Any, seq_lens: Any) -> tuple[Any
 
 def two_dimensional(call: Call, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
     """Check an index matrix that may carry an axis of 1 in the middle, as FlashMLA's do."""
-    native = call.borrow(name, value)
-    if native.ndim == 3 and native.shape[1] == 1:
-        native = native[:, 0]
-    return call.array(name, native, INT32, shape)
+    return call.checked(without_middle_axis(call.borrow(name, value)), INT32, shape)
 
 
 def per_token(call: Call, name: str, value: Any, dtypes: tuple[Any, ...], num_tokens: int) -> Any:

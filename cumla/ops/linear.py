@@ -63,9 +63,9 @@ def fp8_block_linear(
     if block_columns % COLUMNS_STEP:
         raise ValueError(f"block_columns: got {block_columns}, expected a multiple of {COLUMNS_STEP}")
     call = Call(backend, stream, early_release)
-    grouped = call.borrow("x", x).ndim == 3
-    groups: tuple[str, ...] = ("G",) if grouped else ()
-    x = call.array("x", x, INPUTS, ("T", *groups, "K"))
+    argument = call.borrow("x", x)
+    groups: tuple[str, ...] = ("G",) if argument.native.ndim == 3 else ()
+    x = call.checked(argument, INPUTS, ("T", *groups, "K"))
     call.check_float32("x", x.dtype.name)
     if not x.shape[-1]:
         raise ValueError("x: got rows of 0 values, expected at least 1")

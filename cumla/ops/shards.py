@@ -205,7 +205,7 @@ def merge_partials(
     """
     call = Call(backend, stream)
     parts = call.array("parts", parts, FLOATS, ("n", "b", "s_q", "h", "d"))
-    lses = call.borrow("lses", lses)
+    lses = call.borrow("lses", lses).native
     if lses.dtype not in FLOAT32:
         raise TypeError(f"lses: got dtype {lses.dtype}, expected float32")
     call.check_shape("lses", lses.shape, ("n", "b", "h", "s_q"))

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
+from ..arrays.dlpack import Argument
+from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, without_middle_axis
 from ..dispatch.formats import cache_layout, cache_pages, named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
@@ -87,17 +88,17 @@ def sparse_mla_decode(
     check_flags(batch_invariant=batch_invariant)
     call = Call(backend, stream, early_release)
     q = call.array("q", q, ROWS, ("b", "s_q", "h", -1))
-    layout = attention_layout(call, k_cache, layout, q.shape[3])
+    cache = call.borrow("k_cache", k_cache)
+    layout = attention_layout(cache, layout, q.shape[3])
     scale = scale_or_default(softmax_scale, q.shape[3])
     check_heads(q.shape[2])
     call.check_float32("q", q.dtype.name)
     call.check_float32("k_cache", layout.value_type)
-    segments = [segment(call, "", k_cache, indices, topk_length, layout, block_size)]
+    segments = [segment(call, "", cache, indices, topk_length, layout, block_size)]
     if extra_k_cache is not None and extra_indices is not None:
-        second = second_layout(call, extra_k_cache, extra_layout, layout)
-        segments.append(
-            segment(call, "extra_", extra_k_cache, extra_indices, extra_topk_length, second, extra_block_size)
-        )
+        cache = call.borrow("extra_k_cache", extra_k_cache)
+        second = second_layout(cache, extra_layout, layout)
+        segments.append(segment(call, "extra_", cache, extra_indices, extra_topk_length, second, extra_block_size))
     elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None and extra_layout is None):
         raise ValueError(
             "extra_k_cache: extra_k_cache and extra_indices must be given together, and with extra_topk_length and "
@@ -173,8 +174,7 @@ def sparse_mla_prefill(
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: got {q.shape[2]} values a head, expected 512 or 576")
     kv = rows_of_prefill(call, kv, q, layout, block_size, precision)
-    indices = without_middle_axis(call.borrow("indices", indices))
-    indices = call.array("indices", indices, INT32, ("s_q", -1))
+    indices = call.checked(without_middle_axis(call.borrow("indices", indices)), INT32, ("s_q", -1))
     topk_length = call.optional("topk_length", topk_length, INT32, ("s_q",))
     attn_sink = checked_sink(call, attn_sink)
     tokens, heads, head_dim = q.shape
@@ -198,17 +198,17 @@ def sparse_mla_prefill(
 def rows_of_prefill(call: Call, kv: Any, q: Any, layout: Any, block_size: int | None, precision: str | None) -> Any:
     """kv [s_kv, d] of q's dtype, or Pages of quantised rows."""
     check_optional_size(block_size=block_size)
-    native = without_middle_axis(call.borrow("kv", kv))
-    if native.dtype not in BYTES or precision is None:
+    argument = call.borrow("kv", kv)
+    if argument.native.dtype not in BYTES or precision is None:
         if layout is not None or block_size is not None:
             name = "block_size" if layout is None else "layout"
             raise ValueError(f'{name}: expected None, except for quantised rows of kv with precision="fp8"')
-        return call.array("kv", native, (q.dtype,), (-1, "d"))
-    layout = cache_layout(call, "kv", kv, layout, block_size, q.shape[2])
+        return call.checked(without_middle_axis(argument), (q.dtype,), (-1, "d"))
+    layout = cache_layout(argument, layout, block_size, q.shape[2])
     if layout not in BUILT_IN or layout.head_dim != q.shape[2] or not layout.num_scales:
         of_q = f"{q.shape[2]} quantised values a row, as q has"
         raise ValueError(f"layout: got {layout.name}, expected one with {of_q}, of cumla's own formats")
-    return cache_pages(call, "kv", kv, layout, block_size)
+    return cache_pages(call, argument, layout, block_size)
 
 
 def workspace_bytes(precision: str | None, rows: int, heads: int, width: int, quantized: bool) -> int:
@@ -278,9 +278,9 @@ def checked_sink(call: Call, attn_sink: Any) -> Any:
     return attn_sink
 
 
-def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> CacheLayout:
+def attention_layout(k_cache: Argument, layout: Any, head_dim: int) -> CacheLayout:
     """The layout of a cache, given or inferred from the cache, checked against q's head_dim."""
-    layout = cache_layout(call, "k_cache", k_cache, layout)
+    layout = cache_layout(k_cache, layout)
     if not HEAD_DIMS[0] <= layout.head_dim <= HEAD_DIMS[-1]:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
     if layout.head_dim != head_dim:
@@ -288,13 +288,13 @@ def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> Ca
     return layout
 
 
-def second_layout(call: Call, extra_k_cache: Any, extra_layout: Any, layout: CacheLayout) -> CacheLayout:
+def second_layout(extra_k_cache: Argument, extra_layout: Any, layout: CacheLayout) -> CacheLayout:
     """The format of the second cache, given or inferred: that of the first, `layout`, or its partner."""
     named = named_layout(extra_layout, "extra_layout")
     if named is not None:
         check_pair(layout, named)
         return named
-    native = call.borrow("extra_k_cache", extra_k_cache)
+    native = extra_k_cache.native
     if native.ndim in (3, 4):
         return next((x for x in second_layouts(layout) if x.token_bytes == native.shape[-1]), layout)
     return layout
@@ -314,19 +314,16 @@ def check_pair(layout: CacheLayout, extra_layout: CacheLayout) -> None:
 
 
 def segment(
-    call: Call, prefix: str, k_cache: Any, indices: Any, lengths: Any, layout: CacheLayout, block_size: int | None
+    call: Call, prefix: str, k_cache: Argument, indices: Any, lengths: Any, layout: CacheLayout, block_size: int | None
 ) -> Segment:
     """Check one cache with its indices and lengths."""
-    pages: Pages = cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size)
+    pages: Pages = cache_pages(call, k_cache, layout, block_size)
     indices = call.array(f"{prefix}indices", indices, INT32, ("b", "s_q", -1))
-    name = f"{prefix}topk_length"
     if lengths is not None:
-        lengths = call.borrow(name, lengths)
-        if lengths.ndim == 1:
-            lengths = call.array(name, lengths, INT32, ("b",))
-            lengths = broadcast_lengths(lengths, indices.shape[1])
-        else:
-            lengths = call.array(name, lengths, INT32, ("b", "s_q"))
+        argument = call.borrow(f"{prefix}topk_length", lengths)
+        per_query = argument.native.ndim != 1
+        lengths = call.checked(argument, INT32, ("b", "s_q") if per_query else ("b",))
+        lengths = lengths if per_query else broadcast_lengths(lengths, indices.shape[1])
     return Segment(pages, indices, lengths)
 
 
@@ -335,11 +332,6 @@ def broadcast_lengths(lengths: Any, s_q: int) -> Any:
     if isinstance(lengths, np.ndarray):
         return np.broadcast_to(lengths[:, None], (len(lengths), s_q))
     return type(lengths)((len(lengths), s_q), lengths.dtype, lengths.data, (lengths.strides[0], 0))
-
-
-def without_middle_axis(array: Any) -> Any:
-    """[n, 1, d], as FlashMLA has it for its one KV head, as [n, d]."""
-    return array[:, 0] if array.ndim == 3 and array.shape[1] == 1 else array
 
 
 def check_heads(heads: int) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of
-from ..dispatch.formats import cache_layout, cache_pages, check_row_width
+from ..arrays.dlpack import Argument
+from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call
+from ..dispatch.formats import bytes_of, cache_layout, cache_pages, check_row_width, pages_of
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
 from ..kernels.types.segments import GatheredRows, Pages
@@ -64,7 +65,8 @@ def quantize_and_insert_k_cache(
     check_flags(is_ue8m0=is_ue8m0)
     call = Call(backend, stream, early_release)
     k = call.array("k", k, FLOATS, ("T", -1))
-    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
+    cache = call.borrow("k_cache", k_cache, writable=True)
+    layout = cache_layout(cache, layout, block_size, k.shape[1])
     if not layout.num_scales:
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 or FP4 values")
     if min_exponent is not None and (layout.scale_type not in ("ue8m0", "float32") or not is_ue8m0):
@@ -74,7 +76,7 @@ def quantize_and_insert_k_cache(
     if not is_ue8m0 and layout.scale_type == "float32" and not layout.min_scale:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} has no min_scale: its scales are powers of two")
     check_row_width("k", k.shape[1], layout)
-    pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
+    pages = cache_pages(call, cache, layout, block_size)
     if min_exponent is not None:
         pages = pages._replace(layout=replace(layout, min_exponent=min_exponent))
     quantize_and_insert(call, k, pages, slot_mapping, bool(is_ue8m0))
@@ -139,11 +141,12 @@ def dequantize_and_gather_k_cache(
     check_integers(1, 2**31 - 1, compress_ratio=compress_ratio)
     call = Call(backend, stream)
     out = call.array("out", out, FLOATS, ("R", -1, -1), writable=True)
-    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, out.shape[2])
+    cache = call.borrow("k_cache", k_cache)
+    layout = cache_layout(cache, layout, block_size, out.shape[2])
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 or FP4 values and their scales")
     check_row_width("out", out.shape[2], layout)
-    pages = cache_pages(call, "k_cache", k_cache, layout, block_size)
+    pages = cache_pages(call, cache, layout, block_size)
     call.check_float32("layout", layout.value_type)
     seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
     gather_lens = call.optional("gather_lens", gather_lens, INT32, ("R",))
@@ -206,11 +209,12 @@ def indexer_k_quant_and_cache(
 def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
     """A cache of the indexer's keys; its format is inferred from its dtype or its bytes per token."""
     cache = call.borrow("kv_cache", kv_cache, writable)
-    layout = {"bfloat16": INDEXER_BF16, "float32": INDEXER_F32}.get(cache.dtype.name, INDEXER_FP8)
-    if cache.dtype in BYTES and cache.ndim > 2:
+    native = cache.native
+    layout = {"bfloat16": INDEXER_BF16, "float32": INDEXER_F32}.get(native.dtype.name, INDEXER_FP8)
+    if native.dtype in BYTES and native.ndim > 2:
         known = (INDEXER_MXFP4, INDEXER_BF16, INDEXER_F32)
-        layout = {x.token_bytes: x for x in known}.get(cache.shape[-1], INDEXER_FP8)
-    return call.pages("kv_cache", cache, layout, writable=writable)
+        layout = {x.token_bytes: x for x in known}.get(native.shape[-1], INDEXER_FP8)
+    return pages_of(call, cache, layout)
 
 
 @launch_cached
@@ -251,13 +255,14 @@ def cp_gather_indexer_k_quant_cache(
         return
     is_mxfp4 = pages.layout == INDEXER_MXFP4
     width = pages.layout.quantized_bytes
-    if is_mxfp4 and call.borrow("dst_k", dst_k, writable=True).shape[-1:] == (pages.layout.head_dim,):
+    keys = call.borrow("dst_k", dst_k, writable=True)
+    if is_mxfp4 and keys.native.shape[-1:] == (pages.layout.head_dim,):
         width, is_mxfp4 = pages.layout.head_dim, False
-    dst_k = call.array("dst_k", dst_k, BYTES, ("N", width), writable=True)
-    scales = call.borrow("dst_scale", dst_scale, writable=True)
-    as_bytes = scales.dtype in BYTES or is_mxfp4
-    shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(scales.ndim, 1)]
-    scales = call.array("dst_scale", scales, BYTES if as_bytes else FLOAT32, shape, writable=True)
+    dst_k = call.checked(keys, BYTES, ("N", width))
+    argument = call.borrow("dst_scale", dst_scale, writable=True)
+    as_bytes = argument.native.dtype in BYTES or is_mxfp4
+    shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(argument.native.ndim, 1)]
+    scales = call.checked(argument, BYTES if as_bytes else FLOAT32, shape)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     cu_seq_lens = call.array("cu_seq_lens", cu_seq_lens, INT32, (-1,))
     block_table = requests_of(block_table, cu_seq_lens)
@@ -293,11 +298,9 @@ def requests_of(block_table: Any, cu_seq_lens: Any) -> Any:
     return block_table if len(block_table) == requests else block_table[:requests]
 
 
-def vector(
-    call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], entries: int, writable: bool = False
-) -> Any:
+def vector(argument: Argument, dtypes: tuple[np.dtype[Any], ...], entries: int) -> Any:
     """Check a 1-D array of any stride with at least `entries` entries."""
-    native = call.borrow(name, value, writable)
+    name, native = argument.name, argument.native
     if native.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {native.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
     if native.ndim != 1 or len(native) < entries:

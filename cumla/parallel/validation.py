@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, INT32, SLOTS, Call
+from ..dispatch.call import BF16, INT32, SLOTS, Call, without_middle_axis
+from ..dispatch.formats import checked_pages
 from ..dispatch.values import check_integers, check_kind
 from ..kernels.types.metadata import C128A_RATIO
 from ..layers.dense import MLACommonImpl
@@ -93,7 +94,7 @@ def check_sparse_step(
     call.optional("out", out, (q.dtype,), (len(q), q.shape[1], V_DIM), writable=True)
     if compressed is None:
         return
-    call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
+    checked_pages(call, "compressed.cache", compressed.cache, layer.compressed_layout)
     check_rank_shard(call, comm, "compressed", compressed, "compressed.cache", compressed.cache, metadata, ratio)
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if (compressed.topk_indices is None) != (ratio == C128A_RATIO):
@@ -132,8 +133,7 @@ def check_dense_forward(
     check_heads(layer.num_heads * (comm.size if split_heads else 1))
     call.check_place("layer", layer.W_UV)
     call.array("k_c_normed", k_c_normed, same, (tokens, KV_C_DIM))
-    rope = call.borrow("k_pe", k_pe)
-    call.array("k_pe", rope[:, 0] if rope.ndim == 3 and rope.shape[1] == 1 else rope, same, (tokens, K_PE_DIM))
+    call.checked(without_middle_axis(call.borrow("k_pe", k_pe)), same, (tokens, K_PE_DIM))
     check_cache(call, layer, kv_cache, same[0], k_scale)
     check_pages("kv_cache", call.borrow("kv_cache", kv_cache), min(tokens, 1), "the tokens of a step")
     for name, value, shape in (("block_table", block_table, (-1, -1)), ("cache_seqlens", cache_seqlens, (-1,))):

@@ -256,7 +256,7 @@ def test_a_call_on_another_device_than_the_current_one(emulated, rng):
         with cupy.cuda.Device(1):
             given = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in case]
             handle = emulated.stream().ptr if stream else None
-        with streams.on(1, handle):
+        with streams.Current(1, handle):
             assert cupy.cuda.runtime.getDevice() == 1
         out, _ = cumla.compute_global_topk_indices_and_lens(*given, stream=handle)
         assert out.device.id == 1
@@ -268,7 +268,7 @@ def test_a_call_on_another_device_than_the_current_one(emulated, rng):
 def test_a_context_that_is_not_entered_changes_nothing(emulated):
     import cupy
 
-    streams.on(0, emulated.stream().ptr)
+    streams.Current(0, emulated.stream().ptr)
     assert cupy.cuda.get_current_stream().ptr == 0
 
 
