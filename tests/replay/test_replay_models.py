@@ -26,11 +26,11 @@ PARTS = {
 
 
 # What is compared with float64 in each layer, in addition to its attention.
-EVERYWHERE = {"window rows", "cost", "output"}
+EVERYWHERE = {"window rows", "cost", "direction", "output"}
 INDEXER = {"queries", "keys", "selection"}
 COMPARED = {
     "v4 swa": EVERYWHERE, "v4 c4a": EVERYWHERE | INDEXER | {"rows"}, "v4 c128a": EVERYWHERE | {"rows"},
-    "v32": INDEXER | {"rows", "cost", "output"},
+    "v32": INDEXER | {"rows", "cost", "direction", "output"},
 }  # fmt: skip
 
 

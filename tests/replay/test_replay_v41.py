@@ -25,7 +25,7 @@ PARTS = {
 
 
 # What is compared with float64 in each layer, in addition to its attention.
-EVERYWHERE = {"window rows", "cost", "output"}
+EVERYWHERE = {"window rows", "cost", "direction", "output"}
 COMPARED = {
     layer: EVERYWHERE | ({"rows"} if layer != "v41 window" else set())
     | ({"queries", "keys", "selection"} if "select" in parts else set())

@@ -15,7 +15,16 @@ from cumla.replay.blocks import BLOCK_TOKENS
 from cumla.replay.engine import Engine
 from cumla.replay.models import random_weights
 from cumla.replay.options import MODEL_OF
-from cumla.replay.verify import FP4_MEAN_BOUND, FP4_RMS_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUND, cached_rows
+from cumla.replay.verify import (
+    FP4_COSINE_BOUND,
+    FP4_MEAN_BOUND,
+    FP4_RMS_BOUND,
+    FP8_COSINE_BOUND,
+    FP8_MEAN_BOUND,
+    FP8_RMS_BOUND,
+    cached_rows,
+    cosine_distance,
+)
 from oracles.selection import best_of_blocks, gap, scores
 
 from .models import relative_rms
@@ -36,8 +45,8 @@ CHOICE_BOUND = 2.0**-7
 class Check(NamedTuple):
     """One comparison of a sampled token.
 
-    what  "window rows", "rows" (compressed or latent), "cost" of their format, "output", "queries", "keys" and
-          "selection" of an indexer
+    what  "window rows", "rows" (compressed or latent), "cost" of their format and its "direction", "output", "queries",
+          "keys" and "selection" of an indexer
     """
 
     step: int
@@ -109,7 +118,9 @@ class ReplayOracle:
         q = exact.queries(mine, np.array([position]))[0]
         o = exact.attend(q, cached)
         is_fp4 = len(rows) > 0 and layer.model == "v41" and layer.layouts[1].value_type == "e2m1"
-        yield "cost", relative_rms(o, exact.attend(q, computed)), FP4_RMS_BOUND if is_fp4 else FP8_RMS_BOUND
+        before = exact.attend(q, computed)
+        yield "cost", relative_rms(o, before), FP4_RMS_BOUND if is_fp4 else FP8_RMS_BOUND
+        yield "direction", cosine_distance(o, before), FP4_COSINE_BOUND if is_fp4 else FP8_COSINE_BOUND
         want, got = exact.output(o[None], np.array([position]))[0], to_host(out[token]).astype(np.float64)
         yield "output", relative_rms(got, want), LAYER_BOUNDS[layer.attention.activations.name]
         if self.selects() and len(rows):
