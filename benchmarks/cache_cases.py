@@ -10,10 +10,9 @@ import numpy as np
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.caches import LARGE, sample, token_bytes
-from cumla.bench.problem import BLOCK, Problem, Sizes, by_backend, calls_of, picked, problem_of
-from cumla.dispatch.call import BFLOAT16
+from cumla.bench.problem import BLOCK, Problem, Sizes, calls_of, picked, problem_of
 from cumla.layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
-from cumla.specs import sparse_cache
+from cumla.specs import advance, blocks, dense_cache, sparse_cache
 
 
 @dataclass(frozen=True)
@@ -29,24 +28,20 @@ class DenseGather:
         return f"bfloat16 {self.requests} x {self.length:,}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, rows = sizes.inputs(), sizes.xp, self.requests * self.length
-        columns, moved = -(-self.length // BLOCK), 2 * rows * MLA_BF16.row_bytes
-        sets = sizes.sets(moved)
-        caches = [arrays.rows(self.requests * columns, BLOCK, 576) for _ in range(sets)]
-        table = xp.asarray(arrays.rng.permutation(self.requests * columns).reshape(self.requests, -1).astype(np.int32))
-        outs = [xp.empty((rows, 576), BFLOAT16) for _ in range(sets)]
-        starts = xp.arange(self.requests + 1, dtype=np.int32) * np.int32(self.length)
+        rows, pages = self.requests * self.length, self.requests * -(-self.length // BLOCK)
+        moved = 2 * rows * MLA_BF16.row_bytes
+        x = sizes.inputs(requests=self.requests, context=self.length, lengths=False, pages=pages)
+        sets = [dense_cache.gather(x) for _ in range(sizes.sets(moved))]
+        cache, out, table = (sets[0][name] for name in ("src_cache", "dst", "block_table"))
 
         def check(_: Any) -> float:
-            want = caches[0][table].reshape(self.requests, -1, 576)[:, : self.length].reshape(-1, 576)
-            assert (outs[0].view(np.uint16) == want.view(np.uint16)).all()
+            want = cache[table].reshape(self.requests, -1, 576)[:, : self.length].reshape(-1, 576)
+            assert (out.view(np.uint16) == want.view(np.uint16)).all()
             return 0.0
 
-        given = [(*x, table, starts, self.requests) for x in zip(caches, outs, strict=True)]
         return problem_of(
-            self, sizes, by_backend(cumla.gather_cache, given), moved, check, lambda: outs[0].fill(7),
-            copied=rows >= LARGE,
-        )  # fmt: skip
+            self, sizes, calls_of(cumla.gather_cache, sets), moved, check, lambda: out.fill(7), copied=rows >= LARGE
+        )
 
 
 @dataclass(frozen=True)
@@ -96,18 +91,16 @@ class CopyBlocks:
         return f"{self.pages} pages of DSV4_FP8"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, page_bytes = sizes.inputs(), BLOCK * DSV4_FP8.token_bytes
-        moved = 2 * self.pages * page_bytes
-        sets = sizes.sets(moved)
-        pools = [arrays.rows(2 * self.pages, page_bytes // 2).view(np.uint8) for _ in range(sets)]
-        pairs = sizes.xp.asarray(arrays.rng.permutation(2 * self.pages).reshape(-1, 2))
+        moved = 2 * self.pages * BLOCK * DSV4_FP8.token_bytes
+        x = sizes.inputs(pages=2 * self.pages)
+        sets = [blocks.copy(x, of_values=False) for _ in range(sizes.sets(moved))]
+        (pool,), pairs = sets[0]["kv_caches"], sets[0]["src_to_dsts"]
 
         def check(_: Any) -> float:
-            assert (pools[0][pairs[:, 1]] == pools[0][pairs[:, 0]]).all()
+            assert (pool[pairs[:, 1]] == pool[pairs[:, 0]]).all()
             return 0.0
 
-        calls = by_backend(cumla.copy_blocks, [([pool], pairs) for pool in pools])
-        return problem_of(self, sizes, calls, moved, check, copied=True)
+        return problem_of(self, sizes, calls_of(cumla.copy_blocks, sets), moved, check, copied=True)
 
 
 @dataclass(frozen=True)
@@ -120,21 +113,19 @@ class AdvanceStep:
         return f"{self.sequences} sequences"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp, arrays, count = sizes.xp, sizes.inputs(), self.sequences
-        tokens, positions, slots = (xp.zeros(count, np.int64) for _ in range(3))
-        sampled = xp.arange(count)[:, None]
-        lens, tables = arrays.integers(8191, count) + np.int32(1), arrays.integers(10_000, count, 512)
-        before = lens.copy()
+        count = self.sequences
+        given = advance.advance(sizes.inputs(requests=count, context=512 * BLOCK - 1, pages=10_000))
+        arrays = [given[name] for name in ("input_tokens", "input_positions", "slot_mapping")]
+        lens, before = given["seq_lens"], given["seq_lens"].copy()
+        wanted = [given["sampled_token_ids"], before, None]
+        blocks_of = given["block_tables"][sizes.xp.arange(count), before // BLOCK].astype(np.int64)
+        wanted[2] = blocks_of * BLOCK + before % BLOCK
 
         def check(_: Any) -> float:
-            assert (positions == before).all()
-            assert (tokens == sampled[:, 0]).all()
-            blocks = tables[xp.arange(count), before // BLOCK].astype(np.int64)
-            assert (slots == blocks * BLOCK + before % BLOCK).all()
+            assert all((got == want).all() for got, want in zip(arrays, wanted, strict=True))
             return 0.0
 
         def clear() -> None:
             lens[:] = before
 
-        given = (count, count, BLOCK, tokens, sampled, positions, lens, slots, tables)
-        return problem_of(self, sizes, by_backend(cumla.advance_step, [given]), 52 * count, check, clear)
+        return problem_of(self, sizes, calls_of(cumla.advance_step, [given]), 52 * count, check, clear)

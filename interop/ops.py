@@ -18,11 +18,9 @@ from ..dispatch.formats import DEFAULT_BLOCK_SIZES
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import INDEXER_MXFP4
 from ..ops import (
-    advance,
     candidates,
     compressor,
     dense_attention,
-    dense_cache,
     indexer,
     indexer_topk,
     indices,
@@ -349,9 +347,6 @@ OPS = {
         Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
         Op(norm_rope.apply_rope, results=functools.partial(rotated_results, name="x"), outputs=("out",)),
         Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),
-        Op(dense_cache.concat_and_cache_mla, writes=("kv_cache",)),
-        Op(dense_cache.gather_cache, writes=("dst",)),
-        Op(advance.advance_step, writes=("input_tokens", "input_positions", "seq_lens", "slot_mapping")),
         Op(indices.compute_swa_indices_and_lens, results=swa_results, outputs=("out",)),
         Op(indices.compute_global_topk_indices_and_lens, results=global_topk_results, outputs=("out",)),
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),

@@ -27,7 +27,7 @@ ATTENDED = (
     cumla.MLA_BF16,
 )  # fmt: skip
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
-    "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
+    "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
     "indexer": ("indexer", "candidates"),
     "layers": ("norm_rope", "compressor", "latents", "projection"),
@@ -102,39 +102,6 @@ class Fuzz:
         blocks, block_size = int(self.rng.integers(1, 4)), int(self.choose(1, 2, 53, 64))
         pages = self.rng.integers(0, 256, (blocks, block_size * layout.token_bytes), np.uint8)
         return self.put(pages, self.choose(0, 1, 16)), blocks, block_size
-
-    def concat(self):
-        blocks, block_size, tokens = 3, int(self.choose(1, 53, 64)), int(self.rng.integers(0, 40))
-        fp8 = self.rng.random() < 0.5
-        cache = cupy.zeros((blocks, block_size, 576), np.uint8 if fp8 else self.choose(BF16, np.float16))
-        dtype = self.choose(BF16, np.float16, np.float32)
-        cumla.concat_and_cache_mla(
-            self.rows(tokens, 512, dtype), self.rows(tokens, 64, dtype), cache,
-            self.slots(tokens, blocks * block_size), "fp8" if fp8 else "auto", backend=self.backend,
-        )  # fmt: skip
-
-    def gather_rows(self):
-        blocks, block_size, width = 3, int(self.choose(1, 53, 64)), int(self.choose(24, 27, 576))
-        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
-        cache = self.put(self.rng.integers(0, 256, (blocks, block_size * width), np.uint8)).reshape(blocks, -1, width)
-        cumla.gather_cache(
-            cache, cupy.empty((rows, width), self.choose(np.uint8, np.float32, BF16)), self.ints(requests, columns),
-            self.ints(requests + 1), requests, self.choose(None, self.ints(requests)), backend=self.backend,
-        )  # fmt: skip
-
-    def copies(self):
-        src, dst = (self.put(self.rng.integers(0, 256, (n, 5 * 7), np.uint8), self.choose(0, 3)) for n in (3, 2))
-        pairs = self.put(self.rng.integers(-2, 5, (int(self.rng.integers(0, 6)), 2)))
-        cumla.swap_blocks(src, dst, pairs, backend=self.backend)
-        cumla.copy_blocks([src], pairs, backend=self.backend)
-
-    def advance(self):
-        queries, columns = int(self.rng.integers(0, 200)), int(self.rng.integers(0, 3))
-        tokens, positions, slots = (cupy.empty(queries + 3, np.int64) for _ in range(3))
-        cumla.advance_step(
-            queries + 3, queries, 64, tokens, self.put(np.zeros(queries, np.int64)), positions, self.ints(queries),
-            slots, self.ints(queries, columns), backend=self.backend,
-        )  # fmt: skip
 
     def indices(self):
         requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
@@ -419,10 +386,6 @@ class Fuzz:
         self.dense()
 
     def caches(self):
-        self.concat()
-        self.gather_rows()
-        self.copies()
-        self.advance()
         self.indices()
         self.shards()
 

@@ -14,7 +14,7 @@ from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, CacheLayout
-from ..specs import sparse_cache
+from ..specs import dense_cache, sparse_cache
 from ..specs.inputs import Inputs
 from ..specs.measured import Measured
 from . import peers
@@ -86,8 +86,7 @@ class Insert:
 
     def arguments(self, x: Inputs) -> dict[str, Any]:
         if self.layout is MLA_BF16:
-            k, k_pe, cache = x.rows(self.tokens, 512), x.rows(self.tokens, 64), x.new_cache(self.layout)
-            return {"kv_c": k, "k_pe": k_pe, "kv_cache": cache, "slot_mapping": x.slots(self.tokens)}
+            return dense_cache.concat(x)
         keys = self.op == "indexer_k_quant_and_cache"
         return (sparse_cache.insert_keys if keys else sparse_cache.insert)(x, self.layout)
 
@@ -157,8 +156,7 @@ class Gather:
     def problem(self, sizes: Sizes) -> Problem:
         layout, pages = self.layout, sizes.slots // BLOCK
         x = sizes.inputs(requests=self.requests, context=self.length, lengths=self.lengths, pages=pages)
-        lens, gather_lens = x.contexts
-        count = lens if gather_lens is None else gather_lens
+        lens, count = x.step.seq_lens, x.step.gathered
         moved = int(count.sum()) * (2 * layout.head_dim + layout.token_bytes)
         cache = x.repeating(layout)
         sets = [sparse_cache.gather(x, layout) for _ in range(sizes.sets(moved))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -71,8 +71,8 @@ class Sizes:
 
     def inputs(self, seed: int = 0, **size: Any) -> Measured:
         """Inputs of calls; fields of their size, where a generator reads them."""
-        usual = Size(1, self.tokens[0], self.heads, self.context, BLOCK, self.slots // BLOCK)
-        return Measured(self.backend, replace(usual, **size), seed)
+        usual = {"rows": self.tokens[0], "heads": self.heads, "context": self.context, "window": WINDOW}
+        return Measured(self.backend, Size(**{**usual, "pages": self.slots // BLOCK, **size}), seed)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,10 @@ class Model:
         """Of a step of `batch` requests."""
         pages = 4
         context = pages * block_size
-        return Size(batch, min(batch, context), self.heads, context, block_size, pages)
+        return Size(
+            batch, rows=min(batch, context), heads=self.heads, topk=self.topk, window=self.window, context=context,
+            block_size=block_size, pages=pages,
+        )  # fmt: skip
 
     @property
     def decode_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.plan import DecodePlan
-from ..layers.prefill_rows import gather_prefill_rows
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import compress_and_insert
+from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
-from ..specs import sparse_cache
+from ..specs import prefill_rows, sparse_cache
 from ..specs.served import Served
 from .served_model import Model
 
@@ -92,34 +93,20 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
         gathered = sparse_cache.gather(x, of_cache)
         yield "gather", functools.partial(dequantize_and_gather_k_cache, **gathered, backend=backend)
     if model.has_window:
-        yield from prefill_row_calls(model, caches, backend)
+        yield from prefill_row_calls(model, block_size, backend)
     width = model.topk + (model.window if model.has_window else 0)
     options = {"attn_sink": sink if model.has_window else None, "backend": backend}
     kv = workspace.reshape(-1, layout.head_dim)
     yield "prefill", functools.partial(sparse_mla_prefill, q[:, 0], kv, slots(batch, width), **options)
 
 
-def prefill_row_calls(
-    model: Model, caches: dict[CacheLayout, Any], backend: str
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def prefill_row_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Rows and lists of prefills: of windows alone, of selected rows and of all; few rows, and more than stay in L2."""
-    xp: Any = backends.array_module(backend)
-    layout, second = model.formats
-    zero, table, block_size = xp.zeros(1, np.int32), xp.zeros((1, 1), np.int32), caches[layout].shape[1]
     for rows in (64, 1 << 14):
-        out = xp.empty((1, 2 * rows, 512), BFLOAT16)
+        x = Served(backend, replace(model.size(1, block_size), tokens=1, rows=rows, context=rows))
         for ratio in (0, 4, C128A_RATIO):
-            topk = model.topk if ratio else 0
-            compressed: dict[str, Any] = {}
-            if ratio:
-                compressed = {
-                    "compressed_cache": caches[second], "compressed_layout": second, "compressed_block_table": table
-                }  # fmt: skip
-            yield "prefill rows", functools.partial(
-                gather_prefill_rows, out, caches[layout], table, block_size, zero, zero, xp.zeros(2, np.int32),
-                xp.full((1, max(topk, 4)), -1, np.int32), topk, model.window, ratio, rows if ratio else 0,
-                compact=ratio != C128A_RATIO, layout=layout, **compressed, backend=backend,
-            )  # fmt: skip
+            given = prefill_rows.gather(x, *model.formats, ratio, compact=ratio != C128A_RATIO)
+            yield "prefill rows", functools.partial(gather_prefill_rows, **given, backend=backend)
 
 
 def decodes_of_any_number(model: Model, most: int, backend: str) -> None:

@@ -19,13 +19,13 @@ from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, 
 from ..metadata.builder import COMPRESS_RATIOS
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import compute_global_topk_indices_and_lens
+from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import V_DIM, check_pair, scale_or_default, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
 from .prefill_path import PATHS, Chunk, chunk_paths, first_tokens
-from .prefill_rows import gather_prefill_rows
 from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
 from .step_arguments import CompressedCache, LayerWorkspace

@@ -9,18 +9,12 @@ import numpy as np
 
 from ..bounds import EQUAL, ROUNDED, SUMS
 from ..dispatch.call import BFLOAT16
-from ..layers.prefill_rows import gather_prefill_rows
 from ..layout import (
     DSV4_BF16,
-    DSV4_FP8,
-    DSV41_FP4,
-    DSV41_FP8,
     INDEXER_BF16,
     CacheLayout,
 )
-from ..ops.blocks import copy_blocks, swap_blocks
 from ..ops.compressor import compress_and_insert
-from ..ops.dense_cache import concat_and_cache_mla, gather_cache
 from ..ops.latents import compress_latents
 from ..ops.linear import fp8_block_linear
 from ..ops.norm_rope import (
@@ -33,55 +27,6 @@ from ..ops.norm_rope import (
 )
 from .arrays import BLOCK, NUM_BLOCKS, QUERY_LENS, Bench
 from .case import UNWRITTEN, Case, Run
-
-
-def _prefill_rows(layout: CacheLayout, extra: CacheLayout) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        batch, out = bench.batch(), bench.xp.zeros((3, 24, 512), BFLOAT16)
-        lists = gather_prefill_rows(
-            out, bench.cache(layout), batch["block_table"], BLOCK, batch["seq_lens"], bench.put([5, 2, 11], np.int32),
-            batch["query_start_loc"], bench.indices(5, 6, 8), 8, 4, 4, 5, compact=True, layout=layout,
-            compressed_cache=bench.cache(extra), compressed_block_table=batch["block_table"], compressed_layout=extra,
-            backend=bench.backend,
-        )  # fmt: skip
-        return out.astype(np.float32), *lists
-
-    return run
-
-
-def _concat(kv_cache_dtype: str, width: int, dtype: Any) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, width), dtype)
-        slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
-        concat_and_cache_mla(
-            bench.normal(9, 512), bench.normal(9, 64), cache, slots, kv_cache_dtype, 0.5, backend=bench.backend
-        )
-        return (cache.view(np.uint8),)
-
-    return run
-
-
-def _mla_gather(bench: Bench) -> Sequence[Any]:
-    batch, out = bench.batch(), bench.xp.zeros((40, 576), np.float32)
-    cache = bench.put(bench.rng.integers(0, 127, (NUM_BLOCKS, BLOCK, 576)), np.uint8)
-    gather_cache(
-        cache, out, batch["block_table"], bench.starts((4, 2, 15)), 3, bench.put([9, 0, 4], np.int32), scale=0.25,
-        backend=bench.backend,
-    )  # fmt: skip
-    return (out,)
-
-
-def _copy(bench: Bench) -> Sequence[Any]:
-    caches = [bench.cache(DSV4_FP8), bench.normal(NUM_BLOCKS, 3, 4)]
-    pairs = bench.put([[0, 3], [1, 5], [NUM_BLOCKS, 2], [4, -1]], np.int64)
-    copy_blocks(caches, pairs, backend=bench.backend)
-    return caches[0], caches[1].view(np.uint8)
-
-
-def _swap(bench: Bench) -> Sequence[Any]:
-    source, target = bench.cache(DSV4_FP8), bench.cache(DSV4_FP8)
-    swap_blocks(source, target, bench.put([[0, 3], [2, 5]], np.int64), backend=bench.backend)
-    return (target,)
 
 
 def _cos_sin(bench: Bench, positions: int, rope_dim: int) -> Any:
@@ -216,8 +161,6 @@ def _linear(*groups: int) -> Run:
 
 
 CASES = (
-    Case("gather_prefill_rows", "DSV4_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV4_FP8, DSV4_FP8)),
-    Case("gather_prefill_rows", "DSV41_FP8", "prefill_rows", (EQUAL,) * 3, _prefill_rows(DSV41_FP8, DSV41_FP4)),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
     Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), latent_rows(DSV4_BF16)),
@@ -236,9 +179,4 @@ CASES = (
     ),
     Case("fp8_block_linear", "", "projection", (SUMS,), _linear()),
     Case("fp8_block_linear", "groups", "projection", (SUMS,), _linear(2)),
-    Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
-    Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
-    Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),
-    Case("copy_blocks", "", "blocks", (EQUAL, EQUAL), _copy),
-    Case("swap_blocks", "", "blocks", (EQUAL,), _swap),
 )

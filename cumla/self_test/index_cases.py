@@ -9,7 +9,6 @@ import numpy as np
 
 from ..bounds import EQUAL, SCORES
 from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
-from ..ops.advance import advance_step
 from ..ops.candidates import apply_candidate_mask, candidate_logits, candidate_topk, select_candidate_blocks
 from ..ops.indexer import (
     fp8_mqa_logits,
@@ -137,16 +136,6 @@ def _candidate_topk(bench: Bench) -> Sequence[Any]:
     )  # fmt: skip
 
 
-def _advance(bench: Bench) -> Sequence[Any]:
-    tokens, positions, slots = (bench.xp.full(5, UNWRITTEN, np.int64) for _ in range(3))
-    batch = bench.batch()
-    advance_step(
-        5, 3, BLOCK, tokens, bench.put([7, 8, 9], np.int64), positions, batch["seq_lens"], slots, batch["block_table"],
-        backend=bench.backend,
-    )  # fmt: skip
-    return tokens, positions, slots, batch["seq_lens"]
-
-
 def _swa_indices(bench: Bench) -> Sequence[Any]:
     batch = bench.batch()
     return compute_swa_indices_and_lens(
@@ -199,7 +188,6 @@ CASES = (
     Case("candidate_logits", "INDEXER_FP8", "candidates", (SCORES,), _candidate_scores(INDEXER_FP8)),
     Case("candidate_logits", "INDEXER_MXFP4", "candidates", (SCORES,), _candidate_scores(INDEXER_MXFP4)),
     Case("candidate_topk", "", "candidates", (EQUAL,), _candidate_topk),
-    Case("advance_step", "", "advance", (EQUAL,) * 4, _advance),
     Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
     Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),
     Case("compute_global_topk_indices_and_lens", "compact", "indices", (EQUAL, EQUAL), _global_topk(True)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from . import sparse_cache
+from typing import Any
+
+from . import advance, blocks, dense_cache, prefill_rows, sparse_cache
 from .spec import OperationSpec
 
-SPECS: dict[str, OperationSpec] = {spec.name: spec for family in (sparse_cache,) for spec in family.SPECS}
+FAMILIES: tuple[Any, ...] = (sparse_cache, prefill_rows, dense_cache, blocks, advance)
+SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from ..layout import CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
 
 TINY_HEADS = 3
-QUERY_LENS, SEQ_LENS, GATHER_LENS = (1, 1, 4), (13, 2, 19), (5, 2, 11)  # of the tiny size: two decodes, a prefill
 UNWRITTEN = 165  # fills memory that an operation must not read, and that it need not write
 
 
@@ -23,27 +22,65 @@ UNWRITTEN = 165  # fills memory that an operation must not read, and that it nee
 class Size:
     """How large a call is. A generator reads the fields that its operation has.
 
-    requests    of the step
+    requests    of the step, the decodes first
+    decodes     requests of one token
+    tokens      of all requests of the step
     rows        rows of tokens: inserted, or keys of prompts
     heads       query heads
-    context     positions of the longest request
+    topk        entries of a list
+    window      positions of a window
+    context     positions of the longest request before the step
     block_size  tokens of a page
     pages       of a cache
-    spare       rows of a workspace before and after the gathered rows of a request
+    spare       rows of a workspace beside the gathered rows of a request; columns of lists beside topk
     lengths     requests of different lengths, as steps have them; False: each as long as the longest
     """
 
-    requests: int
-    rows: int
-    heads: int
-    context: int
-    block_size: int
-    pages: int
+    requests: int = 1
+    decodes: int = 0
+    tokens: int = 0
+    rows: int = 0
+    heads: int = TINY_HEADS
+    topk: int = 0
+    window: int = 1
+    context: int = 0
+    block_size: int = 64
+    pages: int = 1
     spare: int = 0
     lengths: bool = True
 
 
-TINY = Size(requests=3, rows=9, heads=TINY_HEADS, context=max(SEQ_LENS), block_size=5, pages=7, spare=2)
+class Step(NamedTuple):
+    """The requests of a step, on the host.
+
+    query_lens   new tokens of each
+    seq_lens     tokens of each, the new ones included
+    gather_lens  how many of its last rows a prefill gathers; None: all
+    """
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    gather_lens: np.ndarray | None
+
+    @property
+    def gathered(self) -> np.ndarray:
+        return self.seq_lens if self.gather_lens is None else self.gather_lens
+
+    @property
+    def requests(self) -> np.ndarray:
+        """The request of each token."""
+        return np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The position of each token in its request."""
+        starts = np.cumsum(self.query_lens) - self.query_lens
+        first = self.seq_lens - self.query_lens - starts
+        return np.arange(self.query_lens.sum()) + first[self.requests]
+
+
+TINY = Size(3, 2, tokens=6, rows=9, topk=8, window=8, context=19, block_size=5, pages=7, spare=2)
+TINY_STEP = Step(np.array([1, 1, 4]), np.array([13, 2, 19]), np.array([8, 2, 11]))
 
 
 def tiny(heads: int) -> Size:
@@ -86,6 +123,10 @@ class Inputs:
         """int32 from 0 to end - 1."""
         return self.put(self.rng.integers(0, end, shape), np.int32)
 
+    def e4m3(self, *shape: int, end: int = 0x7F) -> Any:
+        """Bytes of numbers from 0 on, below the one of byte `end`."""
+        return self.put(self.rng.integers(0, end, shape), np.uint8)
+
     def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         """An array for a call to write."""
         return self.put(np.full(shape, UNWRITTEN, dtype))
@@ -123,13 +164,33 @@ class Inputs:
         columns = -(-positions // self.size.block_size)
         return self.put(self.rng.permutation(requests * columns).reshape(requests, columns) % self.size.pages, np.int32)
 
+    def pairs(self, pages: int) -> Any:
+        """int64 [n, 2]: pages to copy and where to, none of them read and written; some do not exist."""
+        return self.put([[0, 3], [1, 5], [pages, 2], [4, -1]], np.int64)
+
     # ---- steps
 
     @functools.cached_property
-    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """The length of each request, and how many of its last rows a prefill gathers (None: all), on the host."""
-        return np.resize(SEQ_LENS, self.size.requests), np.resize(GATHER_LENS, self.size.requests)
+    def step(self) -> Step:
+        return TINY_STEP
+
+    def longest(self, lens: np.ndarray) -> int:
+        """Rows of a workspace for requests of these lengths."""
+        return int(lens.max(initial=0))
 
     def starts(self, lens: Sequence[int] | np.ndarray) -> Any:
         """int32: the start of each of consecutive ranges of these lengths, and the end of the last."""
         return self.put(np.cumsum([0, *lens]), np.int32)
+
+    def valid(self, tokens: int) -> Any:
+        """bool [tokens]: which are no padding."""
+        return self.put(np.arange(tokens) != 1)
+
+    def selected(self, visible: np.ndarray, columns: int) -> Any:
+        """int32 [len(visible), columns]: rows that tokens select, each among those it sees; some do not exist."""
+        end = int(visible.max(initial=0))
+        return self.put(self.rng.integers(-2, end + 2, (len(visible), columns)), np.int32)
+
+    def entries(self, end: int, *shape: int) -> Any:
+        """int32 from -2 to end, absent ones included."""
+        return self.put(self.rng.integers(-2, end + 1, shape), np.int32)

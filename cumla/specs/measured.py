@@ -12,7 +12,7 @@ from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..layout import CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
-from .inputs import Inputs, Size
+from .inputs import Inputs, Size, Step
 
 MOST_VALUES = 1 << 20  # random values, which larger arrays repeat
 HOST_ROWS, DEVICE_ROWS = 1 << 10, 1 << 16  # random rows, which a cache repeats
@@ -73,20 +73,47 @@ class Measured(Inputs):
         columns = -(-positions // self.size.block_size)
         return self.put(self.rng.integers(0, self.size.pages, (requests, columns)), np.int32)
 
+    def pairs(self, pages: int) -> Any:
+        return self.put(self.rng.permutation(pages // 2 * 2).reshape(-1, 2))
+
     @functools.cached_property
-    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
+    def step(self) -> Step:
+        """Decodes of one token, and prefills that share the other tokens."""
         size = self.size
-        if not size.lengths:
-            return np.full(size.requests, size.context, np.int32), None
-        lens = contexts(self.rng, size.requests, size.context)
-        return lens, np.minimum(lens, lens // 4 + WINDOW - 1)
+        prefills = size.requests - size.decodes
+        new = (size.tokens - size.decodes) // prefills if size.tokens and prefills else 0
+        query_lens = np.repeat(np.array([1, new], np.int32), [size.decodes, prefills])
+        before = np.full(size.requests, size.context, np.int32)
+        if size.lengths:
+            before = contexts(self.rng, size.requests, size.context)
+        lens = before + query_lens
+        gathered = None
+        if size.tokens:
+            gathered = query_lens + np.minimum(before, size.window - 1)
+        elif size.lengths:  # of a chunk of a quarter of the context
+            gathered = np.minimum(lens, lens // 4 + WINDOW - 1)
+        return Step(query_lens, lens, gathered)
+
+    def valid(self, tokens: int) -> Any:
+        return self.xp.ones(tokens, np.bool_)
+
+    def selected(self, visible: np.ndarray, columns: int) -> Any:
+        """As an indexer selects them, neighbours nearly the same; of full lists any, one in a hundred absent."""
+        if self.size.lengths:
+            several = len(visible) > self.size.requests
+            return self.put(selected_rows(self.rng, visible, columns, neighbours=several))
+        found = self.rng.integers(0, visible[:, None], (len(visible), columns), np.int32)
+        return self.put(np.where(self.rng.integers(0, 101, found.shape, np.int8) == 0, -1, found))
+
+    def entries(self, end: int, *shape: int) -> Any:
+        return self.integers(end, *shape)
 
 
 @functools.lru_cache(maxsize=2)  # as many as a call attends to
 def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: int) -> RepeatingCache:
     rows = DEVICE_ROWS if backends.takes_device_arrays(backend) else HOST_ROWS
     few = min(slots, rows) // block_size
-    x = Measured(backend, Size(0, 0, 0, 0, block_size, few))
+    x = Measured(backend, Size())
     array = layout.allocate(slots // block_size // few * few, block_size, x.xp)
     base = layout.allocate(few, block_size, x.xp)
     k = x.rows(few * block_size, layout.head_dim)

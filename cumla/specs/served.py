@@ -9,7 +9,7 @@ import numpy as np
 
 from ..dispatch.call import BFLOAT16
 from ..layout import CacheLayout
-from .inputs import Inputs, Size
+from .inputs import Inputs, Size, Step
 
 
 class Served(Inputs):
@@ -48,6 +48,22 @@ class Served(Inputs):
     def table(self, requests: int, positions: int) -> Any:
         return self.filled(0, (requests, -(-positions // self.size.block_size)), np.int32)
 
+    def pairs(self, pages: int) -> Any:
+        return self.filled(-1, (1, 2), np.int64)
+
     @functools.cached_property
-    def contexts(self) -> tuple[np.ndarray, np.ndarray | None]:
-        return np.full(self.size.requests, self.size.context, np.int32), None
+    def step(self) -> Step:
+        none = np.zeros(self.size.requests, np.int32)
+        return Step(none, none, None)
+
+    def longest(self, lens: np.ndarray) -> int:
+        return self.size.context
+
+    def valid(self, tokens: int) -> Any:
+        return self.filled(0, (tokens,), np.bool_)
+
+    def selected(self, visible: np.ndarray, columns: int) -> Any:
+        return self.filled(-1, (len(visible), columns), np.int32)
+
+    def entries(self, end: int, *shape: int) -> Any:
+        return self.filled(-1, shape, np.int32)

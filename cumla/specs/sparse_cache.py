@@ -44,15 +44,13 @@ def insert(x: Inputs, layout: CacheLayout, is_ue8m0: bool = True, slots: Any = n
 
 def gather(x: Inputs, layout: CacheLayout) -> dict[str, Any]:
     """The last rows of contexts, between rows of the workspace that are not theirs."""
-    lens, gathered = x.contexts
-    longest = int((lens if gathered is None else gathered).max(initial=0))
-    dtype = x.choose(BFLOAT16, np.float16, np.float32)
+    step, rows = x.step, x.longest(x.step.gathered) + 2 * x.size.spare
+    some = None if step.gather_lens is None else x.put(step.gather_lens, np.int32)
     return {
-        "out": x.unwritten(len(lens), longest + 2 * x.size.spare, layout.head_dim, dtype=dtype),
-        "k_cache": x.cache(layout), "seq_lens": x.put(lens, np.int32),
-        "gather_lens": x.choose(None if gathered is None else x.put(gathered, np.int32), None),
-        "block_table": x.table(len(lens), x.size.context), "block_size": x.size.block_size, "offset": x.size.spare,
-        "layout": layout,
+        "out": x.unwritten(x.size.requests, rows, layout.head_dim, dtype=x.choose(BFLOAT16, np.float16, np.float32)),
+        "k_cache": x.cache(layout), "seq_lens": x.put(step.seq_lens, np.int32), "gather_lens": x.choose(some, None),
+        "block_table": x.table(x.size.requests, x.size.context), "block_size": x.size.block_size,
+        "offset": x.size.spare, "layout": layout,
     }  # fmt: skip
 
 
@@ -67,13 +65,13 @@ def insert_keys(x: Inputs, layout: CacheLayout = INDEXER_FP8) -> dict[str, Any]:
 
 def gather_keys(x: Inputs, layout: CacheLayout = INDEXER_FP8, as_e4m3: bool = True) -> dict[str, Any]:
     """as_e4m3: keys of an MXFP4 cache, too, with a float32 scale."""
-    lens, _ = x.contexts
+    lens = x.step.seq_lens
     rows = int(lens.sum()) + x.size.spare
     width = layout.head_dim if as_e4m3 else layout.quantized_bytes
     scales = x.unwritten(rows, dtype=np.float32) if as_e4m3 else x.unwritten(rows, layout.scale_bytes, dtype=np.uint8)
     return {
         "kv_cache": x.cache(layout), "dst_k": x.unwritten(rows, width, dtype=np.uint8), "dst_scale": scales,
-        "block_table": x.table(len(lens), x.size.context), "cu_seq_lens": x.starts(lens),
+        "block_table": x.table(x.size.requests, x.size.context), "cu_seq_lens": x.starts(lens),
     }  # fmt: skip
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 import cumla
-from cumla.self_test.arrays import BLOCK, NUM_BLOCKS
+from cumla.specs.inputs import TINY
 from support.lab import BF16
 from support.operations import EXAMPLES, arguments_of, called
 from support.wrong import ReadOnly, int32, ones
+
+BLOCK, NUM_BLOCKS = TINY.block_size, TINY.pages
 
 
 @dataclass

@@ -10,7 +10,7 @@ import functools
 import cupy
 import numpy as np
 
-from cumla.specs.inputs import Inputs, Size
+from cumla.specs.inputs import Inputs, Size, Step
 from support.indexing import anything_like
 
 SPECIAL = (np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
@@ -20,9 +20,11 @@ def random_size(rng):
     def upto(most, least=0):
         return int(rng.integers(least, most + 1))
 
+    requests = upto(4)
     return Size(
-        requests=upto(4), rows=upto(69), heads=upto(70, 1), context=upto(150, 1),
-        block_size=int(rng.choice((1, 2, 53, 64))), pages=upto(3, 1), spare=upto(2),
+        requests, upto(requests), tokens=upto(69), rows=upto(69), heads=upto(70, 1), topk=upto(200),
+        window=upto(200, 1), context=upto(150, 1), block_size=int(rng.choice((1, 2, 53, 64))), pages=upto(3, 1),
+        spare=upto(2),
     )  # fmt: skip
 
 
@@ -42,9 +44,15 @@ class Fuzzed(Inputs):
         return slots.astype(self.choose(np.int64, np.int32))
 
     @functools.cached_property
-    def contexts(self):
-        lens = self.rng.integers(0, self.size.context + 1, self.size.requests)
-        return lens, self.rng.integers(0, lens + 1)
+    def step(self):
+        decodes, prefills = self.size.decodes, self.size.requests - self.size.decodes
+        shares = self.rng.multinomial(max(self.size.tokens - decodes, 0), np.ones(prefills) / max(prefills, 1))
+        query_lens = np.append(np.ones(decodes, int), shares)
+        lens = query_lens + self.rng.integers(0, self.size.context + 1, self.size.requests)
+        return Step(query_lens, lens, self.rng.integers(0, lens + 1))
+
+    def pairs(self, pages):
+        return self.rng.integers(-2, pages + 2, (self.rng.integers(0, 6), 2))
 
     def given(self, spec, arguments):
         """The arguments of a call on the device, with any value in their arrays."""
@@ -66,8 +74,9 @@ class Fuzzed(Inputs):
         if x.dtype.kind in "biu" or not x.ndim:
             return x
         x = x.copy()
-        x[self.rng.random(x.shape) < 0.003] = self.choose(*SPECIAL)
-        x[self.rng.random(x.shape[:-1]) < 0.05] = self.choose(*SPECIAL)
+        with np.errstate(over="ignore"):
+            x[self.rng.random(x.shape) < 0.003] = self.choose(*SPECIAL)
+            x[self.rng.random(x.shape[:-1]) < 0.05] = self.choose(*SPECIAL)
         return x
 
     def placed(self, x, filled):

@@ -4,9 +4,10 @@ import numpy as np
 
 import cumla
 from cumla.layout import plain_rows
-from cumla.self_test.arrays import BLOCK
+from cumla.specs.inputs import TINY
 from support.lab import BF16
 
+BLOCK = TINY.block_size
 V = ValueError
 T = TypeError
 

@@ -12,7 +12,7 @@ from ..kernels.types.indices import CombinedIndices
 from ..kernels.types.prefill_rows import PrefillRows
 from ..kernels.types.segments import GatheredRows
 from ..layout import CacheLayout
-from ..ops.indices import request_arrays
+from .indices import request_arrays
 
 
 @launch_cached

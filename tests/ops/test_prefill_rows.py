@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.layers.prefill_rows import gather_prefill_rows
+from cumla.ops.prefill_rows import gather_prefill_rows
 from support.lab import BF16
 
 WINDOW, BLOCK = 20, 8
