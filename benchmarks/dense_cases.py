@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 import cumla
 from cumla.arrays.memory import to_host
-from cumla.bench.dense import BOUND, NOPE, ROPE, SAMPLES, V
+from cumla.bench.dense import BOUND, NOPE, ROPE, SAMPLES, DenseDecode, V
 from cumla.bench.problem import Problem, Sizes, by_backend, error_within, problem_of
 from cumla.bench.step_suites import dense_layer_calls
 from cumla.dispatch.call import BFLOAT16
 from cumla.layout import MLA_BF16
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """The decode of a step's first layer, which also divides the keys by their lengths. The plan's time is the
+    difference to DenseDecode with lengths, the decode of the other layers."""
+
+    heads: int
+    batch: int
+    context: int
+
+    op: ClassVar[str] = "dense_mla_decode, first layer"
+
+    def __str__(self) -> str:
+        return f"h{self.heads} b{self.batch} of {self.context}, lengths"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        decode = DenseDecode(self.heads, self.batch, self.context, lengths=True).problem(sizes)
+        framework, calls = decode.impls["cumla"]
+        plan = getattr(calls[0], "keywords")["plan"]  # noqa: B009
+
+        def renewed(call: Any) -> Any:
+            plan.renew()
+            return call()
+
+        first = [functools.partial(renewed, call) for call in calls]
+        return replace(decode, op=self.op, config=str(self), impls={"cumla": (framework, first)}, functions={})
 
 
 @dataclass(frozen=True)

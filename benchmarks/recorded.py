@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cache_cases import AdvanceStep, CopyBlocks, DenseGather, KeyGather
 from candidate_cases import CandidateBlocks, CandidateSource, CandidateTopk
-from dense_cases import DenseLayerPrefill, DensePrefill
+from dense_cases import DenseLayerPrefill, DensePlan, DensePrefill
 from index_cases import Combine, Mixed, Windows
 from indexer_inputs import QueryQuant, Schedule
 from portable_cases import BY_BITS, OF_16_BITS, WithLimits
@@ -192,7 +192,8 @@ def products():
 
 def mla():
     return [
-        *(DenseDecode(128, batch, 8192, lengths) for lengths in (True, False) for batch in (1, 16, 64, 128)),
+        *(DenseDecode(128, batch, 8192, lengths) for lengths in (True, False) for batch in (1, 4, 16, 64, 128)),
+        *(DensePlan(128, batch, 8192) for batch in (1, 16, 128)),
         DensePrefill(16, 8192), DensePrefill(16, 8192, 65536),
         *(DenseLayerPrefill(16, 8192, *x) for x in ((0, 65536), (65536, 65536), (65536, 16384), (65536, 4096))),
     ]  # fmt: skip

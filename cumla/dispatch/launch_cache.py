@@ -25,7 +25,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import CacheLayout
 from . import debug
 from .relocation import relocate
@@ -215,7 +215,7 @@ def _key_of_integer(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
 
 def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     """A built plan is identified by its buffers; a call that builds one does more than launch kernels."""
-    if not x.is_made("starts", 0):
+    if not x.is_made(x.arrays[0], 0):
         return UNKNOWN
     key_parts = [x.made_for]
     key_parts += [KEY_FUNCTIONS[memory.__class__](memory, arrays, addresses) for memory in x.workspace.arrays()]
@@ -243,7 +243,7 @@ class _KeyFunctions(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
 
 KEY_FUNCTIONS = _KeyFunctions(dict.fromkeys((type(None), bool, int, float, str, CacheLayout), _key_of_value))
 KEY_FUNCTIONS[tuple] = KEY_FUNCTIONS[list] = _key_of_tuple
-KEY_FUNCTIONS[DecodePlan] = _key_of_plan
+KEY_FUNCTIONS[DecodePlan] = KEY_FUNCTIONS[DenseDecodePlan] = _key_of_plan
 
 
 class UsedArrays(NamedTuple):

@@ -217,11 +217,18 @@ class _Run:
             dense_mla_decode(
                 latent_q, self.cache, dlpack.borrow(metadata.block_tables, "block_tables"),
                 dlpack.borrow(metadata.seq_lens_tensor, "seq_lens_tensor"), scale=self.k_scale,
-                softmax_scale=layer.scale, max_seqlen=metadata.max_decode_seq_len, plan=layer.plan, out=latent_out,
-                lse=lse, backend=layer.backend,
+                softmax_scale=layer.scale, max_seqlen=metadata.max_decode_seq_len, plan=self.plan(metadata),
+                out=latent_out, lse=lse, backend=layer.backend,
             )  # fmt: skip
         with self.observe("absorb"):
             self.product(latent_out.reshape(len(q), heads, rank).transpose(1, 0, 2), layer.W_UV, out.transpose(1, 0, 2))
+
+    def plan(self, metadata: MLACommonMetadata) -> DenseDecodePlan:
+        """The plan that the step's layers share, or the layer's own, made for this step."""
+        if metadata.decode_plan is not None:
+            return metadata.decode_plan
+        self.layer.plan.renew()
+        return self.layer.plan
 
     def latent(self, like: Any, requests: int, query_len: int) -> tuple[Any, Any, Any]:
         """Memory for absorbed q and for the attention's out and lse, at the same address in every step."""

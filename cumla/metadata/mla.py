@@ -21,6 +21,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.values import check_flags, check_integers, shown
+from ..kernels.types.plan import DenseDecodePlan
 from ..layout import MLA_BF16
 from ..ops.advance import advance_step
 from .validation import check_columns
@@ -54,6 +55,8 @@ class MLACommonMetadata:
     context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
     context_chunk_workspace    [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
     block_size                 tokens of a page; None: not checked against the cache's
+    decode_plan                how the keys of this step's decodes are divided: the first layer's call computes it, the
+                               others share it. None: each layer plans for itself
 
     Raises ValueError for a head_dim other than 576.
     """
@@ -82,6 +85,7 @@ class MLACommonMetadata:
     context_chunk_max_seq_lens: list[int] | None = None
     context_chunk_workspace: Any = None
     block_size: int | None = None
+    decode_plan: DenseDecodePlan | None = field(default=None, repr=False, compare=False)
     _views: dict[str, MLACommonMetadata] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -238,6 +242,8 @@ class MLACommonMetadata:
         self.context_chunk_cu_seq_lens = self.context_chunk_starts = None
         self.context_chunk_seq_tot = self.context_chunk_max_seq_lens = None
         self._views.clear()
+        if self.decode_plan is not None:
+            self.decode_plan.renew()
 
 
 def check_head_size(name: str, head_size: int) -> None:

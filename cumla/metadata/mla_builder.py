@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..dispatch.call import Call
 from ..dispatch.values import check_flags, check_integers, check_kind, plain, shown
+from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from .batch import CommonAttentionMetadata, HostLens, first_true
 from .build_order import batch_of
@@ -104,6 +105,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.chunked_prefill_enabled = config.chunked_prefill_enabled
         self.enable_prefix_caching = config.enable_prefix_caching
         self.context_chunk_workspace_size = config.context_chunk_workspace_size if config.allows_context else 0
+        self._plan_workspace = Workspace(owner="builder")  # of the plans of all steps, which follow one another
         self.prepare()
 
     def prepare(self) -> None:
@@ -218,6 +220,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             context_chunk_seq_tot=chunks.seq_tot if chunks else None,
             context_chunk_max_seq_lens=chunks.max_seq_lens if chunks else None,
             block_size=config.block_size,
+            decode_plan=DenseDecodePlan(self._plan_workspace),
         )
 
 

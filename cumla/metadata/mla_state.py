@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..dispatch.call import INT32, SLOTS, Call, Shape
 from ..dispatch.values import check_integers, check_kind
+from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..ops.blocks import copy_blocks, swap_blocks
 from .batch import PADDING_SLOT
 from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, check_head_size
@@ -44,6 +45,7 @@ class MLACommonState:
         self.context_chunk_workspace_size = config.context_chunk_workspace_size if config.allows_context else 0
         self.context_chunk_workspace: Any = None
         self._graph_slot_mapping: Any = None
+        self._plan_workspace = Workspace(owner="state")  # of the plans of all graphs, which run one after another
 
     @contextlib.contextmanager
     def graph_capture(self, max_batch_size: int, like: Any, *, stream: Any = None) -> Iterator[None]:
@@ -97,6 +99,7 @@ class MLACommonState:
             max_decode_query_len=1,
             head_dim=self.config.head_size,
             block_size=self.config.block_size,
+            decode_plan=DenseDecodePlan(self._plan_workspace),
         )
 
     def get_graph_input_buffers(

@@ -127,15 +127,17 @@ def dense_mla_decode(
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     an upper bound of cache_seqlens known on the host, for the memory of partial results; the width of
                    the table if None. A bound that is too small costs time, results stay right
-    plan           a DenseDecodePlan, which keeps the memory for partial results. Inside CUDA graph capture give one
-                   that has served a call of this shape
+    plan           a DenseDecodePlan, which keeps the memory for partial results and how the keys are divided: the calls
+                   of a step share it, and `plan.renew()` before the next step. Inside CUDA graph capture give one that
+                   has served a call of this shape
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gives out 0
-    and lse +inf. On a GPU the batch's lengths decide how keys are split: results of a request in two batches differ by
-    as little as they may differ from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE).
+    and lse +inf. On a GPU the batch's lengths, or those that the plan was made for, decide how keys are split: results
+    of a request in two batches differ by as little as they may differ from the exact result (cumla.bounds.DECODE_OUT
+    and DECODE_LSE).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """

@@ -86,17 +86,20 @@ class ContextAttention:
         attn_sink      float32, of the heads of the result, or None
         out            [T, h, 512] of q's dtype to write instead of allocating
         lse            [T, h] float32 to write instead of allocating
-        plan           as in dense_mla_decode; None: one of this instance
+        plan           as in dense_mla_decode, made for these lengths; None: planned here
         options        scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (of what a
                        communicator other than cumla's own exchanges next) as in dense_mla_decode
 
         Returns out and lse, of the rank's own heads where heads are split.
         """
+        if plan is None:
+            plan = self._dense_plan
+            plan.renew()
 
         def attend(q: Any, part: Any, part_lse: Any) -> None:
             dense_mla_decode(
                 q[:, None], k_cache, block_table, cache_seqlens, out=part[:, None], lse=part_lse[..., None],
-                plan=self._dense_plan if plan is None else plan, backend=self.backend, **options,
+                plan=plan, backend=self.backend, **options,
             )  # fmt: skip
 
         return self._decode(attend, q, attn_sink, out, lse, stream)

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.streams import capture_id
 from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
-from .compile import kernel
+from .compile import kernel, start
 from .constants import constant
 from .dense_cache import scale_arguments
 from .device import cached_by_capability, device_sms, has_clusters, is_hopper, shared_bytes_per_block
@@ -74,19 +75,25 @@ def dense_mla_decode(given: DenseDecode) -> None:
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
     divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and countable
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
-    divided = division(plan, min(tokens, ranges), q) if divisible else None
+    lengths = {
+        "lens": cache_seqlens, "s_q": s_q, "requests": batch, "columns": block_table.shape[1],
+        "block_size": pages.block_size, "causal": int(causal), "ranges": ranges,
+    }  # fmt: skip
+    entries = min(tokens, ranges)
+    divided = division(plan, lengths, entries, divisible, q)
     results = {
-        "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse),
-        "parts": pointer(divided), "out": out, **named_strides("out", "bsh", out), "lse": lse,
-        **named_strides("lse", "bhs", lse),
+        "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse), "out": out,
+        **named_strides("out", "bsh", out), "lse": lse, **named_strides("lse", "bhs", lse),
     }  # fmt: skip
     call = {
-        **results, "q": q, **named_strides("q", "bsh", q), "pages": pages.bytes,
-        "page_stride": pages.bytes.strides[0], "num_slots": pages.num_slots, "block_size": pages.block_size,
-        "block_table": block_table, "table_stride": strides(block_table)[0], "columns": block_table.shape[1],
-        "requests": batch, "lens": cache_seqlens, "causal": int(causal), "ranges": ranges,
-        "softmax_scale": softmax_scale,
+        **results, **lengths, "division": divided, "q": q, **named_strides("q", "bsh", q), "pages": pages.bytes,
+        "page_stride": pages.bytes.strides[0], "num_slots": pages.num_slots, "block_table": block_table,
+        "table_stride": strides(block_table)[0], "softmax_scale": softmax_scale,
     }  # fmt: skip
+    at_once, sets, most_sets = merge_shape(-(-ranges // tokens))
+    merge_macros: dict[str, Any] = {"VALUE": value, "ALIGNED": int(aligned), "AT_ONCE": at_once, "MAX_SETS": most_sets}
+    if divisible:
+        start(MERGE_FILE, **merge_macros)
     if hopper:
         decode, shared_bytes, threads = hopper_decode(device, value, groups)
         call["box_rows"], call["map"] = boxes_of(pages, BLOCK)
@@ -96,13 +103,12 @@ def dense_mla_decode(given: DenseDecode) -> None:
         call["scale"], call["scale_value"] = scale_arguments(scale)
     decode((ranges * groups,), (threads,), decode.arguments(**call), shared_mem=shared_bytes, overlap=True)
     if divisible:
-        at_once, sets, most_sets = merge_shape(-(-ranges // tokens))
-        merge = kernel(
-            "common/dense_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
-            MAX_SETS=most_sets,
-        )  # fmt: skip
-        grid, block = min(tokens, ranges) * heads, sets * V_DIM // 4
-        merge((grid,), (block,), merge.arguments(**results), overlap=True)
+        merge = kernel(MERGE_FILE, "mla_decode_merge", **merge_macros)
+        grid, block = entries * heads, sets * V_DIM // 4
+        if most_sets == 1:
+            grid = min(grid, MERGING_CTAS * device_sms(device))
+        arguments = merge.arguments(**results, parts=divided + RANGE_BYTES * ranges, entries=entries)
+        merge((grid,), (block,), arguments, overlap=True)
 
 
 def hopper_decode(device: int, value: str, groups: int) -> tuple[Kernel, int, int]:
@@ -165,6 +171,9 @@ BLOCK, MIN_RANGE, MIN_PART, TOKEN_COST = (
 # Keys of a step, stages of the ring, and registers of a thread of the scores that hold queries: the fastest first.
 PORTABLE_SIZES = ((32, 4, 96), (32, 3, 96), (16, 4, 112))
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
+RANGE_BYTES = PART_BYTES = 16  # of a division: a range's begin and end; a token's parts
+MERGING_CTAS = 12  # an SM, that merge one set
+PLAN_FILE, MERGE_FILE = "common/dense/plan.cu", "common/dense_decode_merge.cu"
 
 
 def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
@@ -192,10 +201,32 @@ def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple
     return tuple(workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
 
-def division(plan: DenseDecodePlan | None, entries: int, like: Any) -> Any:
-    """int32 [4 * entries] at least: the parts of tokens, written by the decode kernel. Kept by the plan, as above."""
-    workspace = Workspace() if plan is None else plan.workspace
-    return workspace.array("divided", 4 * entries, np.int32, like)
+def division(plan: DenseDecodePlan | None, lengths: dict[str, Any], entries: int, divisible: bool, like: Any) -> int:
+    """The address of the division (common/dense/work.cuh), computed now unless the plan has it; 0: whole tokens.
+
+    lengths    arguments of the kernel that divides
+    entries    tokens whose parts are listed
+    divisible  whether tokens may be divided
+    """
+    ranges, capture = lengths["ranges"], capture_id()
+    workspace, (outside, inside) = (Workspace() if plan is None else plan.workspace), DenseDecodePlan.arrays
+    # Both at once, so that a capture allocates nothing. Graphs have their own division, which no eager call uses.
+    arrays = {
+        name: workspace.array(name, (RANGE_BYTES * ranges + PART_BYTES * entries) // 4, np.int32, like)
+        for name in (outside, inside)
+        if divisible and (name == outside or plan is not None)
+    }
+    name = inside if capture and plan is not None else outside
+    if plan is not None:
+        shape = (lengths["requests"], lengths["s_q"], ranges, divisible)
+        if plan.made_for == shape and plan.is_made(name, capture):
+            return pointer(arrays.get(name))
+        plan.made(shape, name, capture)
+    if divisible:
+        divide = kernel(PLAN_FILE, "plan_dense_decode")
+        arguments = divide.arguments(**lengths, division=arrays[name])
+        divide((ranges,), (constant(PLAN_FILE, "THREADS"),), arguments, overlap=True)
+    return pointer(arrays.get(name))
 
 
 def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
@@ -205,4 +236,5 @@ def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int)
         return 0
     ranges = range_count(tokens, -(-heads // HEADS), max_seqlen, sms)
     rows = 2 * ranges * heads
-    return aligned_bytes(16 * min(tokens, ranges)) + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())
+    divided = aligned_bytes(RANGE_BYTES * ranges + PART_BYTES * min(tokens, ranges))
+    return len(DenseDecodePlan.arrays) * divided + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

@@ -117,22 +117,10 @@ def place_name(place: int | None) -> str:
     return "in host memory" if place is None or place < 0 else f"on CUDA device {place}"
 
 
-class DecodePlan:
-    """A plan for `sparse_mla_decode`, and the device memory that its kernels need beside their arguments.
+class _Plan:
+    """How the work of a decode is divided: memory, and the shape for which the division in it was computed."""
 
-    Made empty. The first call with the plan computes it on the device from that call's lengths, and
-    later calls reuse it. `renew` makes the next call plan again (metadata builders give every step a
-    new plan). A plan decides how work is divided and never changes the result: one made for other lengths is slower,
-    not wrong.
-
-    The memory is allocated when it is first needed and then keeps its address, so that a captured graph whose
-    plan has served an eager call allocates nothing. A graph has its own plan, computed in its first call with the plan
-    and again at every replay. One plan serves one stream at a time. The CPU backends do not need it.
-
-    workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead
-               of allocating, of the size that the backend needs (`workspace_bytes` in
-               kernels/cuda/sparse/work.py). None: a workspace of its own
-    """
+    arrays: tuple[str, str]  # names of the division in the workspace, outside a capture and inside
 
     def __init__(self, workspace: Any = None) -> None:
         self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
@@ -152,17 +140,42 @@ class DecodePlan:
         self.workspace.contents[name] = (self, shape, capture)
 
     def __repr__(self) -> str:
-        return f"DecodePlan(made_for={self.made_for})"
+        return f"{type(self).__name__}(made_for={self.made_for})"
 
 
-class DenseDecodePlan:
-    """The device memory that `dense_mla_decode` needs for partial results, kept from call to call.
+class DecodePlan(_Plan):
+    """A plan for `sparse_mla_decode`, and the device memory that its kernels need beside their arguments.
 
-    It is allocated when it is first needed and then keeps its address, even if a later call needs more: graphs
-    that were captured with the plan stay valid. One plan serves one stream at a time. The CPU backends do not need it.
+    Made empty. The first call with the plan computes it on the device from that call's lengths, and
+    later calls reuse it. `renew` makes the next call plan again (metadata builders give every step a
+    new plan). A plan decides how work is divided and never changes the result: one made for other lengths is slower,
+    not wrong.
+
+    The memory is allocated when it is first needed and then keeps its address, so that a captured graph whose
+    plan has served an eager call allocates nothing. A graph has its own plan, computed in its first call with the plan
+    and again at every replay. One plan serves one stream at a time. The CPU backends do not need it.
+
+    workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead
+               of allocating, of the size that the backend needs (`workspace_bytes` in
+               kernels/cuda/sparse/work.py). None: a workspace of its own
+    """
+
+    arrays = "starts", "starts of graphs"
+
+
+class DenseDecodePlan(_Plan):
+    """A plan for `dense_mla_decode`, and the device memory that its kernels need for partial results.
+
+    The first call with the plan divides the keys by that call's lengths, on the device, and later calls of the same
+    batch size reuse the division: the layers of a step share a plan. `renew` makes the next call divide again; call it
+    once a step. A plan made for other lengths, shorter or longer, is slower, not wrong: results then differ by as
+    little as they may differ from the exact result.
+
+    The memory is allocated when it is first needed and then keeps its address, even if a later call needs more: graphs
+    that were captured with the plan stay valid. A graph divides in its first call with the plan, and again at every
+    replay. One plan serves one stream at a time. The CPU backends do not need it.
 
     workspace  as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
     """
 
-    def __init__(self, workspace: Any = None) -> None:
-        self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
+    arrays = "division", "division of graphs"

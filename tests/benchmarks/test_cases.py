@@ -67,6 +67,7 @@ SMALL = [
     dense.DenseDecode(16, 3, 300, lengths=True),
     dense.DenseDecode(16, 2, 128),
     dense_cases.DensePrefill(4, 40),
+    dense_cases.DensePlan(3, 2, 200),
     dense_cases.DensePrefill(5, 20, 100),
     products.BlockLinear(5, 200, 256),
     layer_suites.Compress(4, 9),

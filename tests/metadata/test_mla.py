@@ -393,7 +393,8 @@ def test_advancing_writes_nothing_before_it_fails():
 
 
 def fields_of(metadata):
-    return [copy.copy(getattr(metadata, field.name)) for field in dataclasses.fields(metadata) if field.init]
+    fields = [field.name for field in dataclasses.fields(metadata) if field.init and field.name != "decode_plan"]
+    return [copy.copy(getattr(metadata, name)) for name in fields]
 
 
 def test_starts_of_sequences(place):

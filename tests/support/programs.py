@@ -259,6 +259,7 @@ SOURCES = [
     ("common/indices.cu", {"ALIGNED": 0}),
     ("common/clear.cu", {}),
     ("common/sparse/plan.cu", {}),
+    ("common/dense/plan.cu", {}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8"}),
     ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),
     *(("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),

@@ -23,7 +23,7 @@ BLOCK, SPLITS_AT = (constant("common/sparse/work.cuh", name) for name in ("BLOCK
 LOWEST_HEADS = 16  # of a tile
 PLAN_THREADS = constant("common/sparse/plan.cu", "THREADS")
 
-STARTS = ("starts", "starts of graphs")  # names of `starts`, outside a capture and inside
+STARTS = DecodePlan.arrays  # names of `starts`, outside a capture and inside
 # Partial results of the exact kernel, their size, and its counters.
 EXACT_SLOTS, EXACT_PART_BYTES = 128, constant("common/sparse/exact_mma.cuh", "PART_BYTES")
 EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is flagged

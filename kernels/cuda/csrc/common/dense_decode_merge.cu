@@ -1,9 +1,9 @@
 // Combine the partial results of dense MLA decode.
 //
-// `parts` (common/dense/work.cuh describes it) says how many a token has; CTAs of tokens with one end at once.
+// `parts` (common/dense/work.cuh describes it) says how many a token has.
 //
-// Grid: a CTA per head of an entry of `parts`. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
-// sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
+// Grid: a CTA per head of an entry of `parts`; with MAX_SETS 1 also fewer, which take these in turn. Block: up to MAX_SETS sets of four
+// warps; each thread has four values. Shared memory: sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
 // splits are loaded together. With more splits, each of several sets takes some of them.
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
@@ -32,16 +32,11 @@ struct PartSum {
 
 __device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN without keys
 
-extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
-mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int s_q, int heads,
-                 VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
-                 int64 lse_stride_h, int64 lse_stride_s) {
-    int head = blockIdx.x % heads;
+// One head of a token that is divided: {token, range of its first part, number of its parts}.
+__device__ inline void merge(uint4 entry, int head, const float* partial_out, const float* partial_lse, int s_q, int heads, VALUE* out,
+                             int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
+                             int64 lse_stride_h, int64 lse_stride_s) {
     int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
-    pdl_release();
-    pdl_wait();
-    uint4 entry = parts[blockIdx.x / heads];
-    if (entry.z < 2) return;
     // Row of part i of a token: first_row + 2 * i, but one more for part 0.
     int token = int(entry.x), splits = int(entry.z);
     int b = token / s_q, s = token % s_q;
@@ -95,4 +90,23 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4
     store_pair(out, factor * sum.x.x, factor * sum.x.y);
     store_pair(out + 2, factor * sum.x.z, factor * sum.x.w);
     if (thread == 0) *lse = empty ? infinity() : sum.top + logf(sum.total);
+}
+
+extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
+mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int entries, int s_q, int heads,
+                 VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
+                 int64 lse_stride_h, int64 lse_stride_s) {
+    pdl_release();
+    // The division is older than the decode, whose CTAs have all seen it when this kernel starts. Partial results are not.
+    bool any = false;
+    for (int i = threadIdx.x; i < entries; i += blockDim.x) any |= parts[i].z > 1;
+    any = __syncthreads_or(any);
+    pdl_wait();
+    if (!any) return;
+    for (int item = blockIdx.x; item < entries * heads; item += gridDim.x) {
+        uint4 entry = parts[item / heads];
+        if (entry.z > 1)
+            merge(entry, item % heads, partial_out, partial_lse, s_q, heads, out, out_stride_b, out_stride_s, out_stride_h, lse,
+                  lse_stride_b, lse_stride_h, lse_stride_s);
+    }
 }

@@ -1,13 +1,18 @@
-// The division of work of dense MLA decode (sm90/dense/decode/decode.cu, sm80/dense/decode.cu), computed by each CTA from the lengths.
+// The division of work of dense MLA decode (sm90/dense/decode/decode.cu, sm80/dense/decode.cu). common/dense/plan.cu computes it from the
+// lengths, once for all layers of a step.
 //
 // Keys are counted in blocks of BLOCK. The *cost* of a query token is TOKEN_COST and the blocks of its keys. The costs of all tokens,
 // one after another, are divided into ranges of equal length, one for each CTA (of each group of heads). A token that a boundary
 // divides has a *part* in each of the ranges; common/dense_decode_merge.cu combines them. Where whole tokens fill the device as evenly,
-// or `parts` is null, none is divided.
+// or without a division, none is divided.
 //
-// `parts[i]` is {token, range of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the
-// token that is divided at the end of range i (0 parts: none is). A token's first part is row 2 * range + 1 of the partial results,
-// the part in any later range row 2 * range.
+// `division[i]` is where range i begins and ends: {token, block, token, block}. After these entries of all ranges, entry i of `parts` is
+// {token, range of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the token that is
+// divided at the end of range i (0 parts: none is). A token's first part is row 2 * range + 1 of the partial results, the part in any
+// later range row 2 * range.
+//
+// Decodes read the lengths again. A division made for other lengths has the same parts: the last one of a token takes all further
+// blocks, and those beyond its end are empty.
 //
 // Limit: all costs together are below 2^31.
 #pragma once
@@ -47,12 +52,12 @@ struct DenseWork {
 
     __device__ int last_token() const { return end.token - (end.block == 0); }
     __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
-    __device__ int last_block(int token, int blocks) const { return token == end.token ? end.block : blocks; }
+    __device__ int last_block(int token, int blocks) const { return token == end.token ? min(end.block, blocks) : blocks; }
     // Blocks of a token that has `blocks`.
-    __device__ int blocks_here(int token, int blocks) const { return last_block(token, blocks) - first_block(token); }
+    __device__ int blocks_here(int token, int blocks) const { return max(0, last_block(token, blocks) - first_block(token)); }
     // Row of the partial results, or -1: the whole token is here.
-    __device__ int part(int token, int blocks, int range) const {
-        return first_block(token) ? 2 * range : last_block(token, blocks) < blocks ? 2 * range + 1 : -1;
+    __device__ int part(int token, int range) const {
+        return first_block(token) ? 2 * range : token == end.token ? 2 * range + 1 : -1;
     }
     // Whether a token's first part is here.
     __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
@@ -66,8 +71,21 @@ __device__ inline DenseBoundary boundary_within(int token, int start, int blocks
     return cost > start && block == blocks ? DenseBoundary{token + 1, 0} : DenseBoundary{token, block};
 }
 
-// The work of CTA `range` of `ranges`. Called by a warp, whose lanes get the same result.
-__device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, int range, bool divisible) {
+// The work of CTA `range` of `ranges` if no token is divided.
+__device__ inline DenseWork whole_tokens(int tokens, int ranges, int range) {
+    int each = (tokens + ranges - 1) / ranges;
+    return {{min(tokens, range * each), 0}, {min(tokens, (range + 1) * each), 0}, 1};
+}
+
+// The same by a division; null: no token is divided. `parts` is not read.
+__device__ inline DenseWork planned_work(const uint4* division, int tokens, int ranges, int range) {
+    if (!division) return whole_tokens(tokens, ranges, range);
+    uint4 x = division[range];
+    return {{int(x.x), int(x.y)}, {int(x.z), int(x.w)}, 1};
+}
+
+// Divide by the lengths. Called by a warp, whose lanes get the same result.
+__device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, int range) {
     int lane = threadIdx.x % 32, longest = 0, total = 0;
     for (int token = lane; token < tokens.count; token += 32) {
         int cost = TOKEN_COST + tokens.blocks(token);
@@ -76,8 +94,7 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
     total = __reduce_add_sync(~0u, total), longest = int(__reduce_max_sync(~0u, uint32(longest)));
     int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
     int length = max((total - 1) / ranges + 1, MIN_RANGE);
-    if (!divisible || 32 * int64(whole) * longest <= 33 * int64(length + TOKEN_COST + MIN_PART))
-        return {{min(tokens.count, range * whole), 0}, {min(tokens.count, (range + 1) * whole), 0}, 1};
+    if (32 * int64(whole) * longest <= 33 * int64(length + TOKEN_COST + MIN_PART)) return whole_tokens(tokens.count, ranges, range);
 
     DenseWork work{{tokens.count, 0}, {tokens.count, 0}, 1};
     int begin = min(range * int64(length), int64(total)), end = min(begin + int64(length), int64(total)), before = 0;

@@ -2,7 +2,7 @@
 // tokens whose keys are divided among CTAs partial results for common/dense_decode_merge.cu.
 //
 // Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group, whatever
-// the lengths (common/dense/work.cuh, which describes `parts`). A CTA processes its tokens one after another.
+// the lengths (common/dense/work.cuh, which describes `division`). A CTA processes its tokens one after another.
 // Block: 384 threads: eight warps of sums, which also copy, and four of scores.
 // Shared memory: SHARED_BYTES, dynamic: the ring of rows, two slots of P, a part of Q, softmax state.
 //
@@ -128,7 +128,8 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
            int64 page_stride, int64 num_slots, int block_size, const int* block_table, int64 table_stride, int columns,
            int requests, const int* lens, int causal, int ranges, float softmax_scale, const float* scale,
            float scale_value, VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse,
-           int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, float* partial_out, float* partial_lse, uint4* parts) {
+           int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, float* partial_out, float* partial_lse,
+           const uint4* division) {
     extern __shared__ uint4 memory[];
     DenseShared& shared = *reinterpret_cast<DenseShared*>(memory);
     pdl_wait();
@@ -138,14 +139,10 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
                           {pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}}, tokens,
                           softmax_scale * scale_value * LOG2_E, scale_value, out, out_stride_b, out_stride_s, out_stride_h, lse,
                           lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
-    if (threadIdx.x < 32) {
-        DenseWork work = divide_work(tokens, ranges, problem.range(), parts != nullptr);
-        if (problem.first_head() == 0 && parts) publish_parts(work, tokens.count, ranges, problem.range(), parts);
-        if (threadIdx.x == 0) {
-            shared.ring.work = work;
-            shared.ring.list(problem, 0), shared.ring.list(problem, 1);
-            shared.ring.barriers.init();
-        }
+    if (threadIdx.x == 0) {
+        shared.ring.work = planned_work(division, tokens.count, ranges, problem.range());
+        shared.ring.list(problem, 0), shared.ring.list(problem, 1);
+        shared.ring.barriers.init();
     }
     __syncthreads();
     if (threadIdx.x < 32 * SUM_WARPS) Sums(problem, shared).run();

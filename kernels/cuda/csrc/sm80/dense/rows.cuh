@@ -74,7 +74,7 @@ struct RingToken {
         int keys = problem.tokens.keys(token), blocks = blocks_of(keys), query = token % problem.tokens.s_q;
         request = token / problem.tokens.s_q, heads = problem.heads - problem.first_head();
         position = work.first_block(token) * BLOCK, last = int(min(int64(keys), int64(work.last_block(token, blocks)) * BLOCK));
-        end = first_keys + max(1, (last - position + KEYS - 1) / KEYS), part = work.part(token, blocks, problem.range());
+        end = first_keys + max(1, (last - position + KEYS - 1) / KEYS), part = work.part(token, problem.range());
         q = problem.q + request * problem.q_stride_b + query * problem.q_stride_s + problem.first_head() * problem.q_stride_h;
     }
 };

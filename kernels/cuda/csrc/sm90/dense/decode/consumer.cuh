@@ -212,7 +212,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     if (token == work.last_token()) pdl_release();  // the kernel that combines parts is launched while they are stored
     warp_arrive(window + TOTALS_READY + 8 * consumer);
     barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), phases >> 2);
-    int part = work.part(token, tokens.blocks(token), range);
+    int part = work.part(token, range);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int own_head = first_head + head + 8 * half;

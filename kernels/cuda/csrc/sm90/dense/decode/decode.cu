@@ -4,7 +4,7 @@
 // Keys are processed 64 at a time, a *block*.
 //
 // Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group,
-// whatever the lengths (common/dense/work.cuh, which describes `parts`). A CTA processes its tokens one after another.
+// whatever the lengths (common/dense/work.cuh, which describes `division`). A CTA processes its tokens one after another.
 // Block: 384 threads.
 //
 //     warps    role        registers  work
@@ -53,13 +53,13 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
                 int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
                 int causal, int ranges, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
                 int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
-                float* partial_out, float* partial_lse, uint4* parts) {
+                float* partial_out, float* partial_lse, const uint4* division) {
     extern __shared__ uint4 memory[];
     uint32 window = shared_window();
     if (uint32(__cvta_generic_to_shared(memory)) != window + BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
     if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
     pdl_wait();
-    int groups = (heads + HEADS - 1) / HEADS, role = threadIdx.x / 128, range = blockIdx.x / groups, group = blockIdx.x % groups;
+    int groups = (heads + HEADS - 1) / HEADS, role = threadIdx.x / 128, range = blockIdx.x / groups;
     DenseTokens tokens{lens, s_q, requests * s_q, columns, block_size, causal};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i) barrier_init(window + READY + 8 * i, PRODUCERS), barrier_init(window + FREE + 8 * i, 4 * WARP_ARRIVALS);
@@ -68,11 +68,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         barrier_init(window + Q_READY, 8 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x / 32 == 1) {
-        DenseWork work = divide_work(tokens, ranges, range, parts != nullptr);
-        if (threadIdx.x == 32) store_work(window, work);
-        if (group == 0 && parts) publish_parts(work, tokens.count, ranges, range, parts);
-    }
+    if (threadIdx.x == 32) store_work(window, planned_work(division, tokens.count, ranges, range));
     __syncthreads();
 
     if (role == 0) {
@@ -81,17 +77,18 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         DenseWork work = load_work(window);
         uint32 used[2] = {};  // blocks so far in each buffer
         for (int token = work.begin.token; token <= work.last_token(); ++token) {
-            int keys = tokens.keys(token), first_block = work.first_block(token), last_block = work.last_block(token, blocks_of(keys));
-            RowProducer producer{cache, map, box_rows, token / s_q, first_block, min(keys, last_block * KEYS), window};
+            int keys = tokens.keys(token), blocks = work.blocks_here(token, blocks_of(keys));
+            int first_block = work.first_block(token), end = int(min(int64(keys), int64(first_block + blocks) * KEYS));
+            RowProducer producer{cache, map, box_rows, token / s_q, first_block, end, window};
             PageRow box = producer.box(0);
-            for (int i = 0; i < last_block - first_block; ++i) {
+            for (int i = 0; i < blocks; ++i) {
                 uint32 parity = ((i % 2 ? used[1] : used[0]) + i / 2) % 2 ^ 1;
                 PageRow next = producer.box(i + 1);
                 if (!producer.is_whole(box)) producer.copy_rows(i % 2, i, parity);
                 else if (threadIdx.x < 32) producer.copy_boxes(i % 2, box, parity);
                 box = next;
             }
-            used[0] += (last_block - first_block + 1) / 2, used[1] += (last_block - first_block) / 2;
+            used[0] += (blocks + 1) / 2, used[1] += blocks / 2;
         }
         return;
     }

@@ -5,7 +5,6 @@
 
 static_assert(BLOCK == KEYS);
 
-// The whole work but for `parts`, which one warp needs.
 __device__ inline void store_work(uint32 window, const DenseWork& work) {
     sts128(window + WORK_AT, {uint32(work.begin.token), uint32(work.begin.block), uint32(work.end.token), uint32(work.end.block)});
 }
