@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
-from cumla.arrays.memory import to_host
-from cumla.bench.index_maps import CONTEXT, RATIO, SAMPLE, GlobalTopk, Inputs, compared
-from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes
-from cumla.specs.measured import selected_rows
+from cumla.bench.index_maps import CONTEXT, SAMPLE, GlobalTopk, compared, first_lists
+from cumla.bench.problem import WINDOW, Problem, Sizes
+from cumla.specs import indices
 
 
 @dataclass(frozen=True)
@@ -23,16 +20,12 @@ class Windows:
         return f"{self.tokens:,} tokens, window {WINDOW}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        x, tokens, requests = Inputs(sizes), self.tokens, min(self.tokens, 128)
-        starts, lens = x.prefills(tokens, requests)
-        given = (
-            starts, lens, x.array(np.arange(tokens) * requests // tokens), sizes.xp.ones(tokens, np.bool_),
-            x.table(requests, CONTEXT + tokens // requests), BLOCK, WINDOW, tokens,
-        )  # fmt: skip
-        return compared(
-            self, sizes, lambda: given, (tokens, WINDOW), 4 * tokens * (WINDOW + 1),
-            lambda *given: (*given[:-1], min(tokens, SAMPLE)),
-        )  # fmt: skip
+        x = sizes.inputs(requests=min(self.tokens, 128), tokens=self.tokens, context=CONTEXT, lengths=False)
+
+        def first(given: dict[str, Any]) -> None:
+            given["num_tokens"] = min(self.tokens, SAMPLE)
+
+        return compared(self, sizes, lambda: indices.windows(x), 4 * self.tokens * (WINDOW + 1), first)
 
 
 @dataclass(frozen=True)
@@ -48,24 +41,10 @@ class Combine:
     __str__ = GlobalTopk.__str__
 
     def problem(self, sizes: Sizes) -> Problem:
-        x, tokens, topk, requests = Inputs(sizes), self.tokens, self.topk, 4
-        new, width = tokens // requests, -(-(topk + WINDOW) // 128) * 128
-        starts, lens = x.prefills(tokens, requests, self.lengths)
-        before = to_host(lens) - new
-        gather_lens = x.array(new + np.minimum(before, WINDOW - 1))
-        compressed = (CONTEXT + new) // RATIO
-        visible = (before[:, None] + np.arange(1, new + 1)).reshape(-1) // RATIO
-
-        def make() -> Any:
-            listed = x.rng.integers(0, CONTEXT // RATIO, (tokens, topk), np.int32)
-            if self.lengths:
-                listed = selected_rows(x.rng, visible, topk, neighbours=True)
-            rows = compressed + new + WINDOW - 1
-            return x.array(listed), starts, lens, gather_lens, WINDOW, RATIO, topk, rows, compressed
-
+        width = -(-(self.topk + WINDOW) // 128) * 128
+        x = sizes.inputs(requests=4, tokens=self.tokens, topk=self.topk, context=CONTEXT, lengths=self.lengths)
         return compared(
-            self, sizes, make, (tokens, width), 4 * tokens * (topk + width),
-            lambda indices, *rest: (indices[:SAMPLE], *rest),
+            self, sizes, lambda: indices.combined(x), 4 * self.tokens * (self.topk + width), first_lists
         )  # fmt: skip
 
 
@@ -83,27 +62,18 @@ class Mixed:
         return f"{self.decodes:,} decodes, {self.prefill_tokens:,} prefill x {self.topk:,}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        x, topk, decodes, entries = Inputs(sizes), self.topk, self.decodes, CONTEXT // RATIO
-        prefills = 4 if self.prefill_tokens else 0
-        new = self.prefill_tokens // max(prefills, 1)
-        query_lens = np.repeat([1, new], [decodes, prefills])
-        tokens, requests, longest = int(query_lens.sum()), decodes + prefills, CONTEXT + max(new, 1)
-        swa_table = x.table(requests, longest)
-        swa = x.integers(swa_table.size * BLOCK, decodes, WINDOW)
-        rest = (
-            x.array(np.append(0, np.cumsum(query_lens))), x.array(CONTEXT + query_lens),
-            x.array(np.repeat(np.arange(requests), query_lens)), swa_table, BLOCK, x.table(requests, longest // RATIO),
-            BLOCK, WINDOW, RATIO, topk, True, sizes.xp.ones(decodes, np.bool_),
+        tokens = self.decodes + self.prefill_tokens
+        x = sizes.inputs(
+            requests=self.decodes + (4 if self.prefill_tokens else 0), decodes=self.decodes, tokens=tokens,
+            topk=self.topk, context=CONTEXT, lengths=False,
         )  # fmt: skip
 
-        def make() -> Any:
-            of_decodes = x.lists(decodes, topk, entries) if decodes else None
-            return swa, of_decodes, None, x.lists(self.prefill_tokens, topk, entries), *rest
+        def first(given: dict[str, Any]) -> None:
+            if self.decodes:
+                for name in ("decode_swa_indices", "decode_compressed_indices"):
+                    given[name] = given[name][:SAMPLE]
+            rest = slice(0, 0 if self.decodes else SAMPLE)
+            given["prefill_topk_indices"] = given["prefill_topk_indices"][rest]
 
-        def of_first(swa: Any, of_decodes: Any, lens: Any, of_prefills: Any, *rest: Any) -> Any:
-            if decodes:
-                return swa[:SAMPLE], of_decodes[:SAMPLE], lens, of_prefills[:0], *rest
-            return swa, of_decodes, lens, of_prefills[:SAMPLE], *rest
-
-        moved = 4 * tokens * (topk + topk + WINDOW) + 4 * decodes * WINDOW
-        return compared(self, sizes, make, (tokens, WINDOW + topk), moved, of_first)
+        moved = 4 * tokens * (2 * self.topk + WINDOW) + 4 * self.decodes * WINDOW
+        return compared(self, sizes, lambda: indices.mixed(x), moved, first)

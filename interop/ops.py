@@ -23,7 +23,6 @@ from ..ops import (
     dense_attention,
     indexer,
     indexer_topk,
-    indices,
     latents,
     linear,
     norm_rope,
@@ -109,34 +108,6 @@ class Op:
             memory = dlpack.borrow(scratch, "scratch", writable=True)
             given |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
         self.function(**arguments, **given)
-
-
-def padded(count: Any, multiple: int) -> Any:
-    return (count + multiple - 1) // multiple * multiple
-
-
-def swa_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens = arguments["num_tokens"]
-    return Result((tokens, arguments["window_size"]), "int32"), Result((tokens,), "int32")
-
-
-def global_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, topk = shape(arguments, "topk_indices", "T", "K")
-    return Result((tokens, topk), "int32"), Result((tokens,), "int32")
-
-
-def combined_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, _ = shape(arguments, "topk_indices", "T", ">= topk")
-    width = padded(arguments["topk"] + arguments["window_size"], 128)
-    return Result((tokens, width), "int32"), Result((tokens,), "int32")
-
-
-def mixed_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    compressed, topk = arguments["decode_compressed_indices"], arguments["topk"]
-    prefill_tokens, _ = shape(arguments, "prefill_topk_indices", "P", ">= topk")
-    tokens = arguments["decode_swa_indices"].shape[0] + prefill_tokens
-    widest = topk if compressed is None else max(topk, compressed.shape[-1])
-    return Result((tokens, arguments["window_size"] + padded(widest, 4)), "int32"), Result((tokens,), "int32")
 
 
 def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
@@ -347,10 +318,6 @@ OPS = {
         Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
         Op(norm_rope.apply_rope, results=functools.partial(rotated_results, name="x"), outputs=("out",)),
         Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),
-        Op(indices.compute_swa_indices_and_lens, results=swa_results, outputs=("out",)),
-        Op(indices.compute_global_topk_indices_and_lens, results=global_topk_results, outputs=("out",)),
-        Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
-        Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
         Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
         Op(
             sparse_attention.sparse_mla_prefill,

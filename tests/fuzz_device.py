@@ -103,29 +103,6 @@ class Fuzz:
         pages = self.rng.integers(0, 256, (blocks, block_size * layout.token_bytes), np.uint8)
         return self.put(pages, self.choose(0, 1, 16)), blocks, block_size
 
-    def indices(self):
-        requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
-        block_size = int(self.choose(1, 2, 53, 64, 2**31 - 1))
-        starts, lens, token_to_req = (self.ints(n) for n in (requests + 1, requests, tokens))
-        table, valid = self.ints(requests, columns), self.put(self.rng.random(tokens) < 0.9)
-        window, topk = int(self.choose(1, 5, 64, 200)), int(self.choose(0, 5, 60, 700))
-        indices = self.put(anything(self.rng, (tokens, topk)), self.choose(0, 1, 4))
-        rest = {"backend": self.backend}
-        cumla.compute_swa_indices_and_lens(starts, lens, token_to_req, valid, table, block_size, window, tokens, **rest)
-        for compact in (False, True):
-            cumla.compute_global_topk_indices_and_lens(
-                indices, token_to_req, table, block_size, valid, compact=compact, **rest
-            )
-        cumla.combine_topk_swa_indices(
-            indices, starts, lens, self.ints(requests), window, 4, topk, self.choose(7, 100_000), 6, **rest
-        )
-        decodes = int(self.rng.integers(0, tokens + 1))
-        cumla.build_flashinfer_mixed_sparse_indices(
-            self.ints(decodes, window), self.ints(decodes, self.choose(3, 8)), self.choose(None, self.ints(decodes)),
-            indices[decodes:], starts, lens, token_to_req, table, block_size, table, block_size, window, 4, topk,
-            self.choose(False, True), None, self.choose(None, block_size, 2**31 - 1), **rest,
-        )  # fmt: skip
-
     def numbers(self, *shape, dtype=BF16):
         """Values of ordinary size, a few of any size."""
         values = self.rng.standard_normal(shape)
@@ -386,7 +363,6 @@ class Fuzz:
         self.dense()
 
     def caches(self):
-        self.indices()
         self.shards()
 
 

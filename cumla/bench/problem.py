@@ -127,9 +127,12 @@ class Peer(NamedTuple):
     sets: Sequence[Sequence[Any]]
 
 
-def calls_of(function: Callable[..., Any], sets: Sequence[Mapping[str, Any]], **options: Any) -> Callable[[str], Calls]:
-    """Calls of a backend, with sets of arguments by name."""
-    return lambda backend: [functools.partial(function, **given, **options, backend=backend) for given in sets]
+def calls_of(
+    function: Callable[..., Any], sets: Sequence[Mapping[str, Any]], outs: Sequence[Any] | None = None, **options: Any
+) -> Callable[[str], Calls]:
+    """Calls of a backend with sets of arguments by name, each with an output of its own where `outs` are given."""
+    given = sets if outs is None else [{**x, "out": out} for x, out in zip(sets, outs, strict=True)]
+    return lambda backend: [functools.partial(function, **x, **options, backend=backend) for x in given]
 
 
 def by_backend(

@@ -17,13 +17,7 @@ from ..ops.indexer import (
     get_paged_mqa_logits_metadata,
 )
 from ..ops.indexer_topk import indexer_topk, top_k_per_row
-from ..ops.indices import (
-    build_flashinfer_mixed_sparse_indices,
-    combine_topk_swa_indices,
-    compute_global_topk_indices_and_lens,
-    compute_swa_indices_and_lens,
-)
-from .arrays import BLOCK, NUM_BLOCKS, Bench
+from .arrays import NUM_BLOCKS, Bench
 from .case import UNWRITTEN, Case, Run
 
 WINDOW = 8
@@ -136,42 +130,6 @@ def _candidate_topk(bench: Bench) -> Sequence[Any]:
     )  # fmt: skip
 
 
-def _swa_indices(bench: Bench) -> Sequence[Any]:
-    batch = bench.batch()
-    return compute_swa_indices_and_lens(
-        **batch, block_size=BLOCK, window_size=WINDOW, num_tokens=6, backend=bench.backend
-    )
-
-
-def _global_topk(compact: bool) -> Run:
-    def run(bench: Bench) -> Sequence[Any]:
-        batch = bench.batch()
-        return compute_global_topk_indices_and_lens(
-            bench.indices(4 * BLOCK, 6, 7), batch["token_to_req_indices"], batch["block_table"], BLOCK,
-            batch["is_valid_token"], compact=compact, backend=bench.backend,
-        )  # fmt: skip
-
-    return run
-
-
-def _combine(bench: Bench) -> Sequence[Any]:
-    batch = bench.batch()
-    gather_lens = bench.put([8, 2, 11], np.int32)
-    return combine_topk_swa_indices(
-        bench.indices(5, 6, 7), batch["query_start_loc"], batch["seq_lens"], gather_lens, WINDOW, 4, 6, 16, 5,
-        backend=bench.backend,
-    )  # fmt: skip
-
-
-def _flashinfer(bench: Bench) -> Sequence[Any]:
-    batch = bench.batch()
-    return build_flashinfer_mixed_sparse_indices(
-        bench.indices(30, 2, WINDOW), bench.indices(4 * BLOCK, 2, 6), None, bench.indices(4 * BLOCK, 4, 6),
-        batch["query_start_loc"], batch["seq_lens"], batch["token_to_req_indices"], batch["block_table"], BLOCK,
-        batch["block_table"], BLOCK, WINDOW, 4, 6, True, batch["is_valid_token"], 9, None, backend=bench.backend,
-    )  # fmt: skip
-
-
 CASES = (
     Case("fused_indexer_q_rope_quant", "not quantised", "indexer", (SCORES, SCORES), _indexer_queries),
     Case("fused_indexer_q_rope_quant", "mxfp4_rows", "indexer", (EQUAL, SCORES), _mxfp4_queries),
@@ -188,9 +146,4 @@ CASES = (
     Case("candidate_logits", "INDEXER_FP8", "candidates", (SCORES,), _candidate_scores(INDEXER_FP8)),
     Case("candidate_logits", "INDEXER_MXFP4", "candidates", (SCORES,), _candidate_scores(INDEXER_MXFP4)),
     Case("candidate_topk", "", "candidates", (EQUAL,), _candidate_topk),
-    Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
-    Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),
-    Case("compute_global_topk_indices_and_lens", "compact", "indices", (EQUAL, EQUAL), _global_topk(True)),
-    Case("combine_topk_swa_indices", "", "indices", (EQUAL, EQUAL), _combine),
-    Case("build_flashinfer_mixed_sparse_indices", "", "indices", (EQUAL, EQUAL), _flashinfer),
 )

@@ -49,6 +49,13 @@ class Size:
     spare: int = 0
     lengths: bool = True
 
+    @property
+    def query_lens(self) -> np.ndarray:
+        """int32 [requests]: a token of each decode; prefills share the others."""
+        prefills, tokens = self.requests - self.decodes, max(self.tokens - self.decodes, 0)
+        shares = np.bincount(np.arange(tokens) * prefills // max(tokens, 1), minlength=prefills)[:prefills]
+        return np.append(np.ones(self.decodes), shares).astype(np.int32)
+
 
 class Step(NamedTuple):
     """The requests of a step, on the host.
@@ -65,6 +72,10 @@ class Step(NamedTuple):
     @property
     def gathered(self) -> np.ndarray:
         return self.seq_lens if self.gather_lens is None else self.gather_lens
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
 
     @property
     def requests(self) -> np.ndarray:

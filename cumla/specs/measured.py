@@ -78,11 +78,7 @@ class Measured(Inputs):
 
     @functools.cached_property
     def step(self) -> Step:
-        """Decodes of one token, and prefills that share the other tokens."""
-        size = self.size
-        prefills = size.requests - size.decodes
-        new = (size.tokens - size.decodes) // prefills if size.tokens and prefills else 0
-        query_lens = np.repeat(np.array([1, new], np.int32), [size.decodes, prefills])
+        size, query_lens = self.size, self.size.query_lens
         before = np.full(size.requests, size.context, np.int32)
         if size.lengths:
             before = contexts(self.rng, size.requests, size.context)

@@ -53,8 +53,7 @@ class Served(Inputs):
 
     @functools.cached_property
     def step(self) -> Step:
-        none = np.zeros(self.size.requests, np.int32)
-        return Step(none, none, None)
+        return Step(self.size.query_lens, np.zeros(self.size.requests, np.int32), None)
 
     def longest(self, lens: np.ndarray) -> int:
         return self.size.context

@@ -278,7 +278,7 @@ WRONG = {
     ],
     "combine_topk_swa_indices": [
         ("gather_lens", longer(0), V, "gather_lens: got shape"),
-        ("topk", plus(2), V, "topk_indices: got {topk_indices.shape[1]} columns, expected at least topk = {wrong}"),
+        ("topk", plus(3), V, "topk_indices: got {topk_indices.shape[1]} columns, expected at least topk = {wrong}"),
         ("N", 17, V, "N: got 17, expected at most M = {M}"),
         ("M", 2**31, V, "M: got 2147483648"),
         ("M", 2**30, V, "M: got 1073741824 rows for each of {seq_lens.size} requests, "
@@ -289,7 +289,7 @@ WRONG = {
     "build_flashinfer_mixed_sparse_indices-lens": [
         ("decode_swa_indices", longer(-1), V, "decode_swa_indices: got shape"),
         ("decode_compressed_topk_lens", longer(0), V, "decode_compressed_topk_lens: got shape"),
-        ("prefill_topk_indices", longer(-1, -1), V, "prefill_topk_indices: got {wrong.shape[1]} columns"),
+        ("prefill_topk_indices", longer(-1, -3), V, "prefill_topk_indices: got {wrong.shape[1]} columns"),
         ("token_to_req_indices", longer(0, -1), V, "token_to_req_indices: got {wrong.size} entries"),
         ("compressed_block_table", None, V, "compressed_block_table: got None, expected a table to map"),
         ("decode_is_valid_token", ones(np.bool_, 0), V, "decode_is_valid_token: got 0 entries"),
