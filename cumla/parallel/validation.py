@@ -135,7 +135,7 @@ def check_dense_forward(
     call.array("k_c_normed", k_c_normed, same, (tokens, KV_C_DIM))
     call.checked(without_middle_axis(call.borrow("k_pe", k_pe)), same, (tokens, K_PE_DIM))
     check_cache(call, layer, kv_cache, same[0], k_scale)
-    check_pages("kv_cache", call.borrow("kv_cache", kv_cache), min(tokens, 1), "the tokens of a step")
+    check_pages("kv_cache", call.borrow("kv_cache", kv_cache).native, min(tokens, 1), "the tokens of a step")
     for name, value, shape in (("block_table", block_table, (-1, -1)), ("cache_seqlens", cache_seqlens, (-1,))):
         array = call.array(name, value, INT32, shape)
         if len(array) < tokens:
