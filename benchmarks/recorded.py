@@ -15,7 +15,7 @@ from cumla.bench.dense import DenseDecode
 from cumla.bench.framework_calls import DECODE, INSERT, MAP, FrameworkCall
 from cumla.bench.index_maps import GlobalTopk
 from cumla.bench.indexer_cases import SCORES, Choice, Logits, PagedLogits, Selection
-from cumla.bench.layer_suites import STATE_BLOCK, Compress, CompressLatents, InverseRope, Merge
+from cumla.bench.layer_suites import Compress, CompressLatents, InverseRope, Merge
 from cumla.bench.products import FLASH, BlockLinear
 from cumla.bench.sparse import Decode, Prefill
 from cumla.bench.step_suites import INDEXER, WINDOWS, Build
@@ -32,6 +32,7 @@ from cumla.layout import (
     V32_FP8,
     V32_NOPE_FP8,
 )
+from cumla.models.step import STATE_BLOCK_SIZES
 
 SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20, "MLA_BF16": 7 << 19}  # caches of 4 GiB
 
@@ -167,7 +168,7 @@ def indexer():
 
 def compressor():
     return [
-        *(Compress(ratio, tokens, tokens == 4096) for ratio in STATE_BLOCK for tokens in (1, 32, 128, 4096)),
+        *(Compress(ratio, tokens, tokens == 4096) for ratio in STATE_BLOCK_SIZES for tokens in (1, 32, 128, 4096)),
         *(CompressLatents(2, tokens) for tokens in (1, 32, 128)),
         CompressLatents(2, 768, 6),
         *(CompressLatents(ratio, 4096, prompt=True) for ratio in (2, 1)),

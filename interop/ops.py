@@ -19,13 +19,9 @@ from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import INDEXER_MXFP4
 from ..ops import (
     candidates,
-    compressor,
     dense_attention,
     indexer,
     indexer_topk,
-    latents,
-    linear,
-    norm_rope,
     sparse_attention,
 )
 from ..specs import SPECS
@@ -235,28 +231,6 @@ def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
     return int(min(most, rows * row_bytes))
 
 
-def linear_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    x, rows = arguments["x"], arguments["weight"].shape[-2]
-    dtype = "float32" if arguments.get("float32_output") else dtype_name(x)
-    return (Result((*x.shape[:-1], rows), dtype),)
-
-
-def norms_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    return tuple(Result(tuple(arguments[x].shape), dtype_name(arguments[x])) for x in ("qr", "kv"))
-
-
-def rotated_results(arguments: Mapping[str, Any], name: str) -> tuple[Result, ...]:
-    return (Result(tuple(arguments[name].shape), dtype_name(arguments[name])),)
-
-
-def quantised_output_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, heads, dim = shape(arguments, "o", "T", "h", "512")
-    groups = arguments["num_groups"]
-    width = heads // groups * dim
-    values = Result((groups, tokens, width), "uint8")
-    return values, Result((groups, tokens, width // norm_rope.QUANTIZED_GROUP), "float32")
-
-
 def indexer_topk_scratch(arguments: Mapping[str, Any]) -> int:
     paged = arguments.get("block_table") is not None
     width = paged_width(arguments, "kv") if paged else arguments.get("max_seqlen_k") or int(arguments["kv"].shape[0])
@@ -296,28 +270,6 @@ OPS = {
             scratch=candidate_topk_scratch,
             plan=None,
         ),
-        Op(
-            compressor.compress_and_insert,
-            writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache"),
-            given=(("index_state_cache", "index_k_cache"),),
-        ),
-        Op(
-            latents.compress_latents,
-            writes=("latents", "state_cache", "restart_rows", "restart_positions"),
-            given=(("state_cache",), ("restart_rows", "restart_positions")),
-        ),
-        Op(linear.fp8_block_linear, results=linear_results, outputs=("out",)),
-        Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
-        Op(
-            norm_rope.qnorm_rope_and_insert,
-            writes=("k_cache",),
-            results=functools.partial(rotated_results, name="q"),
-            outputs=("out",),
-        ),
-        Op(norm_rope.norm_rope_and_insert, writes=("k_cache",)),
-        Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
-        Op(norm_rope.apply_rope, results=functools.partial(rotated_results, name="x"), outputs=("out",)),
-        Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),
         Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
         Op(
             sparse_attention.sparse_mla_prefill,

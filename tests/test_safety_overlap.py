@@ -119,7 +119,7 @@ def test_neighbours_in_one_memory_are_apart(name):
 
 @pytest.mark.parametrize(("name", "pairs"), [
     ("fused_q_kv_rmsnorm", {"out[0]": "qr", "out[1]": "kv"}), ("qnorm_rope_and_insert-DSV4_BF16", {"out": "q"}),
-    ("apply_rope-there-and-back", {"out": "x"}),
+    ("apply_rope", {"out": "x"}),
 ])  # fmt: skip
 def test_in_place(place, name, pairs):
     """Outputs that may be inputs, as they say, hold what others would."""

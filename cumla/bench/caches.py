@@ -14,11 +14,11 @@ from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, CacheLayout
-from ..specs import dense_cache, sparse_cache
+from ..specs import dense_cache, norm_rope, sparse_cache
 from ..specs.inputs import Inputs
 from ..specs.measured import Measured
 from . import peers
-from .problem import BLOCK, Peer, Problem, Sizes, by_backend, calls_of, error_within, kind_of, picked, problem_of
+from .problem import BLOCK, Peer, Problem, Sizes, calls_of, error_within, kind_of, picked, problem_of
 
 SAMPLE = 100  # rows that are compared with the reference
 LARGE = 4096  # from so many tokens a copy is measured as well, and pages are filled in order, as prompts fill them
@@ -104,37 +104,30 @@ class QueryNormInsert:
         return f"h{self.heads} T={self.tokens}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp, layout = sizes.xp, DSV4_FP8
+        layout = DSV4_FP8
         moved = self.tokens * (4 * self.heads * 512 + 2 * 512 + layout.token_bytes + 16)
-        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
-        arrays = sizes.inputs(pages=blocks)
-        q = [arrays.rows(self.tokens, self.heads, 512) for _ in range(sets)]
-        kv = [arrays.rows(self.tokens, 512) for _ in range(sets)]
-        caches = [layout.allocate(blocks, BLOCK, xp) for _ in range(sets)]
-        slots = [arrays.slots(self.tokens) for _ in range(sets)]
-        positions = xp.asarray(arrays.rng.integers(0, POSITIONS, self.tokens))
-        angles = np.arange(POSITIONS)[:, None] * 10000.0 ** (-np.arange(32) / 32)
-        table = xp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
-        outs = [xp.empty((self.tokens, self.heads, 512), BFLOAT16) for _ in range(sets)]
-        which = sample(self.tokens)
-        page = layout.allocate(-(-len(which) // BLOCK), BLOCK)
-        want = cumla.qnorm_rope_and_insert(
-            to_host(q[0])[which], to_host(kv[0])[which], page, np.arange(len(which)), to_host(positions)[which],
-            to_host(table), backend="reference",
-        )  # fmt: skip
-        rows = token_bytes(layout, page, np.arange(len(which)))
+        x = sizes.inputs(rows=self.tokens, heads=self.heads, context=POSITIONS, pages=-(-self.tokens // BLOCK) + 8)
+        sets = [norm_rope.window_rows(x, layout) for _ in range(sizes.sets(moved))]
+        outs = [x.unwritten(self.tokens, self.heads, 512) for _ in sets]
+        cache, slots, which = sets[0]["k_cache"], to_host(sets[0]["slot_mapping"]), sample(self.tokens)
+        few = layout.allocate(-(-len(which) // BLOCK), BLOCK)
+        own = {name: to_host(sets[0][name])[which] for name in ("q", "kv", "positions")}
+        own["cos_sin_cache"] = to_host(sets[0]["cos_sin_cache"])
+        own |= {"k_cache": few, "slot_mapping": np.arange(len(which))}
+        want = cumla.qnorm_rope_and_insert(**{**sets[0], **own}, backend="reference")
+        rows = token_bytes(layout, few, np.arange(len(which)))
 
         def check(result: Any) -> float:
-            got = token_bytes(layout, caches[0], to_host(slots[0])[which])
+            got = token_bytes(layout, cache, slots[which])
             differ = float((got != rows).mean())
             assert differ < 1e-3, f"{differ:.2%} of the bytes of rows differ"  # RoPE rounds once, in some order
             return error_within(picked(result, which), want, ROUNDED)
 
-        given = [(*x, positions, table) for x in zip(q, kv, caches, slots, strict=True)]
+        names = "q", "kv", "k_cache", "slot_mapping", "positions", "cos_sin_cache", "block_size"
+        theirs = [[given[name] for name in names] for given in sets]
         return problem_of(
-            self, sizes, by_backend(cumla.qnorm_rope_and_insert, given, outs), moved, check,
-            lambda: caches[0].fill(0xA5),
-            peer=Peer("vllm", peers.VLLM_INSERT, peers.vllm_qnorm_rope_insert, [(*x, BLOCK) for x in given]),
+            self, sizes, calls_of(cumla.qnorm_rope_and_insert, sets, outs), moved, check, lambda: cache.fill(0xA5),
+            peer=Peer("vllm", peers.VLLM_INSERT, peers.vllm_qnorm_rope_insert, theirs),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..arrays.memory import to_host
 from ..specs import SPECS
 from ..specs import indices as maps
 from . import peers
-from .problem import Peer, Problem, Sizes, calls_of, kind_of, problem_of
+from .problem import Peer, Problem, Sizes, calls_of, kind_of, on_host, problem_of
 
 CONTEXT = 32_768  # positions that a request has before this step
 SAMPLE = 48  # tokens that are compared with the reference backend
@@ -30,7 +30,7 @@ def compared(
     """
     sets, spec = [make() for _ in range(sizes.sets(moved))], SPECS[case.op]
     outs = [tuple(sizes.xp.empty(x.shape, x.dtype) for x in spec.results(given)) for given in sets]
-    of_first = {name: to_host(x) if hasattr(x, "shape") else x for name, x in sets[0].items()}
+    of_first = on_host(sets[0])
     first(of_first)
     want = spec.function(**of_first, backend="reference")
     seen: list[list[np.ndarray]] = []

@@ -10,16 +10,17 @@ import numpy as np
 
 import cumla
 
+from .. import specs
 from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8
 from ..metadata.slots import ring_capacity
+from ..models.step import STATE_BLOCK_SIZES
 from .caches import QueryNormInsert, sample
-from .problem import BLOCK, Problem, Sizes, by_backend, error_within, picked, problem_of
+from .problem import BLOCK, Problem, Sizes, by_backend, calls_of, error_within, on_host, picked, problem_of
 
 HEAD_DIM, ROPE_DIM, POSITIONS, CONTEXT = 512, 64, 8192, 4096
-STATE_BLOCK = {4: 4, 128: 8}  # tokens of a page of states, by ratio
 
 
 @dataclass(frozen=True)
@@ -39,50 +40,36 @@ class Compress:
         return f"ratio {self.ratio}, {self.tokens:,} tokens, {'a prompt' if self.prompt else 'decodes'}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, tokens, ratio = sizes.inputs(), sizes.xp, self.tokens, self.ratio
-        state_block, overlap = STATE_BLOCK[ratio], 2 if ratio == 4 else 1
-        requests, window, width = 1 if self.prompt else tokens, overlap * ratio, 2 * overlap * HEAD_DIM
-        each = np.arange(tokens)
-        positions, request_of = (each, each * 0) if self.prompt else (CONTEXT + each % ratio, each)
-        columns, pages = int(positions.max()) // state_block + 1, -(-window // state_block) + 1
-        table = np.full((requests, columns), -1, np.int32)  # of each request, the last pages
-        last = min(pages, columns)
-        table[:, columns - last :] = pages * np.arange(requests)[:, None] + np.arange(last)
-        page = table[request_of, positions // state_block].astype(np.int64)
-        state_slots = np.where(page < 0, -1, page * state_block + positions % state_block)
-        slots = np.where((positions + 1) % ratio == 0, each, -1)
-        completed = np.flatnonzero(slots >= 0)
-        moved = 4 * width * (tokens + int((state_slots >= 0).sum())) + len(completed) * DSV4_FP8.token_bytes
+        tokens, ratio = self.tokens, self.ratio
+        requests, pages = 1 if self.prompt else tokens, -(-tokens // BLOCK)
+        x = sizes.inputs(
+            requests=requests, tokens=tokens, context=0 if self.prompt else CONTEXT, pages=pages, lengths=False,
+            stagger=ratio,
+        )  # fmt: skip
+        given = specs.compressor.compress(x, DSV4_FP8, ratio=ratio)
+        saved, slots = (to_host(given[name]) >= 0 for name in ("state_slot_mapping", "slot_mapping"))
+        completed, width = np.flatnonzero(slots), given["kv_score"].shape[1]
+        moved = 4 * width * (tokens + int(saved.sum())) + len(completed) * DSV4_FP8.token_bytes
         if not self.prompt:
-            moved += len(completed) * (window - 1) * 4 * 2 * HEAD_DIM
-        weights = arrays.floats(ratio, overlap * HEAD_DIM), arrays.floats(HEAD_DIM)
-        where = [xp.asarray(x) for x in (state_slots, table, slots, positions, request_of.astype(np.int32))]
-        starts = np.array([0, tokens], np.int32) if self.prompt else np.arange(tokens + 1, dtype=np.int32)
-        score, state = arrays.floats(tokens, width), arrays.floats(requests * pages, state_block, width)
-        given = []
-        for _ in range(sizes.sets(moved)):
-            cache = DSV4_FP8.allocate(-(-tokens // BLOCK), BLOCK, xp)
-            given.append((
-                score.copy(), *weights, state.copy(), where[0], where[1], cache, where[2], where[3], where[4],
-                xp.asarray(starts), _rotation(sizes),
-            ))  # fmt: skip
-        states, cache = given[0][3], given[0][6]
-        on_host = [to_host(x) for x in given[0]]
-        on_host[6] = DSV4_FP8.allocate(len(cache), BLOCK)
-        cumla.compress_and_insert(*on_host, compress_ratio=ratio, backend="cpu")
+            moved += len(completed) * (width // (2 * HEAD_DIM) * ratio - 1) * 4 * 2 * HEAD_DIM
+        sets = [given, *(specs.compressor.compress(x, DSV4_FP8, ratio=ratio) for _ in range(sizes.sets(moved) - 1))]
+        state, cache = given["state_cache"], given["k_cache"]
+        before = state.copy()
+        host = {**on_host(given), "k_cache": DSV4_FP8.allocate(len(cache), BLOCK)}
+        cumla.compress_and_insert(**host, backend="cpu")
 
         def check(_: Any) -> float:
-            np.testing.assert_allclose(to_host(states), on_host[3], rtol=1e-6)
-            got, want = (_first_rows(x, tokens)[completed] for x in (to_host(cache), on_host[6]))
+            np.testing.assert_allclose(to_host(state), host["state_cache"], rtol=1e-6)
+            got, want = (_first_rows(x, tokens)[completed] for x in (to_host(cache), host["k_cache"]))
             error = float(np.abs(got - want).max(initial=0.0))
             assert error <= np.abs(want).max(initial=0.0) / 8, error  # a step of e4m3: it rounds once, in some order
             return error
 
         def clear() -> None:
             cache.fill(0)
-            states[...] = state
+            state[...] = before
 
-        calls = by_backend(cumla.compress_and_insert, given, compress_ratio=ratio)
+        calls = calls_of(cumla.compress_and_insert, sets)
         return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 24)
 
 
@@ -102,50 +89,35 @@ class CompressLatents:
         return f"ratio {self.ratio}, {self.tokens:,} tokens, {what}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, tokens, ratio = sizes.inputs(), sizes.xp, self.tokens, self.ratio
+        tokens, ratio = self.tokens, self.ratio
         each = tokens if self.prompt else self.each
         requests, capacity = tokens // each, ring_capacity(each - 1 if each < 8 else 0)
-        first = np.zeros(requests, np.int64) if self.prompt else CONTEXT + np.arange(requests)
-        positions = (first[:, None] + np.arange(each)).ravel()
-        slots = np.repeat(np.arange(requests), each) * capacity + positions % capacity
-        completed = np.flatnonzero((positions + 1) % ratio == 0)
+        x = sizes.inputs(
+            requests=requests, tokens=tokens, context=0 if self.prompt else CONTEXT, lengths=False, stagger=2
+        )  # fmt: skip
+        completed = np.flatnonzero((x.step.positions + 1) % ratio == 0)
         saved = requests * min(each, capacity) if ratio == 2 else 0
         pooled = len(completed) * ratio * 4 * HEAD_DIM * ratio
         moved = pooled + len(completed) * 2 * HEAD_DIM + saved * 2 * 4 * 2 * HEAD_DIM
-        weight, score = arrays.rows(HEAD_DIM), arrays.floats(tokens, ratio * HEAD_DIM)
-        state = arrays.floats(requests, capacity, 2 * HEAD_DIM)
-        starts = xp.asarray(np.arange(0, tokens + 1, each, dtype=np.int32))
-        where, of_tokens = xp.asarray(slots), xp.asarray(positions)
-        given = []
-        for _ in range(sizes.sets(moved)):
-            rings = (of_tokens, starts, state.copy()) if ratio == 2 else (None, None, None)
-            given.append((score.copy(), weight, where, xp.zeros((tokens, HEAD_DIM), BFLOAT16), *rings))
-        out: Any = given[0][3]
-        on_host: list[Any] = [x if x is None else to_host(x).copy() for x in given[0]]
-        _compress_latents(*on_host, ratio=ratio, backend="cpu")
+        sets = [specs.latents.compress(x, ratio, BFLOAT16, capacity, restart=False) for _ in range(sizes.sets(moved))]
+        out, state = sets[0]["latents"], sets[0].get("state_cache")
+        before = None if state is None else state.copy()
+        host = on_host(sets[0])
+        cumla.compress_latents(**host, backend="cpu")
 
         def check(_: Any) -> float:
-            if ratio == 2:
-                np.testing.assert_array_equal(to_host(given[0][6]), on_host[6])
-            got, want = (x[completed].astype(np.float32) for x in (to_host(out), on_host[3]))
+            if state is not None:
+                np.testing.assert_array_equal(to_host(state), host["state_cache"])
+            got, want = (x[completed].astype(np.float32) for x in (to_host(out), host["latents"]))
             return error_within(got, want, ROUNDED)
 
         def clear() -> None:
             out.fill(0)
-            if ratio == 2:
-                given[0][6][...] = state
+            if state is not None:
+                state[...] = before
 
-        calls = by_backend(_compress_latents, given, ratio=ratio)
+        calls = calls_of(cumla.compress_latents, sets)
         return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 21)
-
-
-def _compress_latents(
-    score: Any, weight: Any, slots: Any, out: Any, positions: Any, starts: Any, state: Any, *, ratio: int, backend: str
-) -> None:
-    cumla.compress_latents(
-        score, weight, slots, out, compress_ratio=ratio, positions=positions, query_start_loc=starts, state_cache=state,
-        backend=backend,
-    )  # fmt: skip
 
 
 def _first_rows(cache: np.ndarray, tokens: int) -> np.ndarray:
@@ -170,20 +142,20 @@ class InverseRope:
         return f"{self.tokens:,} tokens, {self.heads} heads, in place"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, which = sizes.inputs(), sample(self.tokens)
-        shape = self.tokens, self.heads, HEAD_DIM
-        outs = [arrays.rows(*shape) for _ in range(sizes.sets(2 * int(np.prod(shape)), 3))]
-        before, positions, table = outs[0].copy(), sizes.xp.arange(self.tokens), _rotation(sizes)
+        which, moved = sample(self.tokens), 4 * self.tokens * self.heads * HEAD_DIM
+        x = sizes.inputs(rows=self.tokens, heads=self.heads, context=POSITIONS)
+        sets = [specs.norm_rope.rope(x, inverse=True, dim=HEAD_DIM) for _ in range(sizes.sets(moved // 2, 3))]
+        outs = [given["x"] for given in sets]
+        before, host = outs[0].copy(), on_host(sets[0])
         want = cumla.apply_rope(
-            picked(before, which), which, to_host(table), inverse=True, backend="reference"
-        )  # fmt: skip
+            host["x"][which], host["positions"][which], host["cos_sin_cache"], inverse=True, backend="reference"
+        )
 
         def clear() -> None:
             outs[0].view(np.uint16)[...] = before.view(np.uint16)
 
         return problem_of(
-            self, sizes, by_backend(cumla.apply_rope, [(o, positions, table) for o in outs], outs, inverse=True),
-            4 * self.tokens * self.heads * ROPE_DIM,
+            self, sizes, calls_of(cumla.apply_rope, sets, outs), 4 * self.tokens * self.heads * ROPE_DIM,
             lambda result: error_within(picked(result, which), want, ROUNDED), clear,
         )  # fmt: skip
 
@@ -218,13 +190,8 @@ class Merge:
         )  # fmt: skip
 
 
-def _rotation(sizes: Sizes) -> Any:
-    """cos and sin of one angle: rotated repeatedly in place, values stay as large as they are."""
-    return sizes.xp.full((POSITIONS, ROPE_DIM), 0.5**0.5, np.float32)
-
-
 def compressor(sizes: Sizes) -> Iterator[Compress | CompressLatents]:
-    for ratio in STATE_BLOCK:
+    for ratio in STATE_BLOCK_SIZES:
         yield from (Compress(ratio, batch) for batch in sizes.batch)
     yield from (CompressLatents(2, batch) for batch in sizes.batch)
 

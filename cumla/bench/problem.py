@@ -168,6 +168,11 @@ def problem_of(
     return Problem(case.op, str(case), impls, int(moved), flop, check, clear, functions, fp8=fp8)
 
 
+def on_host(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with copies of its arrays on the host."""
+    return {name: np.array(to_host(x)) if hasattr(x, "shape") else x for name, x in arguments.items()}
+
+
 def kind_of(lengths: bool) -> str:
     """How the name of a configuration ends."""
     return "lengths" if lengths else "full lists"

@@ -16,11 +16,10 @@ from ..bounds import Bound
 from ..dispatch.call import BFLOAT16
 from ..layers.weights import E4M3
 from ..models.products import multiply_groups
+from ..specs.linear import BLOCK, product
 from . import peers
-from .indexer_cases import Inputs
-from .problem import Calls, Peer, Problem, Sizes, by_backend, error_within, problem_of
+from .problem import Calls, Peer, Problem, Sizes, calls_of, error_within, problem_of
 
-BLOCK = 128
 CHECKED_ROWS = 300  # of the weights
 MOST_SETS = 48  # so that the smallest weights are not in the L2 cache when they are read again
 ROUNDED = Bound(1e-3, 1.01 / 128, 1e-5)
@@ -49,21 +48,13 @@ class BlockLinear:
         return f"{self.tokens} tokens, {groups}{self.rows} x {self.columns}{scales}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        inputs, arrays, xp = Inputs(sizes), sizes.inputs(), sizes.xp
+        inputs, shape = sizes.inputs(tokens=self.tokens), (self.groups, self.rows, self.columns)
         size = self.groups * self.rows * self.columns
-        shape = self.groups, self.rows, self.columns
-        codes = [inputs.e4m3(*shape) for _ in range(sizes.sets(size, MOST_SETS))]
-        blocks = -(-self.rows // BLOCK), -(-self.columns // BLOCK)
-        scales = xp.exp2(arrays.integers(2, self.groups, *blocks) - 7).astype(np.float32)
-        if not self.is_ue8m0:
-            scales *= np.float32(1.1)
-        x = arrays.rows(self.tokens, self.groups, self.columns)
-        out = xp.empty((self.tokens, self.groups, self.rows), BFLOAT16)
-        given = [(x, each, scales) for each in codes]
-        call = functools.partial(
-            cumla.fp8_block_linear, prefetch_weights=True, finite_weights=True, is_ue8m0=self.is_ue8m0
-        )
-        ours = by_backend(call, given, out=out)
+        given = product(inputs, (self.groups,), self.rows, self.columns, self.is_ue8m0)
+        given |= {"float32_output": False, "prefetch_weights": True, "finite_weights": True}
+        codes = [given["weight"], *(inputs.weights(*shape) for _ in range(sizes.sets(size, MOST_SETS) - 1))]
+        x, scales, out = given["x"], given["weight_scale"], inputs.unwritten(self.tokens, self.groups, self.rows)
+        ours = calls_of(cumla.fp8_block_linear, [{**given, "weight": each} for each in codes], out=out)
 
         def check(_: Any) -> float:
             """Some rows of every group."""

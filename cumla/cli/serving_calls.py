@@ -13,41 +13,40 @@ from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.plan import DecodePlan
-from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
-from ..models.step import STATE_BLOCK_SIZES
+from ..layout import DSV4_FP8, INDEXER_FP8
 from ..ops.compressor import compress_and_insert
+from ..ops.norm_rope import norm_rope_and_insert, qnorm_rope_and_insert
 from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
-from ..specs import prefill_rows, sparse_cache
+from ..specs import compressor, norm_rope, prefill_rows, sparse_cache
+from ..specs.inputs import Size
 from ..specs.served import Served
 from .served_model import Model
 
 
 def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Compressors of V4's layers, of a decode and of a prompt, whose kernels differ; nothing is written."""
-    xp: Any = backends.array_module(backend)
-
-    def call(ratio: int, coff: int, tokens: int) -> None:
-        def rows(dim: int, layout: CacheLayout) -> tuple[Any, ...]:
-            width = 2 * coff * dim
-            shapes = (tokens, width), (ratio, width // 2), (dim,), (1, STATE_BLOCK_SIZES[ratio], width)
-            return *(xp.zeros(shape, np.float32) for shape in shapes), layout.allocate(1, 64, xp)
-
-        own, names = rows(512, DSV4_FP8), ("kv_score", "position_bias", "norm_weight", "state_cache", "k_cache")
-        arrays = dict(zip(names, own, strict=True))
-        if ratio == 4:
-            arrays |= {f"index_{name}": x for name, x in zip(names, rows(128, INDEXER_FP8), strict=True)}
-        none, zeros = xp.full(tokens, -1, np.int64), xp.zeros(tokens, np.int32)
-        compress_and_insert(
-            **arrays, state_slot_mapping=none, state_block_table=xp.zeros((1, 1), np.int32), slot_mapping=none,
-            positions=zeros, token_to_req_indices=zeros, query_start_loc=xp.zeros(2, np.int32),
-            cos_sin_cache=xp.zeros((1, 64), np.float32), compress_ratio=ratio, backend=backend,
-        )  # fmt: skip
-
-    for ratio, coff in ((4, 2), (128, 1)):
+    """Compressors of V4's layers, of a decode and of a prompt, whose kernels differ."""
+    for ratio, indexer in ((4, INDEXER_FP8), (128, None)):
         for tokens in (1, 300):
-            yield f"compress_and_insert ratio {ratio}, {tokens} tokens", functools.partial(call, ratio, coff, tokens)
+            x = Served(backend, Size(tokens=tokens, pages=-(-tokens // Size.block_size)))
+            given = compressor.compress(x, DSV4_FP8, indexer, ratio, np.int32)
+            call = functools.partial(compress_and_insert, **given, backend=backend)
+            yield f"compress_and_insert ratio {ratio}, {tokens} tokens", call
+
+
+def norm_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Norms, RoPE and inserts into caches of the model's formats: V4's window rows with the queries, V4.1's latents."""
+    x, (first, second) = Served(backend, model.size(1, block_size)), model.formats
+    for layout in dict.fromkeys((first, second)):
+        if model.kind == "v4" and layout is first:
+            given = norm_rope.window_rows(x, layout)
+            call = functools.partial(qnorm_rope_and_insert, **given, backend=backend)
+            yield f"qnorm_rope_and_insert {layout.name}", call
+        if model.kind != "v4" or (layout is second and first is not DSV4_FP8):
+            given = norm_rope.latent_rows(x, layout)
+            call = functools.partial(norm_rope_and_insert, **given, backend=backend)
+            yield f"norm_rope_and_insert {layout.name}", call
 
 
 def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:

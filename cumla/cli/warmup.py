@@ -18,12 +18,11 @@ from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
-from ..self_test import Bench, cache_cases
 from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
 from .selection_calls import Call, call_all, find_needed, selection_calls
 from .served_model import Model
-from .serving_calls import compressor_calls, decodes_of_any_number, sparse_calls
+from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, sparse_calls
 
 MAX_REPLAYED_TOKENS = 512
 FOLDERS = "NUMBA_CACHE_DIR, or for CUDA CUPY_CACHE_DIR"
@@ -44,15 +43,9 @@ def tasks(
         if model.needs(case):
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
     if model.has_window:
-        bench, (first, second) = Bench(backend, 0, model.heads), model.formats
-        if first is DSV4_FP8:
+        if model.formats[0] is DSV4_FP8:
             yield from compressor_calls(backend)
-        else:
-            yield f"norm_rope_and_insert {second.name}", functools.partial(cache_cases.latent_rows(second), bench)
-        if model.kind == "v4":
-            yield f"qnorm_rope_and_insert {first.name}", functools.partial(cache_cases.window_rows(first), bench)
-        elif second is not first:
-            yield f"norm_rope_and_insert {first.name}", functools.partial(cache_cases.latent_rows(first), bench)
+        yield from norm_calls(model, block_size, backend)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from .arrays import Bench
 from .attention_cases import CASES as ATTENTION_CASES
-from .cache_cases import CASES as CACHE_CASES
 from .case import Case
 from .index_cases import CASES as INDEX_CASES
 
 __all__ = ["CASES", "Bench", "Case"]
 
-CASES = (*CACHE_CASES, *INDEX_CASES, *ATTENTION_CASES)
+CASES = (*INDEX_CASES, *ATTENTION_CASES)

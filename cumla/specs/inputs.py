@@ -34,6 +34,7 @@ class Size:
     pages       of a cache
     spare       rows of a workspace beside the gathered rows of a request; columns of lists beside topk
     lengths     requests of different lengths, as steps have them; False: each as long as the longest
+    stagger     or longer by 0 to stagger - 1 positions, one after another
     """
 
     requests: int = 1
@@ -48,6 +49,7 @@ class Size:
     pages: int = 1
     spare: int = 0
     lengths: bool = True
+    stagger: int = 1
 
     @property
     def query_lens(self) -> np.ndarray:
@@ -90,8 +92,8 @@ class Step(NamedTuple):
         return np.arange(self.query_lens.sum()) + first[self.requests]
 
 
-TINY = Size(3, 2, tokens=6, rows=9, topk=8, window=8, context=19, block_size=5, pages=7, spare=2)
-TINY_STEP = Step(np.array([1, 1, 4]), np.array([13, 2, 19]), np.array([8, 2, 11]))
+TINY = Size(3, 2, tokens=7, rows=9, topk=8, window=8, context=20, block_size=5, pages=7, spare=2)
+TINY_STEP = Step(np.array([1, 1, 5]), np.array([12, 2, 20]), np.array([8, 2, 12]))
 
 
 def tiny(heads: int) -> Size:
@@ -130,9 +132,27 @@ class Inputs:
         """float32 activations, or parameters."""
         return self.rows(*shape, dtype=np.float32)
 
+    def states(self, *shape: int) -> Any:
+        """float32 that a call reads and writes."""
+        return self.floats(*shape)
+
     def integers(self, end: int, *shape: int) -> Any:
         """int32 from 0 to end - 1."""
         return self.put(self.rng.integers(0, end, shape), np.int32)
+
+    def rotation(self, positions: int) -> Any:
+        """float32 [positions, 64]: cosines and sines of RoPE."""
+        angles = np.arange(positions)[:, None] * 10_000.0 ** (-np.arange(32) / 32)
+        return self.put(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), np.float32)
+
+    def positions(self, count: int) -> Any:
+        """int64 [count]: positions before the longest context's end."""
+        return self.put(self.rng.integers(0, self.size.context, count))
+
+    def weights(self, *shape: int) -> Any:
+        """Bytes of e4m3: any finite number."""
+        codes = self.rng.integers(0, 256, shape).astype(np.uint8)
+        return self.put(np.where(codes % 128 == 127, 0, codes), np.uint8)
 
     def e4m3(self, *shape: int, end: int = 0x7F) -> Any:
         """Bytes of numbers from 0 on, below the one of byte `end`."""

@@ -47,6 +47,13 @@ class Measured(Inputs):
             return values.reshape(shape)
         return self.xp.resize(values.view(f"u{dtype.itemsize}"), shape).view(dtype)
 
+    def weights(self, *shape: int) -> Any:
+        """Numbers from -1.75 to 1.75."""
+        count = int(np.prod(shape))
+        rng = self.xp.random.default_rng(int(self.rng.integers(2**31))) if count > MOST_VALUES else self.rng
+        bits = rng.integers(0, 1 << 16, shape, np.uint32)
+        return self.put(((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8))
+
     def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         return self.xp.empty(shape, dtype)
 
@@ -79,13 +86,13 @@ class Measured(Inputs):
     @functools.cached_property
     def step(self) -> Step:
         size, query_lens = self.size, self.size.query_lens
-        before = np.full(size.requests, size.context, np.int32)
+        before = np.full(size.requests, size.context) + np.arange(size.requests) % size.stagger
         if size.lengths:
             before = contexts(self.rng, size.requests, size.context)
-        lens = before + query_lens
+        lens = (before + query_lens).astype(np.int32)
         gathered = None
         if size.tokens:
-            gathered = query_lens + np.minimum(before, size.window - 1)
+            gathered = query_lens + np.minimum(before, size.window - 1)  # its tokens and a window before them
         elif size.lengths:  # of a chunk of a quarter of the context
             gathered = np.minimum(lens, lens // 4 + WINDOW - 1)
         return Step(query_lens, lens, gathered)

@@ -25,6 +25,18 @@ class Served(Inputs):
     def rows(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         return self.filled(0, shape, dtype)
 
+    def states(self, *shape: int) -> Any:
+        return self.xp.zeros(shape, np.float32)
+
+    def rotation(self, positions: int) -> Any:
+        return self.filled(0, (max(positions, 1), 64), np.float32)
+
+    def positions(self, count: int) -> Any:
+        return self.filled(0, (count,), np.int64)
+
+    def weights(self, *shape: int) -> Any:
+        return self.filled(0, shape, np.uint8)
+
     def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array that is only read: the first rows of a shared one."""
         key, count = (value, shape[1:], np.dtype(dtype)), shape[0]
@@ -53,7 +65,7 @@ class Served(Inputs):
 
     @functools.cached_property
     def step(self) -> Step:
-        return Step(self.size.query_lens, np.zeros(self.size.requests, np.int32), None)
+        return Step(self.size.query_lens, self.size.query_lens, None)
 
     def longest(self, lens: np.ndarray) -> int:
         return self.size.context

@@ -72,6 +72,10 @@ def of(value):
     return lambda x: value
 
 
+def every_fourth_absent(slots):
+    return np.where(np.arange(len(slots)) % 4, np.arange(len(slots)), -1)
+
+
 THIRD_SLOTS = {"indices": filled(3), "extra_indices": filled(3)}
 FIRST_ROWS = {"decode_compressed_indices": filled(0), "prefill_topk_indices": filled(0)}
 
@@ -164,8 +168,8 @@ WRONG = [
      r"index_weights_softmax_scale \* index_weights_head_scale: got 0, expected more than 0"),
     *((name, {"positions": cycle(-1, 0, 5, 3)} | sound, {"positions": change}, text)
       for name, sound in (
-          ("apply_rope-there-and-back", {}), ("inverse_rope_and_quantize-scales", {}),
-          *((f"{op}-{layout}", {"slot_mapping": lambda x: np.arange(-1, len(x) - 1)}) for op, layout in (
+          ("apply_rope", {}), ("inverse_rope_and_quantize-scales", {}),
+          *((f"{op}-{layout}", {"slot_mapping": every_fourth_absent}) for op, layout in (
               ("qnorm_rope_and_insert", "DSV4_FP8"), ("norm_rope_and_insert", "DSV41_FP4"),
               ("indexer_knorm_rope_and_insert", "INDEXER_FP8"),
           )),
@@ -209,7 +213,7 @@ WRONG = [
      {"topk_indices": filled(14)},
      r"topk_indices: token \d+ selects no complete row: entry 0 is 14, expected an entry among its rows 0 to \d+"),
     ("compute_global_topk_indices_and_lens",
-     {"topk_indices": filled(3), "block_table": filled(2), "positions": of(np.full(6, 19, np.int32)),
+     {"topk_indices": filled(3), "block_table": filled(2), "positions": of(np.full(9, 19, np.int32)),
       "compress_ratio": of(4)},
      {"topk_indices": filled(5)},
      "topk_indices: token 0 selects no complete row: entry 0 is 5, expected an entry among its rows 0 to 4"),

@@ -52,9 +52,9 @@ class Placed:
         steps = [(n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)] if x.size else [0]
         return strides, -sum(min(step, 0) for step in steps), x.itemsize * bool(x.size) + sum(map(abs, steps))
 
-    def offsets(self, rng):
-        """The place of each array: separate, at another one's start or end, or inside it."""
-        found, end, alone = {}, MARGIN, rng.choice([0.6, 0.8, 1.0])
+    def offsets(self, rng, apart):
+        """The place of each array: separate, at another one's start or end, or inside it; apart: all separate."""
+        found, end, alone = {}, MARGIN, 1.0 if apart else rng.choice([0.6, 0.8, 1.0])
         for name, (_, _, size) in self.layouts.items():
             others = [place for other, place in found.items() if not (self.alone and self.is_alone(other))]
             if rng.random() < alone or not others or (self.alone and self.is_alone(name)):
@@ -125,8 +125,8 @@ def check(device, right, rng):
     alone = right.function is cumla.compress_and_insert and not device.emulated  # there, one thread block after another
     for i in range(3 if device.emulated else 60):
         placed = Placed(right.arguments, i % 3, rng, alone)
-        for _ in range(8 if device.emulated else 40):
-            offsets = placed.offsets(rng)
+        for j in range(8 if device.emulated else 40):
+            offsets = placed.offsets(rng, apart=i == 0 and j < 2)  # a call that is recorded, then repeated
             memory = placed.memory(offsets, rng)
             results = []
             for in_full in (False, True):
