@@ -88,7 +88,9 @@ def test_products(lab, rng, view, groups):
     given = [one(rng.standard_normal((rows, 96), np.float32) / 4, (32, 32)) for rows in (64, 32)]
     x, products = rng.standard_normal((3, groups, 96)).astype(BF16), []
     for change in (as_they_are, VIEWS[view]):
-        views = [BlockQuantizedWeight(lab.put(change(w.weight).view(np.uint8)), change(w.scale), w.block) for w in given]
+        views = [
+            BlockQuantizedWeight(lab.put(change(w.weight).view(np.uint8)), change(w.scale), w.block) for w in given
+        ]
         weight = in_groups(stacked(views[: 3 - groups], BF16, lab.xp, Scratch()), groups)
         out = lab.put(np.zeros((3, groups, weight.shape[1]), np.float32))
         multiply_block_scaled(lab.put(x), weight, out, lab.backend)
