@@ -14,7 +14,7 @@ from .. import __version__
 from ..dispatch import backends
 from ..errors import InputError
 from ..layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8, CacheLayout
-from ..ops.support import Capability, assumed_capability, shown_capability
+from ..ops.support import Capability, assumed_capability, shown_capability, supports
 
 PACKAGES = (
     "numpy", "ml_dtypes", "numba", "rich", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax", "matplotlib",
@@ -87,29 +87,43 @@ def run_capability(console: Console, capability: Capability) -> int:
             for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, DSV4_BF16, MLA_BF16):
                 prefill = not layout.quantized_dim
                 name = f"prefill, {layout.head_dim} values" if prefill else f"decode, {layout.name}"
-                table.add_row(name, *(_kernel(layout, heads, prefill) for heads in HEADS))
-            table.add_row("dense decode, MLA_BF16", *len(HEADS) * [_dense_kernel()])
+                table.add_row(name, *(_kernel(layout, heads, prefill, capability) for heads in HEADS))
+            table.add_row("dense decode, MLA_BF16", *(_dense_kernel(heads, capability) for heads in HEADS))
     except ValueError as error:
         raise InputError(f"--{error}") from None
     console.print(table)
     return 0
 
 
-def _kernel(layout: CacheLayout, heads: int, prefill: bool) -> str:
-    from ..kernels.cuda import choice
+def _kernel(layout: CacheLayout, heads: int, prefill: bool, capability: Capability) -> str:
+    from ..kernels.cuda.sparse.kernels import portable_size
 
-    name = choice.fastest_prefill(0) if prefill else choice.fastest(0, layout, heads)
+    if prefill:
+        rows = {"q": ((1, heads, layout.head_dim), "bfloat16"), "kv": ((64, layout.head_dim), "bfloat16")}
+        name = _asked("sparse_mla_prefill", capability, **rows, indices=((1, 64), "int32"))
+    else:
+        q, cache = ((1, 1, heads, layout.head_dim), "bfloat16"), ((1, 64, layout.token_bytes), "uint8")
+        indices = ((1, 1, 64), "int32")
+        name = _asked("sparse_mla_decode", capability, q=q, k_cache=cache, indices=indices, layout=layout)
     if name != "portable":
         return name
-    size = choice.portable_size(0, (layout, layout), heads)
+    size = portable_size(0, (layout, layout), heads)
     return f"{name} {size.heads} x {size.keys}"
 
 
-def _dense_kernel() -> str:
-    from ..kernels.cuda import choice
+def _dense_kernel(heads: int, capability: Capability) -> str:
+    from ..kernels.cuda.dense_attention import portable_tile
 
-    tile = choice.portable_dense_tile(0)
-    return "hopper" if tile is None else f"portable {tile[0]} x {tile[1]}"
+    q, cache = ((1, 1, heads, MLA_BF16.head_dim), "bfloat16"), ((1, 64, MLA_BF16.head_dim), "bfloat16")
+    lists = {"block_table": ((1, 1), "int32"), "cache_seqlens": ((1,), "int32")}
+    name = _asked("dense_mla_decode", capability, q=q, k_cache=cache, **lists)
+    return f"{name} {' x '.join(map(str, portable_tile(0)))}" if name == "portable" else name
+
+
+def _asked(op: str, capability: Capability, **arguments: Any) -> str:
+    """The kernel of a call, as `cumla.supports` names it."""
+    (kernel,) = supports(op, capability=capability, **arguments).kernels
+    return kernel.rpartition("(")[2].rstrip(")")
 
 
 def run(console: Console) -> int:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch import backends
-from ..dispatch.dry_run import DryRun, dry_running, fake_array
+from ..dispatch.dry_run import Asked, DryRun, dry_running, fake_array
 from ..dispatch.values import shown
 
 Capability = str | int | float | tuple[int, int]  # "8.6", 86, 8.6, "sm_86" or, as torch gives it, (8, 6)
@@ -117,7 +117,7 @@ def _asked(
 
 def kernels_asked(dry_run: DryRun, backend: str, device: int) -> tuple[str, ...]:
     """The kernels that a dry run has asked for, as in `Support`, each once."""
-    asked = (f"{x.file}.{x.function}{_variant(backend, x.function, x.arguments, device)}" for x in dry_run.asked)
+    asked = (f"{x.file}.{x.function}{_variant(backend, x, device)}" for x in dry_run.asked)
     return tuple(dict.fromkeys(asked))
 
 
@@ -192,9 +192,10 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
     return np.dtype(np.uint8) if name.startswith("float8") else known
 
 
-def _variant(backend: str, function: str, arguments: tuple[Any, ...], device: int) -> str:
+def _variant(backend: str, asked: Asked, device: int) -> str:
+    """Which of its kernels a launcher takes; those without an answer have one kernel for every device."""
     if backend != "cuda":
         return ""
-    from ..kernels.cuda import choice
-
-    return f" ({choice.chosen(function, arguments, device)})"
+    answers: dict[str, Callable[..., str]] = getattr(backends.kernels(backend, asked.file), "KERNEL_FOR", {})
+    kernel_for = answers.get(asked.function)
+    return f" ({'portable' if kernel_for is None else kernel_for(*asked.arguments, device)})"

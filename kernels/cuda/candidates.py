@@ -1,5 +1,6 @@
 """Candidate blocks: selection, mask, and scores of candidates only."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ...layout import INDEXER_MXFP4
@@ -7,7 +8,16 @@ from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compile import kernel
 from .constants import constant
 from .index_scores import index_scores
-from .indexer import MAX_GRID_Y, candidates_on_hopper, scores_of_pages, top_k_per_row
+from .indexer import (
+    BOX_ROWS,
+    CANDIDATE_ROWS,
+    MAX_GRID_Y,
+    candidates_fit_hopper,
+    candidates_on_hopper,
+    kernel_for_pages,
+    scores_of_pages,
+    top_k_per_row,
+)
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 
@@ -79,6 +89,23 @@ def candidate_logits(given: CandidateScores) -> None:
         ),
         overlap=True,
     )  # fmt: skip
+
+
+def kernel_for_candidates(given: CandidateScores, device: int) -> str:
+    """The kernel of candidate_logits for aligned arrays: "hopper" or "portable"."""
+    fits = candidates_fit_hopper(len(given.weights), given.pages, given.block)
+    return kernel_for_pages(given.q, given.pages, CANDIDATE_ROWS, device) if fits else "portable"
+
+
+def kernel_for_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any, device: int) -> str:
+    """The same for paged_logits_and_blocks."""
+    return kernel_for_pages(given.q, given.pages, BOX_ROWS, device)
+
+
+KERNEL_FOR: dict[str, Callable[..., str]] = {
+    "candidate_logits": kernel_for_candidates,
+    "paged_logits_and_blocks": kernel_for_blocks,
+}
 
 
 def top_k_of_candidates(logits: Any, candidates: Any, block: int, positions: Any) -> None:

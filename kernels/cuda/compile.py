@@ -167,6 +167,9 @@ class _NotLaunched:
     def __call__(self, *launch: Any, **options: Any) -> None:
         pass
 
+    def arguments(self, **named: Any) -> tuple[Any, ...]:
+        return ()
+
 
 @contextlib.contextmanager
 def programs_asked_for() -> Iterator[set[Any]]:

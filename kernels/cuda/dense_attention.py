@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,14 @@ def mha_varlen(given: PackedAttention) -> None:
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
-    check_head_dims(head_dim, rope_dim, v_dim)
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
     types = {
         "VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal),
         "ACCUMULATE": int(accumulate),
     }  # fmt: skip
     device = q.device.id
-    if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
+    name = kernel_for_packed(given, device)
+    if aligned and name == "hopper":
         file, dims = "sm90/dense/mha_varlen.cu", {}
         shared_bytes = constant(file, "SHARED_BYTES")
         mha = large_kernel(device, shared_bytes, file, "mha_varlen_sm90", "sm_90a", **types)
@@ -55,25 +56,26 @@ def mha_varlen(given: PackedAttention) -> None:
     mha(grid, (constant(file, "THREADS"),), arguments, shared_mem=shared_bytes)
 
 
-def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
-    """Raise ValueError for sizes that mha_varlen has no kernel for."""
+def kernel_for_packed(given: PackedAttention, device: int) -> str:
+    """The kernel of mha_varlen for aligned arrays: "hopper" or "portable". Raises ValueError if there is none."""
+    head_dim, v_dim = given.q.shape[2], given.v.shape[2]
+    rope_dim = head_dim - given.k.shape[2]
     if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
         raise ValueError(
             f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
             f"expected multiples of 16 up to {MAX_HEAD_DIM} on CUDA"
         )
+    return "hopper" if is_hopper(device) and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS else "portable"
 
 
 def dense_mla_decode(given: DenseDecode) -> None:
     q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = given
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
-    cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
-    tokens, blocks = batch * s_q, block_table.shape[1] * pages.block_size // BLOCK
-    groups, countable = -(-heads // HEADS), tokens * (blocks + 1 + TOKEN_COST) < 1 << 31
-    hopper = aligned and scale is None and countable and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
+    tokens, groups = batch * s_q, -(-heads // HEADS)
+    hopper = aligned and kernel_for_decode(given, device) == "hopper"
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
-    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and countable
+    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(given)
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
     lengths = {
         "lens": cache_seqlens, "s_q": s_q, "requests": batch, "columns": block_table.shape[1],
@@ -109,6 +111,27 @@ def dense_mla_decode(given: DenseDecode) -> None:
             grid = min(grid, MERGING_CTAS * device_sms(device))
         arguments = merge.arguments(**results, parts=divided + RANGE_BYTES * ranges, entries=entries)
         merge((grid,), (block,), arguments, overlap=True)
+
+
+def kernel_for_decode(given: DenseDecode, device: int) -> str:
+    """The kernel of dense_mla_decode for aligned arrays: "hopper" or "portable"."""
+    cache = given.pages.bytes
+    fits = given.scale is None and is_countable(given) and len(cache) * cache.strides[0] <= HOPPER_CACHE_BYTES
+    return "hopper" if fits and is_hopper(device) else "portable"
+
+
+def is_countable(given: DenseDecode) -> bool:
+    """Whether the kernels' integers of 32 bits can count the blocks of all tokens."""
+    blocks = given.block_table.shape[1] * given.pages.block_size // BLOCK
+    return given.q.shape[0] * given.q.shape[1] * (blocks + 1 + TOKEN_COST) < 1 << 31
+
+
+KERNEL_FOR: dict[str, Callable[..., str]] = {"mha_varlen": kernel_for_packed, "dense_mla_decode": kernel_for_decode}
+
+
+def portable_tile(device: int) -> tuple[int, int]:
+    """Heads and keys that the portable decode kernel takes at a time."""
+    return HEADS, portable_sizes(shared_bytes_per_block(device))[0]["KEYS"]
 
 
 def hopper_decode(device: int, value: str, groups: int) -> tuple[Kernel, int, int]:

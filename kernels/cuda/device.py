@@ -73,13 +73,13 @@ asked: contextvars.ContextVar[set[Any] | None] = contextvars.ContextVar("asked",
 
 def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
     """As functools.cache, for each assumed capability; what stands for a kernel that is not launched is not kept."""
-    cached = functools.cache(lambda assumed, *args, **keywords: function(*args, **keywords))
+    cached = functools.cache(lambda limits, *args, **keywords: function(*args, **keywords))
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> T:
         if asked.get() is not None:
             return function(*args, **keywords)
-        return cached(assumed_capability(), *args, **keywords)
+        return cached(_assumed.get(), *args, **keywords)
 
     call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return call

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
@@ -100,7 +100,7 @@ def mqa_logits(given: PackedScores) -> None:
         return
     maps, heads = None, q.shape[1]
     size = HopperSize(max(heads, 1), PACKED_COLUMNS // max(heads, 1), query_groups=2 if len(q) < MANY_QUERIES else 4)
-    if packed_on_hopper(given) and k.strides[0] == DIM and is_hopper(q.data.device_id):
+    if kernel_for_packed(given, q.data.device_id) == "hopper" and k.strides[0] == DIM:
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
         score_on_hopper(size, False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits)
@@ -138,8 +138,8 @@ def candidates_on_hopper(
     candidates: tuple[Any, ...], fill: float,
 ) -> bool:  # fmt: skip
     """Whether Hopper's kernel has scored candidate blocks: arguments of index_scores."""
-    found = candidate_blocks_on_hopper(len(weights), pages, candidates[2])
-    inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if found else None
+    fits = candidates_fit_hopper(len(weights), pages, candidates[2])
+    inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if fits else None
     if inputs is None:
         return False
     size = HopperSize(q.shape[2], 1, mxfp4=pages.layout is INDEXER_MXFP4, candidates=True)
@@ -206,19 +206,26 @@ FEW_CANDIDATE_QUERIES = 31  # up to which it scores e4m3 keys: with more, index_
 HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
-def packed_on_hopper(given: PackedScores) -> bool:
-    """Whether Hopper's kernel scores packed keys of these shapes."""
-    return given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
+def kernel_for_packed(given: PackedScores, device: int) -> str:
+    """The kernel of mqa_logits for aligned arrays: "hopper" or "portable"."""
+    fits = given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
+    return "hopper" if fits and is_hopper(device) else "portable"
 
 
-def pages_on_hopper(q: Any, pages: Pages, rows: int) -> bool:
-    """Whether it scores paged keys of these shapes, `rows` of which are in one page."""
-    fits = pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8"
-    return fits and q.shape[2] in HEADS and bool(box_rows(rows, pages.block_size))
+def kernel_for_pages(q: Any, pages: Pages, rows: int, device: int) -> str:
+    """The kernel that scores aligned paged keys by boxes of at most `rows` rows: "hopper" or "portable"."""
+    fits = pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8" and q.shape[2] in HEADS
+    return "hopper" if fits and is_hopper(device) and box_rows(rows, pages.block_size) else "portable"
 
 
-def candidate_blocks_on_hopper(queries: int, pages: Pages, block: int) -> bool:
-    """Whether it scores so many queries' candidate blocks of `block` rows, if their pages allow."""
+KERNEL_FOR: dict[str, Callable[..., str]] = {
+    "mqa_logits": kernel_for_packed,
+    "paged_mqa_logits": lambda given, device: kernel_for_pages(given.q, given.pages, BOX_ROWS, device),
+}
+
+
+def candidates_fit_hopper(queries: int, pages: Pages, block: int) -> bool:
+    """Whether Hopper's kernel scores so many queries' candidate blocks of `block` rows, if their pages allow."""
     return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or queries <= FEW_CANDIDATE_QUERIES)
 
 
@@ -227,13 +234,8 @@ def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words],
     layout, next_n, heads = pages.layout, q.shape[1], q.shape[2]
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
     in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
-    if not (
-        pages_on_hopper(q, pages, rows)
-        and in_rows
-        and page_bytes % 16 == 0
-        and at % 16 == 0
-        and is_hopper(q.data.device_id)
-    ):
+    aligned = page_bytes % 16 == 0 and at % 16 == 0
+    if not (in_rows and aligned and kernel_for_pages(q, pages, rows, q.data.device_id) == "hopper"):
         return None
     queries, rows = q.reshape(-1, heads, DIM), box_rows(rows, pages.block_size)
     maps = [query_map(queries)] * 2

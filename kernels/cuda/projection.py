@@ -2,13 +2,14 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...arrays.streams import Side
 from ..types.projection import BlockScaledProduct
 from .compile import kernel
 from .constants import constant
-from .device import device_sms, has_clusters, is_hopper, shared_bytes_per_block
+from .device import cached_by_capability, device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, map_of_pages
 
@@ -127,9 +128,9 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
     x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = given
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
-    block_columns = min(block_columns, -(-columns // CHUNK) * CHUNK)  # fewer values, fewer programs
+    block_columns = columns_of_block(given)
     aligned = is_aligned(x, weight, out)
-    hopper = aligned and is_hopper(out.device.id) and (power_of_two or block_columns % CHUNK == 0)
+    hopper = aligned and kernel_for_block_scaled(given, out.device.id) == "hopper"
     uniform = power_of_two and finite and block_columns % CHUNK == 0
     tiles = division(rows, columns, groups, tokens, uniform, hopper, out.device.id)
     maps: list[Words] = []
@@ -152,6 +153,20 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
         shared_mem=shared_bytes,
         overlap=True,
     )  # fmt: skip
+
+
+def columns_of_block(given: BlockScaledProduct) -> int:
+    """Columns of a block as far as the weight has them: fewer values, fewer programs."""
+    return min(given.block_columns, -(-given.x.shape[2] // CHUNK) * CHUNK)
+
+
+def kernel_for_block_scaled(given: BlockScaledProduct, device: int) -> str:
+    """The kernel of block_scaled_product for aligned arrays: "hopper" or "portable"."""
+    fits = given.power_of_two or columns_of_block(given) % CHUNK == 0
+    return "hopper" if fits and is_hopper(device) else "portable"
+
+
+KERNEL_FOR: dict[str, Callable[..., str]] = {"block_scaled_product": kernel_for_block_scaled}
 
 
 class Tiles(NamedTuple):
@@ -230,7 +245,7 @@ def ring_stages(tile: int, tile_rows: int, in_turn: bool, device: int) -> int:
     return min((most - BARRIER_BYTES) // stage_bytes, MOST_STAGES)
 
 
-@functools.cache
+@cached_by_capability
 def product_kernel(
     tiles: Tiles,
     output: str,

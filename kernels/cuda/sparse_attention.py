@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...arrays.streams import capture_id
@@ -89,6 +90,14 @@ def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
     converted = segment._replace(pages=Pages(e4m3, 1, DSV4_BF16))
     fast.launch(division, work, work._replace(segments=[converted]).packed_arguments(None, division))
     sparse_kernels.launch_epilogue(work, work.packed_arguments(None, division))
+
+
+KERNEL_FOR: dict[str, Callable[..., str]] = {
+    "sparse_mla_decode": lambda given, device: sparse_kernels.kernel_for_decode(
+        device, given.segments[0].pages.layout, int(given.q.shape[2])
+    ),
+    "sparse_mla_prefill": lambda given, device: sparse_kernels.kernel_for_prefill(device),
+}
 
 
 def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> None:

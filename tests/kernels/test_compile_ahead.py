@@ -8,6 +8,9 @@ import types
 import pytest
 
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.launch import recorded_launches
+from support.calls import call, put
+from support.lab import Lab
 
 TOGETHER = 3  # programs under way at a time before one of them is ready
 
@@ -102,3 +105,19 @@ def test_results_are_kept_beside_compiled_code_of_this_user_alone(folder, tmp_pa
     found = compiler._result_file("text", ())
     assert (found is not None) == (folder == "{place}")
     assert found is None or (found.parent == tmp_path / "place" and found.suffix == ".verdict")
+
+
+@pytest.mark.parametrize(
+    "name", ["sparse_mla_decode-V32_FP8", "sparse_mla_prefill-512-special-values", "fp8_block_linear"]
+)
+def test_a_kernel_that_was_only_asked_for_is_launched_later(emulated, name):
+    """What stands for a kernel meanwhile is in no launcher's cache."""
+    right, lab = call(name), Lab("cuda", on_device=True)
+    arguments = {key: put(lab, value) for key, value in right.arguments.items()}
+    compiler.look_first_in()
+    with compiler.programs_asked_for() as programs:
+        right.function(**arguments)
+    assert programs
+    with recorded_launches() as launches:
+        right.function(**arguments)
+    assert launches

@@ -9,8 +9,12 @@ import cumla
 import cumla.parallel
 import emulation
 from cumla.dispatch import backends
+from cumla.kernels.cuda.compile import programs_asked_for
+from support.calls import put
+from support.lab import Lab
 from support.operations import CASES, EXAMPLES, NO_OPERATIONS, arguments_of, operation
 
+LAB = Lab("cuda", on_device=True)
 Q, CACHE, INDICES = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
 
 
@@ -151,6 +155,21 @@ def test_which_kernel_on_a_device():
         odd = {**mha, "q": ((8, 4, 200), "bfloat16"), "k": ((9, 4, 136), "bfloat16")}
         assert "expected multiples of 16 up to" in asked("mha_varlen", **odd).reason
         assert "device: got 7, expected one of the" in cumla.supports("sparse_mla_decode", device=7, **decode).reason
+
+
+@pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_call_takes_the_kernel_that_supports_names(example):
+    """On an emulated Hopper, whose launchers ask for programs of csrc/sm90 or not."""
+    example = EXAMPLES[example]
+    if example.op not in cumla.__all__ or example.kernels == "blocks":
+        pytest.skip("not an operation of one kernel")
+    given = arguments_of(example, 0)
+    with emulation.devices():
+        found = cumla.supports(example.op, device=0, **types_of(given))
+        with programs_asked_for() as programs:
+            getattr(cumla, example.op)(**{name: put(LAB, value) for name, value in given.items()})
+    assert any(kernel.endswith(" (hopper)") for kernel in found.kernels) == any("sm90/" in x[0] for x in programs)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The one place that chooses the attention kernel, by layout, alignment and the device's capability."""
+"""The one place that chooses the sparse attention kernel, by layout, alignment and the device's capability."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ....layout import BUILT_IN, CacheLayout
 from ..compile import kernel, start
 from ..constants import constant
-from ..device import Limits, capability, device_sms, has_clusters, is_hopper, limits
+from ..device import Limits, cached_by_capability, capability, device_sms, has_clusters, is_hopper, limits
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
@@ -91,7 +91,7 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     """
     device = work.q.device.id
     formats = work.formats
-    name = _name(work, fastest(device, formats[0], int(work.q.shape[2])))
+    name = _name(work, kernel_for_decode(device, formats[0], int(work.q.shape[2])))
     if name == "exact":
         return None
     if name == "hopper" and formats[0] in HOPPER_BF16:
@@ -105,7 +105,7 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
     """The same for whole tiles over gathered rows; its `max_ranges` is the best number of work ranges."""
     device = work.q.device.id
     layout = work.formats[0]
-    name = _name(work, fastest_prefill(device))
+    name = _name(work, kernel_for_prefill(device))
     if name == "exact":
         return None
     if name == "hopper":
@@ -118,16 +118,17 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
     return fast._replace(max_ranges=PREFILL_WAVES * fast.max_ranges)
 
 
-def _name(work: AttentionCall, fastest: str) -> str:
+def _name(work: AttentionCall, kernel_for_aligned: str) -> str:
     aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
-    return (_forced.get() or fastest) if aligned else "exact"
+    return (_forced.get() or kernel_for_aligned) if aligned else "exact"
 
 
-def fastest_prefill(device: int) -> str:
+def kernel_for_prefill(device: int) -> str:
+    """The kernel for aligned arrays of a prefill: "hopper", "portable" or "exact"."""
     return "hopper" if is_hopper(device) else "portable" if capability(device) >= 80 else "exact"
 
 
-@functools.cache
+@cached_by_capability
 def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     """For tiles of `heads` heads. Below HEADS, q needs a tensor map."""
     if heads == HEADS:
@@ -145,7 +146,7 @@ def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
 def takes_fp8(work: AttentionCall, workspace: Any) -> bool:
     """Whether a kernel with FP8 products takes this prefill, over rows of any format that are converted first."""
     _, _, heads, width = work.q.shape
-    fast = _name(work, fastest_prefill(work.q.device.id)) == "hopper" and is_aligned(workspace)
+    fast = _name(work, kernel_for_prefill(work.q.device.id)) == "hopper" and is_aligned(workspace)
     return fast and width == V_DIM and heads > PREFILL_HEADS[-2]
 
 
@@ -158,7 +159,7 @@ def prefill_fp8(device: int, layout: CacheLayout, scales: int) -> FastKernel:
     )
 
 
-@functools.cache
+@cached_by_capability
 def _prefill_fp8_function(device: int) -> Kernel:
     function = kernel("sm90/prefill_fp8/prefill.cu", "sparse_mla_prefill_fp8", arch="sm_90a", LAYOUT="DSV4_BF16")
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
@@ -173,14 +174,15 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
     return map_of_pages(work.q.data.ptr, tokens, 2 * token_stride, heads, 2 * head_stride, tile_heads)
 
 
-def fastest(device: int, layout: CacheLayout, heads: int) -> str:
+def kernel_for_decode(device: int, layout: CacheLayout, heads: int) -> str:
+    """The same for a decode over a cache of this format, for queries of so many heads."""
     if is_hopper(device) and layout in HOPPER and (layout not in HOPPER_BF16 or heads > LEAST_BF16_HEADS):
         return "hopper"
     portable = layout in BUILT_IN and has_whole_slices(layout)  # registered formats may have scales at any word
     return "portable" if capability(device) >= 80 and portable else "exact"
 
 
-@functools.cache
+@cached_by_capability
 def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
     of_cluster = functools.partial(_hopper_function, formats, heads)
     start("sm90/decode/decode.cu", arch="sm_90a", **_hopper_macros(formats, heads, 1))
@@ -201,7 +203,7 @@ def _hopper_macros(formats: Formats, heads: int, parts: int) -> dict[str, Any]:
     return {**layout_macros(formats), "TILE_HEADS": heads, "PARTS": parts}
 
 
-@functools.cache
+@cached_by_capability
 def _hopper_function(formats: Formats, heads: int, parts: int) -> Kernel:
     macros = _hopper_macros(formats, heads, parts)
     function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", **macros)
@@ -209,7 +211,7 @@ def _hopper_function(formats: Formats, heads: int, parts: int) -> Kernel:
     return function
 
 
-@functools.cache
+@cached_by_capability
 def _clusters(device: int) -> tuple[tuple[int, int], ...]:
     """Cluster sizes of decode kernels with one CTA per SM, and how many run at a time."""
     if not (is_hopper(device) and has_clusters(device)):
@@ -241,7 +243,7 @@ def _portable_heads(work: AttentionCall, may_split: bool) -> int:
     return heads
 
 
-@functools.cache
+@cached_by_capability
 def _portable_within(limits: Limits, device: int, formats: Formats, heads: int) -> FastKernel:
     size = sparse_portable.choose(formats, heads, limits.shared_bytes, limits.sm_shared_bytes)
     _start_others(formats, size.heads)
