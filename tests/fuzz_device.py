@@ -29,7 +29,7 @@ ATTENDED = (
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
-    "indexer": ("indexer", "candidates"),
+    "indexer": ("indexer", "indexer_topk", "candidates"),
     "layers": ("norm_rope", "compressor", "latents", "projection"),
 }
 

@@ -41,7 +41,7 @@ def run(name, arguments, put, get, backend):
 
 
 # Operations for which Hopper has separate kernels, or clusters; for the others both devices run the same kernels.
-OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "compressor")
+OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "indexer_topk", "compressor")
 
 
 @DEVICES

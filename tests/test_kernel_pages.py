@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cumla.kernels.cuda import indexer
+from cumla.kernels.cuda import indexer_topk
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
@@ -53,13 +53,8 @@ def test_tables_have_the_figures_of_their_records(page):
 
 def top_k_kernel(rows, columns):
     """The kernel that top_k_per_row takes on an H200 for aligned rows and k 512, as in the page."""
-    for name, size in (
-        ("registers", indexer.held_rows_size(rows, columns, 132, 8, True)),
-        ("bound", indexer.few_rows_size(rows, columns, 512, 132, 8, True)),
-    ):
-        if size is not None:
-            return name if size.blocks == 1 else f"{name} x {size.blocks}"
-    return "stream"
+    name, size = indexer_topk.kernel_for_rows(rows, columns, 512, 132, 8, True, False)
+    return name if size.blocks == 1 else f"{name} x {size.blocks}"
 
 
 def test_the_table_of_top_k_kernels_is_what_launchers_choose():

@@ -17,7 +17,7 @@ from support.indexing import anything_like
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROUNDS = 2
-LONG_SIMULATED = ("sparse_attention", "dense_attention", "indexer")  # files of kernels
+LONG_SIMULATED = ("sparse_attention", "dense_attention", "indexer", "indexer_topk")  # files of kernels
 
 
 def has_no_such_kernels(x):

@@ -58,7 +58,7 @@ def top_k_per_row(
     logits, rows = checked_logits(call, logits, row_starts, row_ends, seq_lens, next_n)
     indices = call.output("out", out, INT32, (len(logits), int(topk)))
     if indices.size:
-        with call.kernels("indexer") as kernels:
+        with call.kernels("indexer_topk") as kernels:
             kernels.top_k_per_row(logits, rows, indices, None)
     return call.results()
 
@@ -183,7 +183,7 @@ def indexer_topk(
     maxima_bytes = 0 if blocks is None else logits_row_bytes(block_columns)
     most = max_workspace_bytes // row_bytes * (row_bytes + maxima_bytes)  # scores of blocks are beside the logits
     memory, rows = logits_memory(call, workspace, most, row_bytes + maxima_bytes, tokens, next_n)
-    with call.kernels("indexer") as kernels:
+    with call.kernels("indexer") as kernels, call.kernels("indexer_topk") as selection:
         places = None
         for first in range(0, tokens, rows):
             some = slice(first, min(first + rows, tokens))
@@ -212,7 +212,7 @@ def indexer_topk(
                 with call.kernels("candidates") as of_blocks:
                     of_blocks.select_candidate_blocks(logits, choose_from, candidate_block_size, maxima, blocks[some])
             if indices.size:
-                kernels.top_k_per_row(logits, choose_from, indices[some], places)
+                selection.top_k_per_row(logits, choose_from, indices[some], places)
     return call.results()
 
 

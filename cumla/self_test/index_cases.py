@@ -137,7 +137,7 @@ CASES = (
     Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_FP8)),
     Case("fp8_paged_mqa_logits", "INDEXER_MXFP4", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_MXFP4)),
     Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
-    Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
+    Case("top_k_per_row", "", "indexer_topk", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
     Case("indexer_topk", "candidate_blocks", "indexer", (EQUAL,) * 2, _indexer_blocks),
     Case("indexer_topk", "slots", "indexer", (EQUAL,) * 3, _indexer_slots),

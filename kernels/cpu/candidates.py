@@ -6,7 +6,8 @@ from ..numba_common.compiled import compiled
 from ..reference.candidates import positions_of
 from ..reference.indexer import row_lens
 from ..types.indexer import CandidateScores, PagedScores, Rows
-from .indexer import _columns, _keys_and_scales, _scores, paged_mqa_logits, top_k_per_row
+from .indexer import _keys_and_scales, _scores, paged_mqa_logits
+from .indexer_topk import columns_of, top_k_per_row
 from .rows import lookup_slot
 from .threads import parallel_for
 
@@ -17,7 +18,7 @@ LARGEST = np.finfo(np.float32).max
 def select_candidate_blocks(
     logits: np.ndarray, rows: Rows, block: int, maxima: np.ndarray, candidates: np.ndarray
 ) -> None:
-    first, count = _columns(rows, *logits.shape)
+    first, count = columns_of(rows, *logits.shape)
     parallel_for(len(logits), logits.shape[1] * TO_READ, _find_maxima, logits, first, count, block, maxima)
     top_k_per_row(maxima, Rows(), candidates)
 
@@ -48,7 +49,7 @@ def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, 
 
 
 def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:
-    first, count = _columns(rows, *logits.shape)
+    first, count = columns_of(rows, *logits.shape)
     is_candidate = np.empty((len(logits), -(-logits.shape[1] // block)), np.bool_)
     parallel_for(
         len(logits), logits.shape[1] * TO_READ, _mask,

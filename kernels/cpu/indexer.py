@@ -1,4 +1,4 @@
-"""The indexer on the CPU: scores by BLAS, some queries at a time; top-k row by row."""
+"""The indexer on the CPU: scores by BLAS, some queries at a time."""
 
 import numpy as np
 
@@ -26,10 +26,8 @@ from ..reference.indexer import (
     row_lens,
 )
 from ..reference.rows import flush_subnormals
-from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
-from ..types.indices import TopkSlots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores
 from ..types.segments import Pages
-from .indices import compute_global_topk_indices_and_lens
 from .rows import E4M3_VALUES, largest_finite, lookup_slot
 from .sparse_cache import TO_QUANTIZE
 from .threads import parallel_for
@@ -41,14 +39,11 @@ __all__ = [
     "mqa_logits",
     "paged_mqa_logits",
     "paged_mqa_logits_metadata",
-    "top_k_per_row",
 ]
 
 ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
 MXFP4_GONE = 30  # values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
 PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
-DIGIT_BITS = 8  # of the radix selection
-TO_CHOOSE = 10  # approximate nanoseconds per logit
 
 
 # ---- queries
@@ -222,74 +217,3 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
         np.maximum(products, 0, out=products)
         found = np.matmul(flush_subnormals(weights)[:, None], products.reshape(m, heads, len(keys)))[:, 0]
         return found if scales is None else found * flush_subnormals(scales)
-
-
-# ---- top-k
-
-
-def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Slots | None = None) -> None:
-    first, count = _columns(rows, *logits.shape)
-    bins = np.empty((len(logits), 1 << DIGIT_BITS), np.int64)
-    parallel_for(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, bins, indices)
-    if slots is not None:
-        requests = np.arange(len(logits), dtype=np.int32) // np.int32(rows.next_n)
-        is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
-        table = slots.block_table, slots.block_size
-        compute_global_topk_indices_and_lens(
-            TopkSlots(indices, requests, *table, is_valid, None, 1, slots.indices, slots.lens, True)
-        )
-
-
-def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """First valid column and number of valid columns of each row."""
-    zeros = np.zeros(num_rows, np.int64)
-    if rows.lens is not None:
-        return zeros, np.clip(row_lens(rows.lens, rows.next_n).astype(np.int64), 0, width)
-    keys = width if rows.num_keys is None else rows.num_keys
-    start = zeros if rows.starts is None else np.clip(rows.starts.astype(np.int64), 0, keys)
-    end = zeros + keys if rows.ends is None else np.clip(rows.ends.astype(np.int64), start, keys)
-    return (start, end - start) if rows.num_keys is None else (zeros, np.minimum(end - start, width))
-
-
-@compiled
-def order_of(x):
-    """An integer that increases with float32 `x`, from 1 on; 0 for NaN. -0 equals 0."""
-    if x != x:
-        return np.int64(0)
-    bits = float32_bits(x + np.float32(0))
-    return bits ^ np.int64(0xFFFFFFFF) if bits >> 31 else bits | np.int64(0x80000000)
-
-
-@compiled(nogil=True)
-def _choose(first_row, end_row, logits, first, count, all_bins, indices):
-    topk, bins = indices.shape[1], all_bins[first_row]
-    for m in range(first_row, end_row):
-        row = logits[m, first[m] : first[m] + count[m]]
-        # The k-th largest order, digit by digit: `needed` of the orders with the digits so far are among the k largest.
-        needed, prefix, shift = topk, np.int64(0), 32
-        numbers = 0
-        for i in range(len(row)):
-            numbers += row[i] == row[i]
-        if numbers <= topk:
-            prefix, needed = np.int64(0), 0
-        else:
-            while shift:
-                shift -= DIGIT_BITS
-                bins[:] = 0
-                for i in range(len(row)):
-                    order = order_of(row[i])
-                    if order and order >> (shift + DIGIT_BITS) == prefix:
-                        bins[(order >> shift) & 0xFF] += 1
-                digit = (1 << DIGIT_BITS) - 1
-                while bins[digit] < needed:
-                    needed -= bins[digit]
-                    digit -= 1
-                prefix = (prefix << DIGIT_BITS) | digit
-        found = 0
-        for i in range(len(row)):
-            order = order_of(row[i])
-            if order > prefix or (order == prefix and order and needed > 0):
-                needed -= order == prefix
-                indices[m, found] = i
-                found += 1
-        indices[m, found:] = -1

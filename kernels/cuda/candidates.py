@@ -16,8 +16,8 @@ from .indexer import (
     candidates_on_hopper,
     kernel_for_pages,
     scores_of_pages,
-    top_k_per_row,
 )
+from .indexer_topk import top_k_per_row
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 

@@ -1,19 +1,17 @@
-"""The indexer: scores, top-k, queries, and keys without scales."""
+"""The indexer: queries, keys without scales, and scores."""
 
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
-from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores
 from ..types.segments import Pages
 from .compile import kernel
 from .constants import constant
 from .dense_attention import large_kernel
-from .device import device_sms, has_clusters, is_hopper
+from .device import device_sms, is_hopper
 from .index_scores import index_scores
-from .indices import division, table_arguments
+from .indices import table_arguments
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
@@ -24,7 +22,6 @@ NO_TABLE = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0, 1)
 LANES_PER_HEAD = 16  # of common/indexer_queries.cu: each has eight values
 QUERY_THREADS = constant("common/indexer_queries.cu", "THREADS")
-TOPK, TOPK_FEW, TOPK_HELD = (f"common/indexer_topk{which}.cu" for which in ("", "_few", "_held"))
 KEY_THREADS = constant("common/indexer_keys.cu", "THREADS")
 
 
@@ -327,166 +324,3 @@ def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
         (lens, strides(lens)[0], len(lens), split, schedule, len(schedule) - 1),
         overlap=True,
     )
-
-
-# ---- top-k
-
-
-def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = None) -> None:
-    device, topk = logits.data.device_id, indices.shape[1]
-    num_rows, width = logits.shape
-    lens = rows.lens
-    output: tuple[Any, ...] = (indices, strides(indices)[0])
-    kind = "ToColumns"
-    if slots is not None:
-        table, kind = slots.block_table, "ToSlots"
-        output += (
-            slots.indices, strides(slots.indices)[0], slots.lens, pointer(slots.is_valid),
-            table, strides(table)[0], table.shape[1], *division(slots.block_size),
-        )  # fmt: skip
-    arguments = (
-        logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
-        0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
-        -1 if rows.num_keys is None else rows.num_keys, *output, topk,
-    )  # fmt: skip
-    aligned = is_aligned(logits)
-    most_blocks = 8 if has_clusters(device) else 1
-    held = held_rows_size(num_rows, width, device_sms(device), most_blocks, aligned)
-    if held is not None:
-        run = large_kernel(
-            device, held.shared_bytes, TOPK_HELD, "top_k_of_held_rows", THREADS=held.threads,
-            BLOCKS=held.blocks, READS=held.reads, ALIGNED=int(aligned), OUTPUT=kind,
-        )  # fmt: skip
-        run((num_rows * held.blocks,), (held.threads,), arguments, shared_mem=held.shared_bytes, overlap=True)
-        return
-    few = few_rows_size(num_rows, width, topk, device_sms(device), most_blocks, aligned)
-    if few is not None:
-        guessed = {"GUESSED": few.guessed} if few.guessed else {}
-        run = large_kernel(
-            device, few.shared_bytes, TOPK_FEW, "top_k_of_few_rows", THREADS=few.threads,
-            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned), OUTPUT=kind, **guessed,
-        )  # fmt: skip
-        run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
-        return
-    threads = choice_threads(num_rows, width, topk, device_sms(device), lens is not None)
-    if topk > 16 * threads:  # the buffer may overflow
-        kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512, OUTPUT=kind)(
-            (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
-        )
-        return
-    shared_bytes = constant(TOPK, "SHARED_BYTES", THREADS=threads)
-    run = large_kernel(
-        device, shared_bytes, TOPK, "top_k_per_row", THREADS=threads, ALIGNED=int(aligned),
-        OUTPUT=kind,
-    )  # fmt: skip
-    run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
-
-
-class HeldRowsSize(NamedTuple):
-    """Sizes of common/indexer_topk_held.cu: threads of a CTA, reads of four columns of a thread, and CTAs of a row."""
-
-    threads: int
-    reads: int
-    blocks: int = 1
-
-    @property
-    def columns(self) -> int:
-        """Columns of the longest row."""
-        return self.blocks * self.threads * 4 * self.reads
-
-    @property
-    def shared_bytes(self) -> int:
-        return constant(TOPK_HELD, "SHARED_BYTES", THREADS=self.threads, BLOCKS=self.blocks)
-
-
-@functools.lru_cache(256)
-def held_rows_size(num_rows: int, width: int, sms: int, most_blocks: int, aligned: bool) -> HeldRowsSize | None:
-    """Sizes for rows that all run at the same time, or in two waves, or are short; None for others."""
-    if num_rows > sms:
-        short = HeldRowsSize(256, 2)
-        if aligned and most_blocks > 1 and width <= short.columns:  # measured on Hopper alone
-            return short
-        few_waves = num_rows <= 4 * sms and ONE_BLOCK // 4 < width <= ONE_BLOCK // 2
-        return HeldRowsSize(512, 4) if aligned and few_waves else None  # two of which run on a multiprocessor
-    blocks = 1
-    if width > ONE_BLOCK and aligned:  # columns one by one take more registers
-        blocks = next((n for n in (8, 4, 2) if n <= most_blocks and num_rows * n * 1.15 <= sms), 1)
-    for threads, reads in ((512, 2), (512, 4) if blocks in (2, 4) else (1024, 2), (1024, 4)):
-        size = HeldRowsSize(threads, reads, blocks)
-        if width <= size.columns:
-            return size
-    return None
-
-
-def choice_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: bool) -> int:
-    """Threads per CTA of common/indexer_topk.cu: 256 take fewer instructions for all rows, 512 read one row faster.
-
-    of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
-                 decides the time. For prompts' rows it was measured with k 2,048 alone
-    """
-    few_waves = (of_requests or topk > 1024) and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
-    return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
-
-
-class FewRowsSize(NamedTuple):
-    """Sizes of common/indexer_topk_few.cu: threads of a CTA, CTAs of a row, reads of four columns that a thread has in
-    flight, and rounds of such reads. A single round is held in registers. guessed: whether the bound is
-    estimated from a sample.
-    """
-
-    threads: int
-    blocks: int
-    reads: int
-    rounds: int = 1
-    guessed: int = 0
-
-    @property
-    def columns(self) -> int:
-        """Columns of the longest row."""
-        return self.blocks * self.threads * 4 * self.reads * self.rounds
-
-    @property
-    def shared_bytes(self) -> int:
-        sizes = {"THREADS": self.threads, "BLOCKS": self.blocks, "READS": self.reads, "ROUNDS": self.rounds}
-        return constant(TOPK_FEW, "SHARED_BYTES", **sizes)
-
-    def finds(self, topk: int) -> bool:
-        """Whether a CTA can bound its fraction of k: eight lanes publish at most eight values, unless they guess."""
-        if self.guessed:
-            return topk <= min(2 * self.threads, MOST_GUESSED)
-        share = topk / self.blocks
-        looked_for = topk if self.blocks == 1 else min(topk, share + 5 * math.sqrt(share) + 9)
-        return looked_for <= self.threads
-
-
-ONE_BLOCK = 16_384  # columns: for shorter rows, the CTAs of a cluster would wait longer than they read
-MOST_ROUNDS = 8  # each line's maximum fits in shared memory
-MOST_GUESSED = 2048  # k up to which the columns that a guess lets pass fit in shared memory
-
-
-@functools.lru_cache(256)
-def few_rows_size(
-    num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool
-) -> FewRowsSize | None:
-    """Sizes for rows that all run at the same time; None if they are too many, or too long."""
-    if width > ONE_BLOCK // 2 and num_rows <= sms < num_rows * 4 * 1.15:  # a CTA a row, for which a guess is faster
-        reads = max(2, 1 << (-(-width // 4096) - 1).bit_length())
-        size = FewRowsSize(1024, 1, reads, 1, guessed=1)
-        if reads <= (8 if aligned else 4) and size.finds(topk):
-            return size
-    for blocks in (8, 4, 2, 1):
-        # Clusters do not fill all SMs.
-        room = blocks == 1 or (width > ONE_BLOCK and blocks <= most_blocks and num_rows * blocks * 1.15 <= sms)
-        if not room or num_rows * blocks > sms:
-            continue
-        for threads in (512, 1024) if blocks > 1 else (1024,):
-            reads = max(2, 1 << (-(-width // (4 * threads * blocks)) - 1).bit_length())
-            size = FewRowsSize(threads, blocks, reads)
-            if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
-                return size
-        # Rows that do not fit in registers; a single CTA would be no faster than common/indexer_topk.cu.
-        rounds = max(2, 1 << (-(-width // (32 * 1024 * blocks)) - 1).bit_length())
-        size = FewRowsSize(1024, blocks, 8, rounds)
-        if blocks > 1 and rounds <= MOST_ROUNDS and size.finds(topk):
-            return size
-    return None

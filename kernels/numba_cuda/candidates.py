@@ -12,12 +12,11 @@ from .indexer import (
     element_kind,
     keys_kind,
     length_of,
-    order_of,
     page_score,
     paged_mqa_logits,
-    top_k_per_row,
     two_axes,
 )
+from .indexer_topk import order_of, top_k_per_row
 from .launch import MAX_BLOCKS, NO_TABLE, NO_VECTOR, launch
 from .rows import lookup_slot
 

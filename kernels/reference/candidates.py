@@ -3,7 +3,8 @@
 import numpy as np
 
 from ..types.indexer import CandidateScores, PagedScores, Rows
-from .indexer import columns_of, keys_and_scales, paged_mqa_logits, row_lens, scores, top_k_per_row
+from .indexer import keys_and_scales, paged_mqa_logits, row_lens, scores
+from .indexer_topk import columns_of, top_k_per_row
 from .rows import lookup_slot
 
 LARGEST = np.finfo(np.float32).max

@@ -8,7 +8,7 @@ import pytest
 
 import cumla
 import emulation
-from cumla.kernels.reference import indexer as reference
+from cumla.kernels.reference import indexer_topk as reference
 from cumla.kernels.types.indexer import Rows, Slots
 from support.lab import Lab
 
@@ -56,7 +56,7 @@ def odd_rows(rng, rows, width):
 
 
 def check(lab, x, rows, topk, cache):
-    kernels = importlib.import_module(f"cumla.kernels.{lab.backend}.indexer")
+    kernels = importlib.import_module(f"cumla.kernels.{lab.backend}.indexer_topk")
     expected = np.zeros((len(x), topk), np.int32)
     reference.top_k_per_row(x, rows, expected)
     given = {name: getattr(rows, name) for name in ("starts", "ends", "lens")}
@@ -92,28 +92,28 @@ def is_elsewhere(combination):
 
 
 def few(monkeypatch, threads, blocks, reads):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    size = launcher.FewRowsSize(threads, blocks, reads)
-    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: None)
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    size = launcher.BoundSize(threads, blocks, reads)
+    monkeypatch.setattr(launcher, "registers_size", lambda *unused: None)
+    monkeypatch.setattr(launcher, "bound_size", lambda *unused: size)
     return size.columns
 
 
 def held(monkeypatch, threads, blocks, reads):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    size = launcher.HeldRowsSize(threads, reads, blocks)
-    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: size)
+    size = launcher.RegistersSize(threads, reads, blocks)
+    monkeypatch.setattr(launcher, "registers_size", lambda *unused: size)
     return size.columns
 
 
 def many(monkeypatch, threads):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    for name in ("held_rows_size", "few_rows_size"):
+    for name in ("registers_size", "bound_size"):
         monkeypatch.setattr(launcher, name, lambda *unused: None)
-    monkeypatch.setattr(launcher, "choice_threads", lambda *unused: threads)
+    monkeypatch.setattr(launcher, "stream_threads", lambda *unused: threads)
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
@@ -177,7 +177,7 @@ def test_slots_on_any_schedule(emulated, rng, monkeypatch, kernel, threads, sche
 )
 def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, kernel, size):
     """Pages are absent where the table extends past the earlier lengths, or past those of the call."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     kernel(monkeypatch, *size)
     requests, topk = 4, 20

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import cumla
 import emulation
-from cumla.kernels.cpu import indexer as cpu_kernels
-from cumla.kernels.reference import indexer as reference_kernels
+from cumla.kernels.cpu import indexer_topk as cpu_kernels
+from cumla.kernels.reference import indexer_topk as reference_kernels
 from cumla.kernels.types.indexer import Rows
 from support.lab import Lab
 
@@ -64,24 +64,24 @@ def is_elsewhere(combination):
 
 
 def few(*size):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    return launcher.FewRowsSize(*size)
+    return launcher.BoundSize(*size)
 
 
 def held(*size):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    return launcher.HeldRowsSize(*size)
+    return launcher.RegistersSize(*size)
 
 
 def force(monkeypatch, size):
     """Choose by the kernel of this size."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    is_held = isinstance(size, launcher.HeldRowsSize)
-    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: size if is_held else None)
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    is_held = isinstance(size, launcher.RegistersSize)
+    monkeypatch.setattr(launcher, "registers_size", lambda *unused: size if is_held else None)
+    monkeypatch.setattr(launcher, "bound_size", lambda *unused: size)
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
@@ -89,9 +89,9 @@ def force(monkeypatch, size):
 @pytest.mark.parametrize("kind", ["random", "rising", "equal", "two values", "few"])
 def test_choice_where_a_sample_is_representative_or_not(lab, rng, monkeypatch, threads, kind):
     """The bound that it gives is reached by more than a buffer holds, by fewer than are to be chosen, or well."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    monkeypatch.setattr(launcher, "choice_threads", lambda *unused: threads)
+    monkeypatch.setattr(launcher, "stream_threads", lambda *unused: threads)
     width, topk = 82 * threads, threads // 2 + 3
     normal = rng.normal(size=(5, width))
     sampled = np.arange(width) % (21 * 32) < 32  # read first by all lanes, and not later
@@ -122,7 +122,7 @@ def test_choice_where_a_sample_is_representative_or_not(lab, rng, monkeypatch, t
 @pytest.mark.parametrize("kind", ["random", "odd", "in places"])
 def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
     """Threads, blocks of a cluster, reads and rounds of a thread; rows of equal, missing or close values."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     size = few(*size)
     assert size.finds(topk)
@@ -160,7 +160,7 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
 @pytest.mark.parametrize("kind", ["random", "odd", "in places", "far", "near"])
 def test_choice_of_held_rows(lab, rng, monkeypatch, size, width, topk, kind):
     """Values of which a digit has few, many, or all: beyond float16's range and next to each other, too."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     size = held(*size)
     force(monkeypatch, size)
@@ -197,7 +197,7 @@ def test_choice_of_held_rows(lab, rng, monkeypatch, size, width, topk, kind):
 @pytest.mark.parametrize("kind", ["signed", "positive", "equal", "subnormal"])
 def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, kernel, size, kind):
     """Lengths that leave groups of lanes without columns, or for which most columns are selected."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     size, topk = kernel(*size), 100
     force(monkeypatch, size)
@@ -221,9 +221,9 @@ def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, kernel, size, k
 @pytest.mark.parametrize("kind", ["falling", "rising", "in the middle", "few", "missing", "equal"])
 def test_choice_of_few_rows_where_a_guess_is_wrong(lab, rng, monkeypatch, threads, guessed, kind):
     """Fewer than k columns reach it, or more than the buffer holds."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    size, topk = launcher.FewRowsSize(threads, 1, 8, 1, guessed), 300
+    size, topk = launcher.BoundSize(threads, 1, 8, 1, guessed), 300
     force(monkeypatch, size)
     lens = np.array([1023, 1024, 2 * topk + 1, 2500, 128 * 40 + 1, size.columns - 2, size.columns], np.int32)
     x = rng.normal(size=(len(lens), size.columns)).astype(np.float32)
@@ -269,7 +269,7 @@ def flushing():
     ],
 )  # fmt: skip
 def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, kernel, size):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     lab, size, topk = Lab("cuda", on_device=True, emulated=True), kernel(*size), 100
     force(monkeypatch, size)
@@ -289,7 +289,7 @@ def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, 
     [(few, (128, 4, 2)), (few, (128, 2, 8, 2)), (few, (128, 1, 8, 1, 2)), (held, (128, 8)), (held, (512, 2, 4))],
 )
 def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, kernel, size, schedule):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     lab, size = Lab("cuda", on_device=True, emulated=True), kernel(*size)
     force(monkeypatch, size)
@@ -311,7 +311,7 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, kernel, 
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, kernel, size, next_n):
     """The preceding kernel writes the lengths of the rows; before it ran they were different."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     size, topk, requests = kernel(*size), 20, 4
     force(monkeypatch, size)
@@ -332,7 +332,7 @@ def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeyp
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_choice_of_few_rows_of_any_numbers(emulated, data):
     """Lengths, starts and k, and rows of few distinct values or of many."""
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
     lab = Lab("cuda", on_device=True, emulated=True)
     sizes = [few(128, blocks, *x) for blocks in (1, 2, 4) for x in ((2,), (8, 2))]
@@ -378,9 +378,9 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
 )  # fmt: skip
 def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
     """A cluster reads a million columns, for one row or for sixteen; shared memory suffices."""
-    from cumla.kernels.cuda.indexer import few_rows_size
+    from cumla.kernels.cuda.indexer_topk import bound_size
 
-    size = few_rows_size(rows, width, topk, 132, 8, aligned)
+    size = bound_size(rows, width, topk, 132, 8, aligned)
     assert (size and size[:4]) == expected
     assert size is None or (width <= size.columns and size.shared_bytes <= 227 * 1024)
 
@@ -411,12 +411,12 @@ def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
 )
 def test_thread_blocks_of_held_rows(rows, width, aligned, expected):
     """Clusters of all rows run at the same time; shared memory suffices for a thread block and the next launch's."""
-    from cumla.kernels.cuda.indexer import held_rows_size
+    from cumla.kernels.cuda.indexer_topk import registers_size
 
-    size = held_rows_size(rows, width, 132, 8, aligned)
+    size = registers_size(rows, width, 132, 8, aligned)
     assert size == expected
     assert size is None or (width <= size.columns and size.shared_bytes <= 113 * 1024)
-    assert size is None or size.blocks == 1 or held_rows_size(rows, width, 132, 1, aligned) is None
+    assert size is None or size.blocks == 1 or registers_size(rows, width, 132, 1, aligned) is None
 
 
 def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):
@@ -440,7 +440,7 @@ def test_columns_to_choose_from_are_within_the_logits(rng, num_keys, lengths):
     """For any starts, ends and lengths, and where there are more keys than columns."""
     width, wild = 13, np.append(rng.integers(-20, 60, 500), [-(2**31), 2**31 - 1] * 2).astype(np.int32)
     rows = Rows(lens=wild) if lengths else Rows(wild, rng.permutation(wild), num_keys=num_keys)
-    first, count = cpu_kernels._columns(rows, len(wild), width)
+    first, count = cpu_kernels.columns_of(rows, len(wild), width)
     assert (first >= 0).all()
     assert (count >= 0).all()
     assert (first + count <= width).all()

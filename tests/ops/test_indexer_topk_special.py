@@ -64,13 +64,13 @@ def test_special_rows(lab):
 )  # fmt: skip
 @pytest.mark.parametrize("aligned", [True, False])
 def test_special_rows_by_each_kernel(lab, monkeypatch, kernel, size, aligned):
-    from cumla.kernels.cuda import indexer as launcher
+    from cumla.kernels.cuda import indexer_topk as launcher
 
-    few = launcher.FewRowsSize(*size) if kernel == "few" else None
-    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: few)
-    held = launcher.HeldRowsSize(*size) if kernel == "held" else None
-    monkeypatch.setattr(launcher, "held_rows_size", lambda *unused: held)
-    monkeypatch.setattr(launcher, "choice_threads", lambda *unused: size if kernel == "many" else 1)
+    few = launcher.BoundSize(*size) if kernel == "few" else None
+    monkeypatch.setattr(launcher, "bound_size", lambda *unused: few)
+    held = launcher.RegistersSize(*size) if kernel == "held" else None
+    monkeypatch.setattr(launcher, "registers_size", lambda *unused: held)
+    monkeypatch.setattr(launcher, "stream_threads", lambda *unused: size if kernel == "many" else 1)
     width, topk = WIDTH, TOPK if kernel != "few" else min(TOPK, few.threads)
     x = special_rows(width, topk)
     x = np.concatenate([x, x[:, ::-1]])
