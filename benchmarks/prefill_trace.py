@@ -43,7 +43,7 @@ def traced(case: Prefill) -> np.ndarray:
     kept = sparse_kernels.kernel
     text = f"#define LAYOUT {LAYOUT}\n" + compiler.source(FILE)
     made = compiler.Kernel(module.get_function(NAME), compiler.packing(text, NAME, {}), compiler.parameters(text, NAME))
-    sparse_kernels._hopper_prefill.cache_clear()
+    sparse_kernels._hopper_prefill.cache_clear()  # type: ignore[attr-defined]
     vars(sparse_kernels)["kernel"] = lambda file, *args, **given: made if file == FILE else kept(file, *args, **given)
     try:
         arrays = Sizes("cuda").inputs()
@@ -57,7 +57,7 @@ def traced(case: Prefill) -> np.ndarray:
             call()
     finally:
         vars(sparse_kernels)["kernel"] = kept
-        sparse_kernels._hopper_prefill.cache_clear()
+        sparse_kernels._hopper_prefill.cache_clear()  # type: ignore[attr-defined]
     words = cupy.ndarray((CTAS, len(ROLES), TRACED), np.uint32, module.get_global("prefill_trace"))
     return words[: cupy.cuda.Device().attributes["MultiProcessorCount"]].get()
 
