@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from cumla.metadata import ServingConfig
-from cumla.models.deepseek_v4 import DeepseekV4Caches, DeepseekV4Config
-from cumla.models.deepseek_v32 import DeepseekV32Caches, DeepseekV32Config
+from cumla.models.deepseek_v4 import DeepseekV4Config
+from cumla.models.deepseek_v32 import DeepseekV32Config
 from cumla.models.rope import cos_sin_table
 from support.models import GoldenLayer, V32Layer, records
 
@@ -69,31 +68,3 @@ def test_the_ramp_of_v4_is_rounded_whatever_truncate_says():
             tables.append(DeepseekV4Config.from_dict(V4 | {"rope_parameters": changed}).cos_sin_table(4, 99))
         for table in tables[1:]:
             np.testing.assert_array_equal(table, tables[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"o_groups": 3}, "o_groups: got 3, expected a divisor of 8 heads"),
-        ({"index_head_dim": 64}, "index_head_dim: got 64, expected 128"),
-        ({"compress_ratios": (1, 8)}, "compress_ratios: got 8, expected 1, 4 or 128"),
-    ],
-)
-def test_sizes_that_do_not_fit_together(change, message):
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64}
-    DeepseekV4Config(**sizes, compress_ratios=(1, 4, 128))
-    with pytest.raises(ValueError, match=message):
-        DeepseekV4Config(**({**sizes, "compress_ratios": (1,)} | change))
-
-
-@pytest.mark.parametrize(
-    "caches",
-    [
-        lambda kind: DeepseekV32Caches.allocate(2, cache_format=kind),
-        lambda kind: DeepseekV4Caches.allocate(1, ServingConfig(), 2, cache_format=kind),
-    ],
-)
-def test_a_cache_format_that_there_is_not(caches):
-    assert caches("fp8") is not None
-    with pytest.raises(ValueError, match="cache_format: got 'int4', expected one of fp8, bfloat16, float32"):
-        caches("int4")

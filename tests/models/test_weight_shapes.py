@@ -58,16 +58,6 @@ def test_layers_that_draft_tokens():
     assert DeepseekV41Attention(config, config.num_hidden_layers, weights, max_position=64).mode == "window"
 
 
-def test_errors():
-    v4 = DeepseekV4Config(256, 8, 128, 2, 64, (1, 4))
-    with pytest.raises(ValueError, match=r"^layer: got 2, expected at most 1"):
-        expected_weights(v4, 2)
-    with pytest.raises(TypeError, match=r"^config: got dict, expected a DeepseekV4Config, DeepseekV32Config or"):
-        expected_weights({}, 0)
-    with pytest.raises(TypeError, match=r"^layer: got 'first'"):
-        expected_weights(v4, "first")
-
-
 def test_two_names_of_a_weight_within_the_module():
     config = DeepseekV32Config(256, 2, 128, index_n_heads=4)
     weights = seeded_weights({name: w.shape for name, w in expected_weights(config, 0).items()}, 0)

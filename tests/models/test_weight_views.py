@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from models.test_fp8_weights import one, quantized, values
-from models.test_step_errors import read_only
 
 from cumla.layers import MLACommonImpl
 from cumla.layers.weights import BlockQuantizedWeight, weight_of
@@ -16,6 +15,7 @@ from cumla.models.scratch import Scratch
 from support import v41_stack
 from support.lab import BF16
 from support.models import GoldenLayer, V4Layer, V32Layer
+from support.refused import read_only
 from support.v41_stack import Stack
 
 # An array -> one of the same values, of other strides.

@@ -131,28 +131,6 @@ def test_an_interrupt_ends_the_ranks():
 
 
 @pytest.mark.parametrize(
-    ("x", "out", "error", "says"),
-    [
-        (np.zeros((3, 4)), None, ValueError, r"x: got shape \(3, 4\), expected \[2, ...\], a part for each rank"),
-        (np.zeros((4, 2)).T, None, ValueError, "x: got strides"),
-        (np.zeros((2, 4)), np.zeros((2, 3)), ValueError, r"out: got shape \(2, 3\), expected \(2, 4\)"),
-        (np.zeros((2, 4)), np.zeros((2, 4), np.float32), TypeError, "out: got dtype float32, expected float64"),
-        ((np.zeros((2, 4)),), (), ValueError, "out: got 0 arrays, expected 1"),
-        ([1.0], None, TypeError, "x: got float"),
-        ((), None, ValueError, "x: got no arrays, expected at least one"),
-        (np.array([None, 1]), None, TypeError, "x: got dtype object, expected numbers"),
-    ],
-)
-def test_arguments(x, out, error, says):
-    def on(comm):
-        with pytest.raises(error, match=says):
-            comm.all_to_all(x, out)
-        return comm._calls
-
-    assert run_threads(2, on) == [0, 0]
-
-
-@pytest.mark.parametrize(
     ("op", "arrays"),
     [
         ("all_to_all", lambda x, rank: (x[1:], x[1:])),
@@ -215,25 +193,6 @@ def test_what_was_sent_may_be_changed_after_the_call(op, monkeypatch):
 def test_numbers_without_an_axis_move():
     got = run_threads(2, lambda comm: (comm.all_gather(np.array(comm.rank)), comm.all_to_all(np.arange(2) + comm.rank)))
     assert [[x.tolist() for x in pair] for pair in got] == [[[0, 1], [0, 1]], [[0, 1], [1, 2]]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ((0,), ValueError, "size: got 0, expected at least 1"),
-        ((2.0,), TypeError, "size: got 2.0 of type float"),
-        ((2, float("nan")), ValueError, "time_limit: got nan, expected a finite number"),
-        ((2, float("inf")), ValueError, "time_limit: got inf, expected a finite number"),
-        ((2, None), TypeError, "time_limit: got None of type NoneType, expected a number"),
-        ((2, -1), ValueError, r"time_limit: got -1, expected 0 to 1e\+06 seconds"),
-    ],
-)
-def test_numbers_of_ranks_and_seconds(arguments, error, says):
-    size, *limit = arguments
-    with pytest.raises(error, match=says):
-        run_threads(size, lambda comm: comm.rank, *limit)
-    with pytest.raises(error, match=says):
-        Agreement(MemoryStore(), 0, size, *limit)
 
 
 def test_another_number_of_ranks():

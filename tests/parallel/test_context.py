@@ -17,7 +17,6 @@ from cumla.parallel import (
 from cumla.parallel.context import is_merged_by_heads
 from support import ranks
 from support.attention import make_cache
-from support.lab import BF16
 from support.ranks import Context
 
 SIZES = range(1, 9)
@@ -150,72 +149,6 @@ def test_exchanges_that_save_less_than_they_cost_are_not_made():
         (4, 8, 1 << 30, True),
     ):  # fmt: skip
         assert is_merged_by_heads(size, heads, bytes_) == merged
-
-
-READ_ONLY = np.frombuffer(bytes(2 * 4 * 512 * 2), np.uint16).view(BF16).reshape(2, 4, 512)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "says"),
-    [
-        (
-            {"q": np.ones((1, 2, 1, 576), np.float32)},
-            ValueError,
-            r"q: got shape \(1, 2, 1, 576\), expected \[T, h, d\]",
-        ),
-        ({"out": np.ones((2, 4, 511), np.float32)}, TypeError, "out: got dtype float32"),
-        ({"lse": np.ones((4, 2), np.float32)}, ValueError, r"lse: got shape \(4, 2\), expected \[2, 4\]"),
-        ({"out": READ_ONLY}, ValueError, "out: got a read-only numpy array"),
-        ({"attn_sink": np.ones(5, np.float32)}, ValueError, r"attn_sink: got shape \(5,\), expected \[h\] with h = 4"),
-        ({"attn_sink": np.ones(4)}, TypeError, "attn_sink: got dtype float64, expected float32"),
-    ],
-)
-def test_errors_come_before_anything_is_sent(rng, change, error, says):
-    context = Context.make(rng, [20, 9], 4, 576)
-    arguments = {
-        "q": context.q, "k_cache": np.zeros((2, 4, 576), context.q.dtype), "block_table": np.zeros((2, 1), np.int32),
-        "cache_seqlens": np.ones(2, np.int32),
-    }  # fmt: skip
-
-    def on(comm):
-        with pytest.raises(error, match=says):
-            ContextAttention(comm).dense_decode(**(arguments | change))
-        return comm._calls
-
-    assert run_threads(2, on, SECONDS) == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["indices", "extra_indices"])
-def test_selected_rows_of_another_shape(rng, name):
-    """The error has the shape that was passed."""
-    context = Context.make(rng, [20, 9], 4, 576)
-    cache = cumla.V32_FP8.allocate(2, 4)
-    arguments = {
-        "q": context.q, "k_cache": cache, "indices": np.zeros((2, 3), np.int32), "extra_k_cache": cache,
-        "extra_indices": np.zeros((2, 3), np.int32), name: np.zeros((2, 1, 3), np.int32),
-    }  # fmt: skip
-
-    def on(comm):
-        with pytest.raises(ValueError, match=rf"^{name}: got shape \(2, 1, 3\), expected \[T, topk\]"):
-            ContextAttention(comm).sparse_decode(**arguments)
-        return comm._calls
-
-    assert run_threads(2, on, SECONDS) == [0, 0]
-
-
-def test_a_plan_of_another_kind_is_refused(rng):
-    """A plan that is given is the one that is used."""
-    context = Context.make(rng, [20, 9], 4, 576)
-    selected = np.zeros((2, 3), np.int32)
-
-    def on(comm):
-        with pytest.raises(TypeError, match="plan: got"):
-            ranks.dense_on(comm, context, 1, plan=cumla.DecodePlan())
-        with pytest.raises(TypeError, match="plan: got"):
-            ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 1, plan=cumla.DenseDecodePlan())
-        return comm._calls
-
-    assert run_threads(2, on, SECONDS) == [0, 0]
 
 
 def test_a_plan_that_is_given_is_made(here, rng):

@@ -88,23 +88,6 @@ def test_sparse_prefill(rng, size):
         assert_prefill(to_float(out), top, lse, to_float(want[0])[own], want[1][own], want[2][own])
 
 
-@pytest.mark.parametrize(
-    ("starts", "size", "error", "says"),
-    [
-        ([0, 3], 0, ValueError, "size: got 0, expected at least 1"),
-        ([0, 3], 2.0, TypeError, r"size: got 2\.0"),
-        ([], 2, ValueError, "query_start_loc: got"),
-        ([[0, 1]], 2, ValueError, "query_start_loc: got"),
-        ([1, 3], 2, ValueError, "query_start_loc: got starts that do not ascend from 0"),
-        ([0, 3, 2], 2, ValueError, "query_start_loc: got starts that do not ascend from 0"),
-        ([0.0, 3.0], 2, ValueError, "query_start_loc: got float64"),
-    ],
-)
-def test_errors(starts, size, error, says):
-    with pytest.raises(error, match=says):
-        shard_queries(starts, size)
-
-
 def test_rows_of_others_are_refused():
     shards = shard_queries(STARTS, 2)
 

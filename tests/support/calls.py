@@ -1,7 +1,6 @@
-"""Calls that work, to be made wrong in one argument (test_safety_errors.py): the examples, with outputs."""
+"""Calls of operations that work, to be made wrong in one argument (errors/): the examples, with outputs."""
 
 import inspect
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,17 +8,17 @@ import cumla
 from cumla.specs.inputs import TINY
 from support.lab import BF16
 from support.operations import EXAMPLES, arguments_of, called
-from support.wrong import ReadOnly, int32, ones
+from support.refused import Call
 
 BLOCK, NUM_BLOCKS = TINY.block_size, TINY.pages
 
 
-@dataclass
-class Call:
-    """arguments: by name, including outputs that the operation would otherwise allocate."""
+def ones(dtype, *shape):
+    return np.ones(shape, dtype)
 
-    function: object
-    arguments: dict
+
+def int32(*shape):
+    return np.zeros(shape, np.int32)
 
 
 def _fp8(layout):
@@ -85,7 +84,7 @@ def function_of(name):
     return called(EXAMPLES[OTHERS.get(name, (name, dict))[0]])
 
 
-def call(name):
+def call(name):  # not cached, as callers write to its arrays
     """The example of this name, or one of OTHERS. Outputs that are returned are passed in, too, filled with ones."""
     base, changes = OTHERS.get(name, (name, dict))
     function = function_of(name)
@@ -98,14 +97,19 @@ def call(name):
     return Call(function, arguments)
 
 
-def put(lab, value):
-    if isinstance(value, ReadOnly):
-        array = value.array.copy()
-        array.flags.writeable = False
-        return array
+def with_backend(call, backend):
+    """The call on a backend, unless its arguments name another."""
+    return Call(call.function, {"backend": backend, **call.arguments})
+
+
+def put(lab, value, integer=int):
+    """An argument in the memory of a backend; an integer as another type, if the type has it."""
     if isinstance(value, tuple | list):
         return type(value)(put(lab, x) for x in value)
-    return lab.put(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return lab.put(value)
+    fits = type(value) is int and (integer is int or np.iinfo(integer).min <= value <= np.iinfo(integer).max)
+    return integer(value) if fits else value
 
 
 def arrays(value):

@@ -166,3 +166,30 @@ class V4Layer(PagedLayer):
 
     def build(self, batch, tables):
         return self.builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))
+
+
+class Started:
+    """A golden layer with three running requests, and valid arguments of its next step: two decodes, and a prefill."""
+
+    BATCH = (0, 6, 1), (2, 8, 1), (1, 5, 7)  # (request, first position, tokens)
+
+    def __init__(self, case=8, cache_format="fp8", activations="bfloat16"):
+        golden = GoldenLayer(case)
+        make = V4Layer if golden.record["model"] == "v4" else V32Layer
+        self.made = make(golden, 3, activations=activations, cache_format=cache_format)
+        self.made.step([(0, 0, 6), (1, 0, 5), (2, 0, 8)], given=False)
+        self.caches = self.made.caches
+        self.arguments = {
+            "hidden_states": self.hidden(self.BATCH), "layer_caches": self.caches, "metadata": self.metadata(self.BATCH)
+        }  # fmt: skip
+
+    def hidden(self, batch):
+        spans = [self.made.golden.hidden[first : first + count] for _, first, count in batch]
+        return np.concatenate(spans).astype(self.made.layer.activations)
+
+    def metadata(self, batch):
+        return self.made.build(*self.made.paged.batch(batch))
+
+    def held(self):
+        """Bytes of all caches."""
+        return [array.tobytes() for array in vars(self.caches).values() if array is not None]

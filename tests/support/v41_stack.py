@@ -3,6 +3,7 @@
 import functools
 import json
 
+import ml_dtypes
 import numpy as np
 from seeded_weights import seeded_weights
 
@@ -153,3 +154,36 @@ def check_picks(stack, case, request):
             np.testing.assert_array_equal(got[got >= 0], want[want >= 0], f"layer {layer}, token {row}")
             compared += 1
         assert compared > 0.8 * len(rows)
+
+
+class StartedStack:
+    """A step of a golden stack, of which the layers before `number` have run."""
+
+    TOKENS = 20
+
+    def __init__(self, number):
+        self.stack, self.number = Stack(0, "fp8", activations="bfloat16"), number
+        self.stack.step([(1, 0, 5), (0, 0, 9)])
+        self.steps = [(1, 5, 1), (0, 9, self.TOKENS - 1)]
+        self.given = {
+            "hidden_states": self.hidden(number), "layer_caches": self.stack.caches[number],
+            "metadata": self.metadata(), "selection": self.stack.selection,
+        }  # fmt: skip
+        for before in range(number):
+            self.run(before, hidden_states=self.hidden(before), layer_caches=self.stack.caches[before])
+
+    def hidden(self, number):
+        spans = [self.stack.hidden[r][number, first : first + count] for r, first, count in self.steps]
+        return np.concatenate(spans).astype(ml_dtypes.bfloat16)
+
+    def metadata(self, builder=None):
+        batch, tables = self.stack.paged.batch(self.steps)
+        rings = np.array([request for request, _, _ in self.steps], np.int32)
+        return (builder or self.stack.builder).build(batch, tables["compressed"], rings)
+
+    def run(self, number, **changes):
+        return self.stack.layers[number].step(**(self.given | changes))
+
+    def held(self):
+        arrays = [x for caches in self.stack.caches for x in vars(caches).values() if x is not None]
+        return [x.tobytes() for x in (*arrays, self.stack.selection.topk_indices)]

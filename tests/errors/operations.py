@@ -1,33 +1,17 @@
-"""Invalid arguments, and their error messages (test_safety_errors.py)."""
+"""Invalid arguments of operations."""
 
 import numpy as np
 
 import cumla
 from cumla.layout import plain_rows
 from cumla.specs.inputs import TINY
+from support.calls import int32, ones
 from support.lab import BF16
+from support.refused import T, V, read_only
 
 BLOCK = TINY.block_size
-V = ValueError
-T = TypeError
-
-
-def ones(dtype, *shape):
-    return np.ones(shape, dtype)
-
-
-def int32(*shape):
-    return np.zeros(shape, np.int32)
-
 
 # Functions that make a valid argument invalid.
-
-
-class ReadOnly:
-    """An array that may not be written, where there are such arrays (host memory)."""
-
-    def __init__(self, array):
-        self.array = array
 
 
 def longer(axis, by=1):
@@ -76,7 +60,7 @@ def overlapping(x):
 
 def makes_read_only(wrong):
     """Directly, or as one element of a tuple."""
-    return wrong is ReadOnly or any(x.cell_contents is ReadOnly for x in getattr(wrong, "__closure__", None) or ())
+    return wrong is read_only or any(x.cell_contents is read_only for x in getattr(wrong, "__closure__", None) or ())
 
 
 # By example: argument, an invalid value or a function that makes it, error, message, in terms of `wrong` and
@@ -92,7 +76,7 @@ WRONG = {
         ("k_cache", ones(np.uint8, 2, BLOCK + 1, 584), V, "k_cache: got shape"),
         ("k_cache", ones(np.uint8, 2, BLOCK * 584 - 1), V, "k_cache: got pages of {wrong.shape[1]} bytes"),
         ("k_cache", of(BF16), T, "k_cache: got dtype bfloat16"),
-        ("k_cache", ReadOnly, V, "k_cache: got a read-only"),
+        ("k_cache", read_only, V, "k_cache: got a read-only"),
         ("k_cache", strided(), V, "k_cache: got pages of {k_cache.shape[1]} bytes"),
         ("k_cache", lambda x: overlapping(ones(np.uint8, 2, BLOCK, 584)), V, "k_cache: got strides"),
         ("block_size", True, T, "block_size: got True"),
@@ -115,7 +99,7 @@ WRONG = {
         ("out", longer(0), V, "seq_lens: got shape"),
         ("out", longer(-1, 64), V, "out: got rows of {wrong.shape[2]} values, expected {out.shape[2]}"),
         ("out", of(np.float64), T, "out: got dtype float64"),
-        ("out", ReadOnly, V, "out: got a read-only"),
+        ("out", read_only, V, "out: got a read-only"),
         ("k_cache", ones(np.uint8, 2, 100), V, "k_cache: got pages of 100 bytes"),
         ("seq_lens", of(np.int64), T, "seq_lens: got dtype int64"),
         ("seq_lens", strided(), V, "seq_lens: got strides"),
@@ -170,7 +154,7 @@ WRONG = {
         ("kv_score", longer(-1), V, "kv_score: got shape"),
         ("norm_weight", of(np.float16), T, "norm_weight: got dtype float16"),
         ("slot_mapping", longer(0, 9), V, "slot_mapping: got {wrong.size} slots"),
-        ("latents", ReadOnly, V, "latents: got a read-only"),
+        ("latents", read_only, V, "latents: got a read-only"),
         ("state_cache", longer(-1, -4), V, "state_cache: got shape"),
         ("state_cache", None, V, "state_cache: got None for compress_ratio 2"),
         ("positions", longer(0), V, "positions: got shape"),
@@ -184,7 +168,7 @@ WRONG = {
         ("candidate_block_size", 0, V, "candidate_block_size: got 0"),
     ],
     "apply_candidate_mask": [
-        ("logits", ReadOnly, V, "logits: got a read-only"),
+        ("logits", read_only, V, "logits: got a read-only"),
         ("candidate_blocks", longer(0), V, "candidate_blocks: got shape"),
         ("candidate_blocks", of(np.int64), T, "candidate_blocks: got dtype int64"),
         ("with_nan", 1, T, "with_nan: got 1"),
@@ -204,7 +188,7 @@ WRONG = {
     "indexer_k_quant_and_cache": [
         ("k", longer(-1, -64), V, "k: got shape"),
         ("kv_cache", ones(np.uint8, 2, BLOCK, 584), V, "kv_cache: got shape"),
-        ("kv_cache", ReadOnly, V, "kv_cache: got a read-only"),
+        ("kv_cache", read_only, V, "kv_cache: got a read-only"),
         ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
         ("quant_block_size", 64, V, "quant_block_size: got 64, expected 128"),
         ("scale_fmt", "e8", V, "scale_fmt: got 'e8'"),
@@ -213,7 +197,7 @@ WRONG = {
         ("kv_cache", longer(-1, -4), V, "kv_cache: got shape"),
         ("dst_k", longer(-1, 4), V, "dst_k: got shape"),
         ("dst_k", of(BF16), T, "dst_k: got dtype bfloat16"),
-        ("dst_k", ReadOnly, V, "dst_k: got a read-only"),
+        ("dst_k", read_only, V, "dst_k: got a read-only"),
         ("dst_scale", longer(0, -1), V, "dst_scale: got shape"),
         ("dst_scale", lambda x: ones(np.uint8, len(x), 1), V, "dst_scale: got shape"),
         ("dst_scale", of(np.float16), T, "dst_scale: got dtype float16"),
@@ -231,11 +215,21 @@ WRONG = {
         ("kv_cache", longer(-1, -64), V, "kv_cache: got shape"),
         ("kv_cache", of(np.float64), T, "kv_cache: got dtype float64"),
         ("kv_cache", of(np.uint8), V, "kv_cache: got shape"),
-        ("kv_cache", ReadOnly, V, "kv_cache: got a read-only"),
+        ("kv_cache", read_only, V, "kv_cache: got a read-only"),
         ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
         ("kv_cache_dtype", "fp8", T, "kv_cache: got dtype bfloat16"),
         ("kv_cache_dtype", "fp8_ds_mla", T, "kv_cache: got dtype bfloat16"),
         ("kv_cache_dtype", "fp8_e5m2", V, "kv_cache_dtype: got 'fp8_e5m2'"),
+    ],
+    "concat_and_cache_mla-e4m3-one-scale": [
+        ("scale", ones(np.float32, 2), V, r"scale: got shape \(2,\), expected one value"),
+        ("scale", ones(np.float64, 1), T, "scale: got dtype float64"),
+        ("scale", "1", T, "scale: got str"),
+        ("scale", True, T, "scale: got True of type bool"),
+        ("scale", 10**400, V, "scale: got an integer of 1329 bits, expected a finite number"),
+        ("scale", 1e300, V, r"scale: got 1e\+300, expected a number that float32 has"),
+        ("scale", float("nan"), V, "scale: got nan"),
+        ("scale", 1j, T, "scale: got 1j of type complex"),
     ],
     "gather_cache-bfloat16": [
         ("src_cache", of(np.float32), T, "src_cache: got dtype float32"),
@@ -244,7 +238,7 @@ WRONG = {
         ("dst", longer(-1, -64), V, "dst: got bfloat16 rows of {wrong.shape[1]}"),
         ("dst", of(np.float16), V, "dst: got float16 rows of {dst.shape[1]}"),
         ("dst", of(np.int32), T, "dst: got dtype int32"),
-        ("dst", ReadOnly, V, "dst: got a read-only"),
+        ("dst", read_only, V, "dst: got a read-only"),
         ("block_table", longer(0, -1), V, "block_table: got {wrong.shape[0]} rows"),
         ("cu_seq_lens", longer(0, -1), V,
          "cu_seq_lens: got {wrong.size} entries, expected at least {cu_seq_lens.size}"),
@@ -274,7 +268,7 @@ WRONG = {
         ("block_table", first, V, "block_table: got shape"),
         ("block_size", -1, V, "block_size: got -1"),
         ("block_size", 2**31, V, "block_size: got 2147483648, expected at most"),
-        ("out", member(0, ReadOnly), V, r"out\[0\] \(global_topk.*got a read"),
+        ("out", member(0, read_only), V, r"out\[0\] \(global_topk.*got a read"),
     ],
     "combine_topk_swa_indices": [
         ("gather_lens", longer(0), V, "gather_lens: got shape"),
@@ -352,7 +346,7 @@ WRONG = {
     ],
     "apply_rope": [
         ("x", longer(-1, -1), V, "x: got {wrong.shape[2]} values a head, expected an even number"),
-        ("out", ReadOnly, V, "out: got a read"),
+        ("out", read_only, V, "out: got a read"),
     ],
     "inverse_rope_and_quantize-scales": [
         ("num_groups", 3, V, "num_groups: got 3, expected a divisor of the {o.shape[1]} heads"),
@@ -373,8 +367,8 @@ WRONG = {
         ("topk_length", longer(0), V, r"topk_length: got shape \(3,\), expected \[b\] with b = 2"),
         ("topk_length", int32(2, 2, 1), V, "topk_length: got shape"),
         ("topk_length", of(np.int64), T, "topk_length: got dtype int64"),
-        ("extra_k_cache", None, V, "extra_k_cache and extra_indices must be given together"),
-        ("extra_indices", None, V, "extra_k_cache and extra_indices must be given together"),
+        ("extra_k_cache", None, V, "extra_k_cache: extra_k_cache and extra_indices must be given together"),
+        ("extra_indices", None, V, "extra_k_cache: extra_k_cache and extra_indices must be given together"),
         ("extra_k_cache", longer(-1, 72), V, "extra_k_cache: got shape"),
         ("extra_indices", longer(1, -1), V, "extra_indices: got shape"),
         ("extra_topk_length", longer(1, -1), V, "extra_topk_length: got shape"),
@@ -383,9 +377,9 @@ WRONG = {
         ("softmax_scale", float("nan"), V, "softmax_scale: got nan, expected a finite number"),
         ("out", longer(-1, -1), V, "out: got shape"),
         ("out", of(np.float32), T, "out: got dtype float32"),
-        ("out", ReadOnly, V, "out: got a read-only"),
+        ("out", read_only, V, "out: got a read-only"),
         ("lse", longer(-1), V, "lse: got shape"),
-        ("lse", ReadOnly, V, "lse: got a read-only"),
+        ("lse", read_only, V, "lse: got a read-only"),
     ],
     "sparse_mla_prefill-576": [
         ("q", longer(-1, -76), V, "q: got 500 values a head, expected 512 or 576"),
@@ -398,14 +392,14 @@ WRONG = {
         ("softmax_scale", float("inf"), V, "softmax_scale: got inf"),
         ("out", lambda x: x[:1], T, r"out: got (?s:.*), expected \(out, max_logits, lse\)"),
         ("out", member(2, of(BF16)), T, r"out\[2\] \(lse\): got dtype bfloat16"),
-        ("out", member(2, ReadOnly), V, r"out\[2\] \(lse\): got a read-only"),
+        ("out", member(2, read_only), V, r"out\[2\] \(lse\): got a read-only"),
     ],
     "merge_attn_states-float32": [
         ("prefix_output", of(BF16), T, "prefix_output: got dtype bfloat16, expected float32"),
         ("suffix_output", longer(-1), V, "suffix_output: got shape"),
         ("prefix_lse", longer(0), V, "prefix_lse: got shape"),
-        ("output", ReadOnly, V, "output: got a read-only"),
+        ("output", read_only, V, "output: got a read-only"),
         ("output_lse", of(np.float64), T, "output_lse: got dtype float64"),
-        ("output_lse", ReadOnly, V, "output_lse: got a read-only"),
+        ("output_lse", read_only, V, "output_lse: got a read-only"),
     ],
 }  # fmt: skip
