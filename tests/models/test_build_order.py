@@ -50,7 +50,7 @@ def arrays_of(value, path=""):
     """(path, array or number) of metadata and of its parts, but for plans and the builds' count."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            if field.name != "build" and not field.name.startswith("_") and not field.name.startswith("tile_sched"):
+            if field.name not in ("build", "decode_plan") and not field.name.startswith(("_", "tile_sched")):
                 yield from arrays_of(getattr(value, field.name), f"{path}.{field.name}")
     elif isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

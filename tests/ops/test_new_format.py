@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.layout import LAYOUTS, CacheLayout, layouts_of
+from cumla.layout import LAYOUTS, CacheLayout, _layouts, layouts_of
 from support.attention import Problem, make_cache, make_indices, make_q
 from support.caches import pair_of_caches
 from support.lab import BF16, Lab
@@ -33,8 +33,13 @@ QUICK = ("NEW_FP8", "NEW_FP4_E4M3")  # of each kind of scales
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
+    """Formats of this file's tests alone: errors of other files' tests name all formats."""
+    before = dict(LAYOUTS)
     for layout in FORMATS:
         assert cumla.register_layout(layout) is layout
+    yield
+    for name in set(LAYOUTS) - set(before):
+        del _layouts[name]
 
 
 def formats(quantized=False):
