@@ -1,6 +1,6 @@
 """A mode for engines in development that checks the values in arrays: `with cumla.debug():`.
 
-Outside of it a call only reads the integer `active`. The checks are in debug_validation.py and debug_maps.py.
+Outside of it a call only reads the integer `active`. The checks are in debug_checks/.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+from .debug_checks import check_of
 
 active = 0  # number of entered contexts, of all threads
 _lock = threading.Lock()
@@ -99,15 +101,16 @@ class Checked:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function: Callable[..., None] = getattr(self._kernels, name)
-        check = importlib.import_module(".debug_maps", __package__).CHECKS.get(name)
+        file = self._kernels.__name__.rpartition(".")[2]
+        check = check_of(file, name)
         if check is None:
             return function
-        names = parameters(self._kernels.__name__.rpartition(".")[2], name)
+        names = parameters(file, name)
 
         def call(*arguments: Any) -> None:
-            given = by_name(names, arguments)
-            given.first = self._done.get(name, 0)
-            self._done[name] = given.first + (check(given) or 0)
+            named = by_name(names, arguments)
+            named.first = self._done.get(name, 0)
+            self._done[name] = named.first + (check(named) or 0)
             function(*arguments)
 
         return call
@@ -121,8 +124,7 @@ def parameters(file: str, name: str) -> tuple[str, ...]:
 
 def by_name(names: Sequence[str], arguments: Sequence[Any]) -> SimpleNamespace:
     """Arguments by the names of parameters; those that a NamedTuple groups also by the names of its fields."""
-    given = dict(zip(names, arguments, strict=True))
     grouped = {
         field: getattr(value, field) for value in arguments for field in getattr(type(value), "_fields", ())
     }  # fmt: skip
-    return SimpleNamespace(**(grouped | given))
+    return SimpleNamespace(**(grouped | dict(zip(names, arguments, strict=True))))

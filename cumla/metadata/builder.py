@@ -181,7 +181,7 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
     seq_lens = call.borrow("seq_lens", batch.seq_lens)
     if not call.checks_values():
         return
-    from ..dispatch.debug_values import check_equal
+    from ..dispatch.debug_checks.values import check_equal
 
     with streams.callers(seq_lens.native, seq_lens.framework, call.stream):
         for name, count in (("seq_lens", batch.num_reqs), ("query_start_loc", batch.num_reqs + 1)):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import debug_maps as checks
 from ..dispatch.call import INT32, SLOTS
+from ..dispatch.debug_checks import advance as checks
 from ..ops.advance import advance_step
 from .inputs import Inputs
 from .spec import Array, OperationSpec, Variant

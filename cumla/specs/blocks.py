@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import BYTES, FLOATS, SLOTS
+from ..dispatch.debug_checks import blocks as checks
 from ..layout import DSV4_FP8
 from ..ops.blocks import copy_blocks, swap_blocks
 from .inputs import Inputs

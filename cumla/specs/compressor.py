@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds import ROUNDED
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import FLOAT32, INT32, SLOTS
+from ..dispatch.debug_checks import compressor as checks
 from ..layout import DSV4_BF16, INDEXER_BF16, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import PROJECTED, compress_and_insert

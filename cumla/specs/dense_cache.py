@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import BFLOAT16, BYTES, FLOAT32, FLOATS, INT32, SLOTS
+from ..dispatch.debug_checks import dense_cache as checks
 from ..layout import MLA_BF16
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM, concat_and_cache_mla, gather_cache
 from .inputs import Inputs

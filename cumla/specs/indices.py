@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds import EQUAL
-from ..dispatch import debug_maps as checks
 from ..dispatch.call import BOOL, INT32
+from ..dispatch.debug_checks import indices as checks
 from ..ops.indices import (
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,

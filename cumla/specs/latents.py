@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds import ROUNDED
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import FLOAT32, INT32, SLOTS
+from ..dispatch.debug_checks import latents as checks
 from ..ops.latents import DIM, VALUES, compress_latents
 from .inputs import Inputs
 from .spec import Array, OperationSpec, Variant

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds import ROUNDED
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import BFLOAT16, FLOAT32, SLOTS
+from ..dispatch.debug_checks import norm_rope as checks
 from ..layout import DSV4_BF16, INDEXER_BF16, CacheLayout
 from ..ops.norm_rope import (
     QUANTIZED_GROUP,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..bounds import EQUAL
-from ..dispatch import debug_maps as checks
 from ..dispatch.call import FLOATS, INT32
+from ..dispatch.debug_checks import prefill_rows as checks
 from ..layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, CacheLayout
 from ..ops.prefill_rows import gather_prefill_rows
 from .inputs import Inputs

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import debug_validation as checks
 from ..dispatch.call import BFLOAT16, BYTES, FLOAT32, FLOATS, INT32, SLOTS
+from ..dispatch.debug_checks import sparse_cache as checks
 from ..layout import (
     DSV4_FP8,
     DSV41_FP4,

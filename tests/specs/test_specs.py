@@ -1,11 +1,14 @@
 """Specs say what the functions take, and their inputs of every size are those of calls that work."""
 
+import contextlib
 import inspect
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import cumla
+from cumla.dispatch import debug
 from cumla.dispatch.call import Call
 from cumla.specs import SPECS
 from cumla.specs.inputs import TINY, Inputs
@@ -56,6 +59,20 @@ def test_dtypes_are_those_that_the_function_checks(spec, monkeypatch):
         spec.run(variant.arguments(Inputs("reference")), "reference")
     for name in checked.keys() & spec.arrays.keys():
         assert checked[name] <= set(spec.arrays[name].dtypes), name
+
+
+@VARIANTS
+def test_the_check_is_the_one_that_debug_makes(spec, variant, monkeypatch):
+    made, check_of, arguments = set(), debug.check_of, variant.arguments(Inputs("reference"))
+
+    def noted(file, kernel):
+        made.add(check_of(file, kernel))
+        return check_of(file, kernel)
+
+    monkeypatch.setattr(debug, "check_of", noted)
+    with cumla.debug(), contextlib.suppress(ValueError):  # inputs of a self-test have values that are wrong
+        spec.run(arguments, "reference")
+    assert made == {spec.check}
 
 
 @VARIANTS

@@ -1,26 +1,13 @@
-"""Checks of one kind of value, for the checks of `cumla.debug`: slots, pages, indices, lengths, positions.
-
-They wait for the device.
-
-`given` has a kernel's arguments by name (kernels/reference), those that a NamedTuple groups one by one, and `first`,
-the index of the call's first row in the arrays of the public call."""
+"""Checks of one kind of value: slots, pages, indices, lengths, positions. They wait for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-CHECKS: dict[str, Callable[..., int | None]] = {}
 UNBOUNDED = 2**31 - 1  # no length is more
 MOST_SCALE = 4.5  # of a softmax, in units of 1 / sqrt(head_dim)
-
-
-def check(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Check calls of the kernel of this name. The result: rows that it took, if a large call is made in pieces."""
-    CHECKS[function.__name__] = function
-    return function
 
 
 def host(array: Any) -> np.ndarray:
@@ -93,10 +80,10 @@ def check_pages(
         )
 
 
-def check_cached(given: Any, begin: Any, end: Any) -> None:
+def check_cached(arguments: Any, begin: Any, end: Any) -> None:
     """The same for the cache whose pages and block table a call has."""
-    begin, pages = np.broadcast_to(begin, np.shape(end)), given.pages
-    check_pages("block_table", given.block_table, begin, end, pages.block_size, len(pages.bytes), given.first)
+    begin, pages = np.broadcast_to(begin, np.shape(end)), arguments.pages
+    check_pages("block_table", arguments.block_table, begin, end, pages.block_size, len(pages.bytes), arguments.first)
 
 
 def check_indices(name: str, indices: Any, used: Any, limit: int, what: str = "query") -> np.ndarray:
@@ -185,13 +172,13 @@ def check_packed(name: str, starts: Any, rows: int, of: str) -> np.ndarray:
 
 
 def check_positions(
-    given: Any, table: Any, slots: Any = None, name: str = "cos_sin_cache", all_read: bool = True
+    arguments: Any, table: Any, slots: Any = None, name: str = "cos_sin_cache", all_read: bool = True
 ) -> None:
     """Raise ValueError for a position without a row in RoPE's table: -1 is a padding token, which has no slot.
 
     all_read  False: those of rows that have a slot matter alone
     """
-    at, rows = host(given.positions), len(table)
+    at, rows = host(arguments.positions), len(table)
     written = np.zeros(len(at), np.bool_)
     if slots is not None:
         written[: len(slots)] = host(slots) >= 0

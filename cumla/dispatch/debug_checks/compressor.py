@@ -1,0 +1,35 @@
+"""Checks of `cumla.debug` for kernels of the compressor of V4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .values import check_pages, check_positions, check_slots, checked_requests, host
+
+
+def compress_and_insert(arguments: Any) -> None:
+    positions, slots, state_table, ratio = (
+        arguments.positions,
+        arguments.slots,
+        arguments.state_block_table,
+        arguments.compress_ratio,
+    )
+    check_positions(arguments, arguments.cos_sin, slots)
+    at, states, num_reqs = host(positions), arguments.compressors[0].state, len(state_table)
+    requests = checked_requests(arguments.token_to_req, at >= 0, num_reqs)
+    for prefix, rows in zip(("", "index_"), arguments.compressors, strict=False):
+        check_slots(f"slot_mapping of {prefix}k_cache", slots, rows.pages.num_slots, positions, requests)
+        num_states = rows.state.shape[0] * rows.state.shape[1]
+        check_slots(
+            f"state_slot_mapping of {prefix}state_cache", arguments.state_slots, num_states, positions, requests
+        )
+    window = ratio * arguments.compressors[0].kv_score.shape[1] // (2 * arguments.compressors[0].pages.layout.head_dim)
+    begin, end = np.full(num_reqs, np.iinfo(np.int64).max), np.zeros(num_reqs, np.int64)
+    for i in np.flatnonzero(at >= 0):  # rows that a step's first tokens complete also read states before the step
+        r = requests[i]
+        before = at[i] - (i - host(arguments.query_start_loc)[r])  # the step's first position
+        if (at[i] + 1) % ratio == 0 and i < len(slots) and host(slots)[i] >= 0:
+            begin[r], end[r] = min(begin[r], at[i] + 1 - window), before
+    check_pages("state_block_table", state_table, begin, end, states.shape[1], len(states))

@@ -1,0 +1,32 @@
+"""Checks of `cumla.debug` for kernels of the compressor of V4.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .values import host
+
+
+def compress_latents(arguments: Any) -> None:
+    if arguments.state is None:
+        return
+    rings, capacity, _ = arguments.state.shape
+    slots, at = host(arguments.slots), host(arguments.positions)[: len(arguments.slots)]
+    wrong = (slots < -1) | (slots >= rings * capacity) | ((slots >= 0) & (slots % capacity != at % capacity))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(
+            f"slot_mapping: row {row} (position {at[row]}) has slot {slots[row]}, expected -1 or 0 to "
+            f"{rings * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
+        )
+    starts, owner = host(arguments.query_start_loc), dict[int, int]()
+    for request in range(len(starts) - 1):
+        its = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
+        for ring in np.unique(its[its >= 0] // capacity).tolist():
+            other = owner.setdefault(ring, request)
+            if other != request:
+                raise ValueError(
+                    f"slot_mapping: requests {other} and {request} both have ring {ring}, expected rings that differ"
+                )
