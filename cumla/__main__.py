@@ -37,8 +37,8 @@ from .replay.trace import INT32_MAX
 
 MAX_HEADS = 128
 MAX_BATCH = 4096
-MAX_SIZE = 2**20  # of options that are sizes of arrays
-MAX_SEED = 2**47  # with 16 bits more it is still a 64-bit integer
+MAX_SIZE = 2**20  # the largest array size that an option takes
+MAX_SEED = 2**47  # 16 more bits still fit in a 64-bit integer
 
 REPLAY = f"""\
 Replay a trace of requests through a continuous-batching loop. Requests arrive by their timestamps, prompts are
@@ -65,7 +65,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Store(argparse.Action):
-    """Stores a value, and the option in `given`: whether it applies is only known when all options are parsed."""
+    """Stores a value, and the option in `given`: whether an option applies is known once all are parsed."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -98,7 +98,7 @@ def make_parser() -> Parser:
     check = commands.add_parser(
         "check", help="compare every backend that can run here with the reference",
         description="Compare every backend that can run here with the reference, on small random cases. "
-        "Exit status 1 if one is beyond its bounds.",
+        "Exit status 1 if a result is beyond its bounds.",
     )  # fmt: skip
     check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
     _add_number(check, "--seed", 0, MAX_SEED, "of the random numbers", default=0)
@@ -106,14 +106,14 @@ def make_parser() -> Parser:
     _add_bench(commands.add_parser(
         "bench", help="time the operations on this machine, compare and draw results",
         description="Time the operations on this machine: inside CUDA graphs on a device, call by call on the CPU, "
-        "beside FlashMLA where it can be imported. Results of attention are checked first. "
+        "and FlashMLA's operations where it can be imported. Results of attention are checked first. "
         "Exit status 1 if --compare finds a row that is slower beyond noise.",
     ))  # fmt: skip
     _add_warmup(commands.add_parser(
         "warmup", help="compile, test and store on disk the kernels that serving a model needs",
         description="Compile the kernels that serving needs into the caches on disk, and test each against the "
         "reference. A later process then starts warm: it compiles, tests and waits for nothing. "
-        "Exit status 1 if a compiler made a kernel that gives wrong results; the message says which and what to do.",
+        "Exit status 1 if a compiled kernel gives wrong results; the message names it and says what to do.",
     ))  # fmt: skip
     info = commands.add_parser(
         "info", help="versions, devices and backends, and how to install what is missing",
@@ -151,7 +151,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_number(
         load, "--cache-tokens", 1, INT32_MAX, "tokens of the cache", unit="TOKENS",
-        shown="(default: half the tokens of all requests, at least those of the largest one)",
+        shown="(default: half the tokens of all requests, at least the tokens of the largest request)",
     )  # fmt: skip
     _add_number(load, "--seed", 0, MAX_SEED, "of Q and K", default=0)
     model = parser.add_argument_group("model")
@@ -169,7 +169,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     model.add_argument(
         "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
-        help=f"formats of the caches of swa, c4a, c128a and v41: the window's, then that of compressed rows; one of "
+        help=f"formats of the caches of swa, c4a, c128a and v41: first of window rows, then of compressed rows; one of "
         f"{'; '.join(FORMATS)} (default: DSV4_FP8, of v41 {V41_LAYOUT})",
     )  # fmt: skip
     model.add_argument(
@@ -192,7 +192,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all results, those of each step included; - for stdout"
+        "--json", type=Path, metavar="FILE", help="write all results, including each step's; - for stdout"
     )
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png",
@@ -210,8 +210,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
         "--layout", choices=LAYOUT_NAMES, default="DSV4_FP8", metavar="FORMAT",
-        help=f"of the cache: {', '.join(LAYOUT_NAMES)} (default: DSV4_FP8); beside DSV41_FP8 and DSV41_FP8_SPLIT the "
-        "second cache has FP4 rows",
+        help=f"format of the cache: {', '.join(LAYOUT_NAMES)} (default: DSV4_FP8); with DSV41_FP8 and DSV41_FP8_SPLIT "
+        "the second cache has FP4 rows",
     )  # fmt: skip
     _add_number(sizes, "--heads", 1, MAX_HEADS, default=64)
     _add_number(sizes, "--batch", 1, MAX_BATCH, "requests", default=[1, 32])
@@ -228,7 +228,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
     output.add_argument(
         "--compare", nargs="+", metavar="FILE",
-        help="compare with the results OLD; with OLD NEW, those two, and nothing is measured",
+        help="compare with the results OLD; with OLD NEW, compare the two files without measuring",
     )  # fmt: skip
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.set_defaults(run=_bench)
@@ -261,7 +261,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capability",
         metavar="X.Y",
-        help="compile nothing, but say which kernels a device of this compute capability gets; it need not be here",
+        help="list the kernels that a device of this compute capability gets; compiles nothing, needs no such device",
     )
     parser.set_defaults(run=_warmup)
 
@@ -317,14 +317,15 @@ def _add_number(
 ) -> None:  # fmt: skip
     """Add an option that takes an integer within bounds, or a comma list of them if that is the default.
 
-    what   in its help, before the bounds and the default
-    shown  in place of the default
+    what   help text before the bounds and the default
+    shown  text in place of the default
     """
-    of, many = Between(least, most), isinstance(default, list)
+    number, many = Between(least, most), isinstance(default, list)
     bounds = f"{least} to {most}" if most < INT32_MAX else f"from {least}"
     shown = shown or f"(default: {','.join(map(str, default)) if many else default})"
     group.add_argument(
-        option, type=ListOf(of) if many else of, default=default, metavar=f"{unit},{unit},..." if many else unit,
+        option, type=ListOf(number) if many else number, default=default,
+        metavar=f"{unit},{unit},..." if many else unit,
         help=f"{what}, {bounds} {shown}" if what else f"{bounds} {shown}",
     )  # fmt: skip
 
@@ -367,7 +368,7 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.capability is not None:
         from .cli import warm_capability
 
-        given.refuse(args, ["--backend"], "with --capability, whose kernels are those of cuda")
+        given.refuse(args, ["--backend"], "with --capability, which lists kernels of cuda")
         return warm_capability.run(Console(), model, args.batch, args.block_size, args.capability)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 

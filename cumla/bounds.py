@@ -17,9 +17,9 @@ class Bound(NamedTuple):
     def of_values(self, largest: Any) -> Bound:
         """The bound for sums of values of magnitude up to `largest`, weighted by bfloat16 weights.
 
-        Half a unit in a weight's last place is 2^-9 of it, so the error scales with the values: `largest` is the
-        largest |V| of the rows that each query lists. Hopper's prefill has such weights, as does FlashMLA's. On the
-        data of FlashMLA's tests its bounds hold unscaled.
+        A weight is rounded by up to 2^-9 of itself, so the error scales with the values: `largest` is the largest |V|
+        of the rows that each query lists. The Hopper prefills of cumla and of FlashMLA round weights so. On the data
+        of FlashMLA's tests the unscaled bounds hold.
         """
         return self._replace(absolute=self.absolute * largest)
 
@@ -32,12 +32,12 @@ FLOAT16_WEIGHTS = 2.0**-11
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
 # With precision="fp8", queries, rows and weights are rounded to e4m3: each by 2^-4 at most, by 2.6% on average (root
 # mean square). `out` has its bound in units of values, logits (max_logits and lse) in units of softmax_scale |q| |k|.
-# They are for data whose errors are independent, not for the worst case.
+# Both bounds are for data whose errors are independent, not for the worst case.
 PREFILL_FP8_OUT, PREFILL_FP8_LOGITS = Bound(0.08, 0.0, 8e-3), Bound(0.012, 2.01 / 65536)
-MERGE = Bound(1e-6, 1e-5)  # in float32
+MERGE = Bound(1e-6, 1e-5)  # merges are computed in float32
 ROUNDED = Bound(1e-5, 1.01 / 128, 5e-6)  # float32 arithmetic rounded once to bfloat16: a unit in the last place
 SUMS = Bound(1e-4, 1e-5, 1e-9)  # float32 sums of some hundred products of magnitudes up to tens
-SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums with magnitudes of hundreds
+SCORES = Bound(1e-2, 1e-4, 5e-6)  # the indexer's scores: sums with magnitudes of hundreds
 
 
 def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, float]:

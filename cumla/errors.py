@@ -1,4 +1,4 @@
-"""Errors of a command, of which the message is the one line that its user sees."""
+"""Errors of a command. The user sees the message as one line."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class InputError(ValueError):
 
 
 class RunError(Exception):
-    """What ended a run though its options are right: a file not written, a wrong result, a rank that did not come."""
+    """A run failed with valid options: a file was not written, a result is wrong, or a rank did not join."""

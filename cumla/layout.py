@@ -12,7 +12,7 @@ Within a page a token has a *row* and, where the format keeps them apart, *scale
 So the size of the view's last axis is the bytes per token; that axis does not address the bytes of one token.
 
 Formats: DeepSeek V3.2 and V4 as FlashMLA and vLLM store them (bytes equal, padding untouched). DeepSeek V4.1 in both
-arrangements: scales in the row as FlashMLA and vLLM have them, at the page's end (`_SPLIT`) as SGLang and FlashInfer.
+arrangements: scales in the row as in FlashMLA and vLLM, or at the page's end (`_SPLIT`) as in SGLang and FlashInfer.
 Two e2m1 values share a byte, the first in its low half.
 """
 
@@ -42,8 +42,8 @@ class CacheLayout:
 
     name            its name in error messages and CUDA sources
     head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
-    rope_dim        values stored in 16 bits at the end of a quantised row; how many values a model rotates is another
-                    matter: V4.1 quantises those, too
+    rope_dim        values stored in 16 bits at the end of a quantised row; a model may rotate other values: V4.1
+                    quantises its rotated values, too
     value_type      type of the first `head_dim - rope_dim` values; "float32" rows show the effect of rounding, and only
                     host backends take them
     row_bytes       distance between the rows of neighbouring tokens
@@ -52,12 +52,12 @@ class CacheLayout:
     scale_bytes     scale area of one token, padding included
     scale_placement "in_row" or "page_tail"
     page_alignment  pages are padded to a multiple of this
-    stride_multiple the page stride is a multiple of this where pages are packed with others'
+    stride_multiple the page stride is a multiple of this where pages of several caches are packed together
     min_exponent    smallest power-of-two scale that is written, as an exponent of 2 from -126 to 0
     min_scale       smallest scale that is written where scales need not be powers of two; 0: they always are
 
     Raises TypeError for a field of another type, ValueError for a field that does not fit the others; the message names
-    the field. Operations take the formats of cumla and those that `register_layout` adds.
+    the field. Operations take the formats of cumla, and formats added by `register_layout`.
     """
 
     name: str
@@ -113,11 +113,11 @@ class CacheLayout:
 
     @property
     def scale_stride(self) -> int:
-        """Bytes from the scales of a token to those of the next."""
+        """Bytes from the scales of a token to the scales of the next."""
         return self.row_bytes if self.scale_placement == "in_row" else self.scale_bytes
 
     def scale_start(self, block_size: int) -> int:
-        """First scale byte of a page of `block_size` tokens; token r's is r * scale_stride after it."""
+        """First scale byte of a page of `block_size` tokens; token r's scales begin r * scale_stride later."""
         return self.quantized_bytes if self.scale_placement == "in_row" else block_size * self.row_bytes
 
     def page_bytes(self, block_size: int) -> int:
@@ -130,10 +130,10 @@ class CacheLayout:
         """A zeroed cache: uint8 `[num_blocks, block_size, token_bytes]`, a view of pages of `page_stride` bytes.
 
         xp           numpy or cupy
-        page_stride  bytes from page to page, a multiple of `stride_multiple`; `page_bytes(block_size)` unless pages are
-                     packed with others'
-        Raises TypeError for a size that is no integer or an xp that is neither, ValueError if a size is not positive,
-        the cache too large for an address, pages would overlap or the stride is no such multiple.
+        page_stride  bytes from page to page, a multiple of `stride_multiple`; `page_bytes(block_size)` unless pages of
+                     several caches are packed together
+        Raises TypeError for a size that is no integer or an xp that is no such module, ValueError for a size that is
+        not positive, a cache too large for an address, and a stride that is too small or no such multiple.
         """
         num_blocks, block_size = _positive("num_blocks", num_blocks), _positive("block_size", block_size)
         module = getattr(xp, "__name__", type(xp).__name__)
@@ -178,7 +178,7 @@ class CacheLayout:
         cache  uint8 [num_blocks, block_size, token_bytes], of NumPy or CuPy
 
         Returns uint8 [num_blocks, block_size, n], with n quantized_bytes, scale_bytes and 2 * rope_dim: writing to one
-        writes to the cache. Raises ValueError for a format without scales, or an array that is no such cache.
+        writes to the cache. Raises ValueError for a format without scales, or an array that is not such a cache.
         """
         if not self.num_scales:
             raise ValueError(f"layout: got {self.name}, expected one with FP8 or FP4 values")
@@ -203,10 +203,10 @@ def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | N
     """Copy a cache into another arrangement of the same bytes, as between engines: DSV41_FP8 to DSV41_FP8_SPLIT.
 
     cache   uint8 [num_blocks, block_size, token_bytes] of `layout`, of NumPy or CuPy
-    target  a format that differs from `layout` in the place of scales and in padding alone
+    target  a format that differs from `layout` only in padding and in the place of scales
     out     uint8 [num_blocks, block_size, token_bytes] of `target` to write instead of allocating; no part of `cache`
 
-    Returns it. Raises ValueError for formats of other values, or arrays that do not fit.
+    Returns the copy. Raises ValueError for formats of other values, or arrays that do not fit.
     """
     ours, theirs = ((x.head_dim, x.rope_dim, x.value_type, x.scale_type, x.scale_tile) for x in (layout, target))
     if ours != theirs or not layout.num_scales:
@@ -290,24 +290,24 @@ BUILT_IN = (
     INDEXER_MXFP4, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
 )  # fmt: skip
 _layouts = {layout.name: layout for layout in BUILT_IN}
-LAYOUTS: Mapping[str, CacheLayout] = MappingProxyType(_layouts)  # by name, registered ones, too
+LAYOUTS: Mapping[str, CacheLayout] = MappingProxyType(_layouts)  # by name, including registered formats
 _lock = threading.Lock()
 
 
 def layouts_of(token_bytes: int) -> list[CacheLayout]:
-    """The formats of cumla with `token_bytes` bytes per token. Where several fit, only the cache's owner knows which
-    it is. Registered formats are not among them: registering one changes no other call."""
+    """The formats of cumla with `token_bytes` bytes per token. Where several fit, only the cache's owner knows its
+    format. Registered formats are left out, so that registering a format changes no other call."""
     return [layout for layout in BUILT_IN if layout.token_bytes == token_bytes]
 
 
 def register_layout(layout: CacheLayout) -> CacheLayout:
-    """Add a format of one's own, for the life of the process.
+    """Add a cache format for the life of the process.
 
-    `quantize_and_insert_k_cache` and `dequantize_and_gather_k_cache` take it on every backend as `layout=`, by itself
-    or by its name, as does `sparse_mla_decode` where rows have 512 to 576 values. It is never inferred from an array.
-    Other operations and the layers take the formats of cumla alone.
+    `quantize_and_insert_k_cache` and `dequantize_and_gather_k_cache` take the format or its name as `layout=` on every
+    backend; `sparse_mla_decode` does for rows of 512 to 576 values. A registered format is never inferred from an
+    array. Other operations and the layers take only the formats of cumla.
 
-    layout  float32 (on the host alone), bfloat16, or quantised:
+    layout  float32 (on the host only), bfloat16, or quantised:
 
             value_type  scale_type     scale_tile  head_dim, a multiple of    rope_dim
             e4m3        float32        64, 128     8                          a multiple of 8
@@ -315,11 +315,11 @@ def register_layout(layout: CacheLayout) -> CacheLayout:
             e4m3        ue8m0          16, 32      64                         0
             e2m1        ue8m0, e4m3    16, 32      64                         0
 
-            with rows of at least 136 values and a multiple of 16 bytes, at most 32 scales, and a scale area as large as
-            these, rounded up to 4 bytes
+            with rows of at least 136 values and a multiple of 16 bytes, at most 32 scales, and a scale area of the
+            scales' size rounded up to 4 bytes
 
-    Returns it. An equal format may be registered again. Raises TypeError unless it is a CacheLayout, ValueError for a
-    name that another format has or that is no identifier in ASCII, and for a field that not all backends take.
+    Returns `layout`. An equal format may be registered again. Raises TypeError for another type, ValueError for a name
+    that another format has or that is no ASCII identifier, and for a field that some backend does not take.
     """
     if not isinstance(layout, CacheLayout):
         raise TypeError(f"layout: got {type(layout).__name__}, expected a CacheLayout")

@@ -1,4 +1,4 @@
-"""The fields of a cache format: the values that they may have, and the rules by which they fit together.
+"""The fields of a cache format: their allowed values, and the rules between them.
 
 Below `cumla.layout`, whose CacheLayout is the argument `x` of the checks.
 """
@@ -14,7 +14,7 @@ import numpy as np
 ValueType = Literal["e4m3", "e2m1", "bfloat16", "float16", "float32"]
 ScaleType = Literal["none", "ue8m0", "float32", "e4m3"]
 
-MAX_BYTES = 2**63 - 1  # of an array
+MAX_BYTES = 2**63 - 1  # the largest array
 VALUE_BITS: dict[ValueType, int] = {"e4m3": 8, "e2m1": 4, "bfloat16": 16, "float16": 16, "float32": 32}
 SCALE_BYTES: dict[ScaleType, int] = {"none": 0, "ue8m0": 1, "float32": 4, "e4m3": 1}
 LARGEST: dict[ValueType, float] = {"e4m3": 448.0, "e2m1": 6.0}
@@ -25,8 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "value_type": tuple(VALUE_BITS), "scale_type": tuple(SCALE_BYTES), "scale_placement": ("in_row", "page_tail")
 }  # fmt: skip
 
-# What kernels of all backends take: scale tiles by the types of values and scales. Tiles of less than 64 values are for
-# rows that are quantised whole, a multiple of 64 values.
+# Scale tiles that the kernels of all backends take, by the types of values and scales. Tiles of less than 64 values
+# need rows without 16-bit values, a multiple of 64 values long.
 KERNEL_TILES: dict[tuple[ValueType, ScaleType], tuple[int, ...]] = {
     ("e4m3", "float32"): (64, 128), ("e4m3", "ue8m0"): (16, 32, 64), ("e2m1", "ue8m0"): (16, 32),
     ("e2m1", "e4m3"): (16, 32),
@@ -37,7 +37,7 @@ ACCESS_BYTES, WORD_BYTES = 16, 4  # widest reads of values and of scales
 
 
 def integer(name: str, value: Any, least: int, most: int = MAX_BYTES) -> int:
-    """A size as a Python integer: its products cannot overflow as NumPy's can. Raises TypeError or ValueError."""
+    """A size as a Python integer, whose products cannot overflow as NumPy's can. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
     if value < least:
@@ -130,7 +130,7 @@ def check_for_kernels(x: Any) -> None:
         raise ValueError(
             f"scale_bytes: got {x.scale_bytes}, expected {scale_bytes}: no padding but to {WORD_BYTES} bytes"
         )
-    if x.row_bytes % ACCESS_BYTES:  # then its 16-bit values, too, begin at such a multiple
+    if x.row_bytes % ACCESS_BYTES:  # the row's 16-bit values then begin at such a multiple, too
         raise ValueError(
             f"row_bytes: got {x.row_bytes}, expected a multiple of {ACCESS_BYTES}; scales at the page's end "
             "(scale_placement) take no bytes of a row"

@@ -1,4 +1,4 @@
-"""What commands print beside tables: lines that are wrapped between words, and their progress on stderr."""
+"""What commands print in addition to tables: lines wrapped between words, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIME_WIDTH = len("0:00:00")
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line, which may contain markup: in a terminal wrapped between words, in a file or a pipe as it is."""
+    """Print a line that may contain markup: wrapped between words in a terminal, unchanged in a file or a pipe."""
     console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
 
@@ -78,7 +78,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 
 def _bar(console: Console) -> bars.Progress:
-    """At any width the description is shortened, never a number."""
+    """A bar that shortens its description to fit the terminal, never a number."""
     return bars.Progress(
         bars.SpinnerColumn(),
         bars.TextColumn("{task.description}", markup=False, table_column=Column(ratio=3, no_wrap=True)),
@@ -90,5 +90,5 @@ def _bar(console: Console) -> bars.Progress:
         transient=True,
         expand=True,
         redirect_stdout=False,  # else results would go to stderr
-        refresh_per_second=2,  # as it runs while calls are timed
+        refresh_per_second=2,  # seldom, because the bar is drawn while calls are timed
     )

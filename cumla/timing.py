@@ -1,4 +1,4 @@
-"""How long work takes on the host or on a device, and what would disturb such a measurement."""
+"""Measures the time of work on the host or on a device, and keeps BLAS threads and launch gaps out of it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 
 
 def limit_blas_threads() -> None:
-    """Keep BLAS's threads off the cores, for the whole process: matrices of one token's size are one thread's work.
+    """Limit BLAS to one thread in the whole process: a product with one token needs no more.
 
-    They spin for milliseconds after each call and push others aside: four times slower on two cores, and more where
-    another process runs.
+    BLAS's other threads spin for milliseconds after each call. On two cores they made other work four times slower,
+    and more where another process ran.
     """
     importlib.import_module("threadpoolctl").threadpool_limits(1, "blas")
 
 
 class Stopwatch:
-    """Seconds by key. On the host by its clock; on a device between two CUDA events.
+    """Seconds by key: by the host's clock, or on a device between two CUDA events.
 
-    Events count what the device does between them and, where it has nothing queued, its waiting for the host;
-    inside `queued` it has, but for ranks.
+    The time between events includes the device's waits for work that the host has not queued yet. Inside `queued`
+    there are no such waits, unless `holds` is False.
 
-    holds  whether a device may be held. Not those of several ranks: one that is held holds up what others exchange
-           with it, and two ranks of a process were seen to wait for each other for good
+    holds  whether the device may be held. False for several ranks: a held device blocks the exchanges of the other
+           ranks, and two ranks of one process were seen to deadlock
     """
 
     def __init__(self, xp: Any, holds: bool = True) -> None:
@@ -51,7 +51,7 @@ class Stopwatch:
             self._spans.append((key, begin, end))
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
-        """Let a device begin with what is inside only when the host has queued all of it."""
+        """A context whose work the device begins only once the host has queued all of it."""
         return contextlib.nullcontext() if self._gate is None else self._gate.closed()
 
     def collect(self) -> dict[Any, float]:
@@ -64,9 +64,9 @@ class Stopwatch:
 
 
 class Gate:
-    """Holds CuPy's current stream. Each hold has a number; the device goes on once `opened` has reached it.
+    """Holds CuPy's current stream. Each hold has a number; the device continues once `_opened` has reached it.
 
-    longest  nanoseconds after which it goes on in any case, should the host wait for it meanwhile
+    longest  nanoseconds after which the device continues in any case, so that a host that waits for it does not hang
     """
 
     def __init__(self, longest: int = 5_000_000) -> None:
