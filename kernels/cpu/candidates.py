@@ -1,4 +1,4 @@
-"""Candidate blocks on the CPU: scores by BLAS, query by query; everything else compiled."""
+"""Candidate blocks on the CPU: BLAS computes the scores, query by query; Numba compiles everything else."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The compressor, parallel over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
+"""The compressor and its states, parallel over the cores: softmax pooling, RMSNorm, RoPE, insert."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def _compress(first_group, end_group, states, state, pages, g, weight, step, num
 
 @compiled
 def _pool(row, top, total, token, states, state, step):
-    """The mean of the window's kv weighted by the softmax of its score into `row`; by position, to save memory.
+    """Write the window's mean of kv, weighted by the softmax of its score, into `row`; by position, to save memory.
 
     top, total  [head_dim] float32, scratch memory
     """

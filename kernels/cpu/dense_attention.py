@@ -53,7 +53,7 @@ def dense_mla_decode(given: DenseDecode) -> None:
         queries = q[b].astype(np.float32).reshape(s_q * heads, head_dim) * np.float32(softmax_scale)
         scores = (queries @ keys.T).reshape(s_q, heads, len(keys))
         for i in range(s_q):
-            # Masked keys are left out: 0 times NaN would be NaN.
+            # Masked keys are skipped: 0 times NaN would be NaN.
             visible = np.searchsorted(positions, length - (s_q - 1 - i)) if causal else len(keys)
             out[b, i], lse[b, :, i] = _attend(scores[i, :, :visible], keys[:visible, :V_DIM])
 

@@ -1,4 +1,4 @@
-"""The indexer on the CPU: scores by BLAS, some queries at a time."""
+"""The indexer on the CPU: BLAS computes the scores of several queries at a time."""
 
 import numpy as np
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
-MXFP4_GONE = 30  # values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
+MXFP4_GONE = 30  # a tile whose scale is 2^-30 of its head's scale or less is 0 in e4m3
 PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
 
 
@@ -96,7 +96,7 @@ def _rotate_and_quantize(
 
 @compiled
 def _to_mxfp4(x, out, least_exponent):
-    """Round x, float32 [128], to MXFP4: a row of codes and scales, or e4m3 bytes, whose scale is returned."""
+    """Round x, float32 [128], to MXFP4: a row of codes and scales, or e4m3 bytes. Returns the scale of e4m3 bytes."""
     head = np.int64(least_exponent)
     for first in range(0, len(x), TILE):
         scale = e2m1_scale(largest_finite(x[first : first + TILE], True), True, least_exponent, 0.0)
@@ -139,7 +139,7 @@ def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq
 def _slots(
     block_table: np.ndarray, request: int, start: int, end: int, pages: Pages
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Page and row of the positions [start, end) of a request, and a mask of the present ones."""
+    """Page and row of a request's positions [start, end), and a mask of positions that the table has."""
     slots = np.empty(end - start, np.int64)
     _look_up(block_table, request, start, pages.block_size, slots)
     present = (slots >= 0) & (slots < pages.num_slots)
@@ -197,13 +197,13 @@ def paged_mqa_logits(given: PagedScores) -> None:
 
 
 def _keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Keys float32 [n, D] and their scales, if they have one each."""
+    """Keys float32 [n, D] and the scale of each; None if keys are stored without one or have several."""
     keys, scales = keys_and_scales(pages, slots)
     return _float32(keys), scales if pages.layout.num_scales == 1 else None
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
-    """Queries or keys; bytes are e4m3."""
+    """Queries or keys in float32; bytes are e4m3."""
     if array.dtype.itemsize == 1:
         return E4M3_VALUES[array.view(np.uint8)]
     return array.astype(np.float32, copy=False)

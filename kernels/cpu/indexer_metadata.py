@@ -72,13 +72,13 @@ def request_of(query_start_loc, num_reqs, token):
 
 @compiled
 def visible_to(query_start_loc, seq_lens, request, token):
-    """Positions up to that of a query token; the last query token is the sequence's last."""
+    """Positions up to and including a query token's; the last query token is the sequence's last."""
     return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token + 1
 
 
 @compiled
 def rows_of(positions, compress_ratio):
-    """Whole rows in so many positions."""
+    """Number of complete rows in `positions` positions."""
     return max(positions, np.int64(0)) // compress_ratio
 
 

@@ -40,7 +40,7 @@ def columns_of(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.nd
 
 @compiled
 def order_of(x):
-    """An integer that increases with float32 `x`, from 1 on; 0 for NaN. -0 equals 0."""
+    """An integer, at least 1, that increases with float32 `x`; 0 for NaN. -0 and 0 have one integer."""
     if x != x:
         return np.int64(0)
     bits = float32_bits(x + np.float32(0))
@@ -52,7 +52,7 @@ def _select(first_row, end_row, logits, first, count, all_bins, indices):
     topk, bins = indices.shape[1], all_bins[first_row]
     for m in range(first_row, end_row):
         row = logits[m, first[m] : first[m] + count[m]]
-        # The k-th largest order, digit by digit: `needed` of the orders with the digits so far are among the k largest.
+        # Finds the k-th largest order digit by digit: of the orders with the digits found, `needed` are selected.
         needed, prefix, shift = topk, np.int64(0), 32
         numbers = 0
         for i in range(len(row)):

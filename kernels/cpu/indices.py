@@ -108,7 +108,7 @@ def _combine(first_token, end_token, given):
 
 
 def build_flashinfer_mixed_sparse_indices(given: MixedIndices):
-    # Compiled code needs arrays, not None: a missing argument becomes an array without effect.
+    # Compiled code takes arrays, not None: an array without effect replaces a missing argument.
     decodes, lens, valid = len(given.decode_swa_indices), given.decode_compressed_topk_lens, given.decode_is_valid_token
     if lens is None or given.decode_compressed_indices_are_local:
         lens = np.full(decodes, np.iinfo(np.int32).max, np.int32)

@@ -59,7 +59,7 @@ def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insert
 
 
 def _place(into: Insertion) -> tuple[Any, ...]:
-    """The cache, the slots and the rotation, as compiled functions take them."""
+    """Cache, slots and rotation in the types that compiled functions take."""
     slots = np.asarray(into.slots, np.int64)
     return into.pages.bytes, geometry_of(into.pages), slots, into.positions, into.cos_sin
 
@@ -164,12 +164,12 @@ def _quantize(first: int, end: int, x: np.ndarray, powers_of_two: bool, values: 
 
 
 def row_bits(width: int) -> np.ndarray:
-    """Memory for `insert_row`: one row for each group of slots that runs at a time."""
+    """Memory for `insert_row`: one row for each group of slots, as groups run concurrently."""
     return np.empty((GROUPS, width), np.uint16)
 
 
 def float32(x: np.ndarray) -> np.ndarray:
-    """A float32 copy to modify."""
+    """A copy in float32, which the caller may modify."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         return np.array(x, np.float32, order="C")
 
@@ -181,7 +181,7 @@ def nearest(position, count):
 
 @compiled
 def scale_by_rms(row, eps):
-    """row /= sqrt(mean(row^2) + eps); the sum is float64, because values of a row may be of any size."""
+    """row /= sqrt(mean(row^2) + eps); the sum is float64, because a row's squares may overflow float32."""
     total = 0.0
     for i in range(len(row)):
         total += np.float64(row[i]) * np.float64(row[i])

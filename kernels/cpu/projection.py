@@ -11,18 +11,18 @@ from ..types.projection import BlockScaledProduct
 from .norm_rope import TO_QUANTIZE, _quantize
 from .threads import parallel_for
 
-VALUES_AT_A_TIME = 1 << 22  # dequantised: 16 MB, which caches of servers hold
+VALUES_AT_A_TIME = 1 << 22  # 16 MB of dequantised values, which fits into a server's last-level cache
 TO_DEQUANTIZE = 1  # approximate nanoseconds per value
-VALUES = np.array([e4m3_value(code) for code in range(256)], np.float32)  # of the codes
+VALUES = np.array([e4m3_value(code) for code in range(256)], np.float32)  # value of each code
 
 
 def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
+    """out [n, M, N] = a [n, M, K] b [n, K, N]; strides are arbitrary."""
     out[...] = np.matmul(a.astype(np.float32, copy=False), b.astype(np.float32, copy=False))
 
 
 def block_scaled_product(given: BlockScaledProduct) -> None:
-    """Weights are dequantised some rows at a time, into memory that stays in the cache."""
+    """Dequantises a slice of the weight's rows at a time, into memory that stays in the cache."""
     _, weight, scales, block_rows, block_columns, out, *_ = given
     scales = flush_subnormals(scales)
     groups, rows, columns = weight.shape
@@ -64,7 +64,7 @@ def fp8_product(
     out: np.ndarray,
     out_scales: np.ndarray | None = None,
 ) -> bool:
-    """There is none: dequantised values are multiplied."""
+    """Returns False: the CPU multiplies dequantised values."""
     return False
 
 

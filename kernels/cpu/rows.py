@@ -38,7 +38,7 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
 UE8M0_VALUES = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)  # 2^-127 is a subnormal of float32
 
-# Tokens are divided by the groups of their slots, and each group runs in order: the last of several for a slot stays.
+# Tokens are divided by the groups of their slots, and a group runs in order: a slot's last token is the one stored.
 GROUPS = 64
 
 lookup_slot = compiled(slots.lookup_slot)
@@ -46,9 +46,9 @@ find_request = compiled(slots.find_request)
 
 
 def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
-    """The memory from the first page to the end of the last, the page stride in bytes, and the number of slots.
+    """The memory from the first page to the last page's end, the page stride in bytes, and the number of slots.
 
-    One contiguous array, for any page stride: compiled code then knows that bytes are neighbours.
+    The memory is one contiguous array for any page stride: compiled code then knows that bytes are neighbours.
     """
     count, page_bytes = pages.bytes.shape
     stride = pages.bytes.strides[0]
@@ -58,7 +58,7 @@ def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
 
 @compiled
 def copy_row(target, source):
-    """Copy between arrays that do not overlap: a slice assignment would first copy arrays that might."""
+    """Copy between arrays that do not overlap; a slice assignment would copy to a buffer first, in case they do."""
     for i in range(len(target)):
         target[i] = source[i]
 
@@ -110,7 +110,7 @@ def write_row(page, row, values, rope, g, power_of_two):
 
 @compiled
 def largest_finite(values, keeps_nan):
-    """The largest finite magnitude of a tile; with `keeps_nan` NaN if the tile has one."""
+    """The largest finite magnitude of a tile; NaN if the tile has a NaN and `keeps_nan` is set."""
     amax = np.float32(0)
     for x in values:
         magnitude = np.abs(x)
@@ -125,7 +125,7 @@ def largest_finite(values, keeps_nan):
 
 @compiled
 def scale_at(page, scales, tile, g):
-    """Scale `tile` of the row whose scales are at `scales` of its page, float64."""
+    """Scale `tile` of a row, float64; the row's scales begin at byte `scales` of its page."""
     if g.ue8m0:
         return UE8M0_VALUES[page[scales + tile]]
     if g.e4m3_scales:

@@ -40,7 +40,7 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    """The products are those of float32 values, whether or not they may be of e4m3."""
+    """Multiplies float32 values, also where the arguments allow e4m3."""
     q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
     width, append = indices.shape[1], _appending(kv)
 
@@ -52,7 +52,7 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
 
 
 def _appending(kv: np.ndarray | Pages) -> Callable[[np.ndarray, np.ndarray, int], int]:
-    """A function of buffer, indices and how many of them are in use; it returns the number of rows that are there."""
+    """A function (buffer, indices, number of indices in use) that fills the buffer and returns its number of rows."""
     if isinstance(kv, Pages):
         memory, geometry = flat(kv), geometry_of(kv)
         return lambda rows, indices, listed: _gather_slots(rows, 0, *memory, indices, listed, geometry)
@@ -74,7 +74,7 @@ def _attend(
 ) -> None:
     """Attention of every token of q [b, s_q, h, d] over at most `width` rows; max_logits and lse [b, h, s_q]."""
     batch, s_q, heads, head_dim = q.shape
-    if q.dtype != np.float32:  # Numba knows no bfloat16
+    if q.dtype != np.float32:  # Numba has no bfloat16
         q, out = q.view(np.uint16), out.view(np.uint16)
     sink = np.full(heads, -np.inf, np.float32) if attn_sink is None else attn_sink
 
@@ -84,7 +84,7 @@ def _attend(
             b, s = divmod(token, s_q)
             fits = buffers.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             used = buffers
-            if not fits:  # values of this token may have left float32, or its scores need more digits
+            if not fits:  # this token's values may exceed float32's range, or its scores need more digits
                 used = _Buffers(heads, width, head_dim, np.float64)
                 used.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             lse[b, :, s] = used.lse
@@ -115,9 +115,9 @@ class _Buffers:
         sink: np.ndarray,
         out: np.ndarray,
     ) -> bool:
-        """Write the token's output, float32 or bfloat16 viewed as uint16 as q is; max_logits and lse stay here.
+        """Write the token's output in q's type, float32 or bfloat16 viewed as uint16; max_logits and lse stay here.
 
-        Returns whether float32 was enough.
+        Returns whether the buffers' precision was sufficient.
         """
         count = gather(token, self.rows)
         if count == 0:
@@ -125,8 +125,8 @@ class _Buffers:
             self.max_logits[:], self.lse[:] = -np.inf, np.inf
             return True
         rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
-        # In float64 the scores are scaled, not q: products of the original values are exact there, so that scores with
-        # one huge product in common are equal, as in the reference, and do not differ by a rounding.
+        # In float64 the scores are scaled, not q: products of unscaled values are exact there. Scores that share one
+        # huge product are then equal, as in the reference, and do not differ by a rounding.
         precise = rows.dtype == np.float64
         factor = 1.0 if precise else softmax_scale
         if q.dtype == np.float32:
@@ -166,7 +166,7 @@ def _gather_slots(
 
 @compiled(nogil=True)
 def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, listed: int) -> int:
-    """The same for rows of a dense workspace, bfloat16 viewed as uint16."""
+    """Like _gather_slots, for rows of a dense workspace, bfloat16 viewed as uint16."""
     count = 0
     for j in range(min(listed, len(indices))):
         index = np.int64(indices[j])
@@ -181,7 +181,7 @@ def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, lis
 
 @compiled(nogil=True)
 def _gather_float32_rows(rows: np.ndarray, kv: np.ndarray, indices: np.ndarray, listed: int) -> int:
-    """The same for float32 rows."""
+    """Like _gather_rows, for float32 rows."""
     count = 0
     for j in range(min(listed, len(indices))):
         index = np.int64(indices[j])
@@ -204,7 +204,7 @@ def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> No
 def _softmax(
     scores: np.ndarray, rows: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, inv_sum: np.ndarray
 ) -> bool:
-    """Scores become weights in place; `inv_sum` is the factor of the weighted sum at the end.
+    """Replaces scores by weights; `inv_sum` is the factor of the final weighted sum.
 
     Returns whether all scores were finite, the differences between relevant scores fit float32's precision, and
     weights that are flushed to 0 are negligible.
@@ -247,7 +247,7 @@ def _has_large_values(rows: np.ndarray) -> bool:
 
 @compiled(nogil=True)
 def _store(out_bits: np.ndarray, result: np.ndarray, inv_sum: np.ndarray) -> bool:
-    """result times inv_sum, rounded to bfloat16."""
+    """Write result times inv_sum, rounded to bfloat16; returns whether all values are finite."""
     check = np.float32(0)
     for head in range(len(result)):
         row, bits = result[head], out_bits[head]

@@ -59,7 +59,7 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
         values, pages.bytes, seq_lens - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
     kept = pages.layout.quantized_dim
-    holds_bfloat16 = pages.layout.value_type != "float32"  # from `kept` on
+    holds_bfloat16 = pages.layout.value_type != "float32"  # values from `kept` on
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
             target = out[request, offset : offset + rows[request]]

@@ -1,10 +1,10 @@
 """Parallel work on the cores: compiled loops over rows, and products of small matrices.
 
-Threads are Python's, and the code they call releases the GIL. Numba's own threads would be less code, but of its
-threading layers one ends every forked child, one ends the process when two threads call at a time, and none can be
-interrupted. BLAS's threads do not fit either: they split small matrices among spinning threads, which displace ours.
+Threads are Python's, and the code they call releases the GIL. Numba's own threads would be less code, but one of its
+threading layers ends every forked child, another ends the process when two threads call at once, and none can be
+interrupted. BLAS's threads are unsuitable too: they split small matrices among spinning threads, which displace ours.
 
-One call at a time has the cores; calls of other threads wait. A call that fails, or that Ctrl-C ends, returns when
+One call uses the cores at a time; calls of other threads wait. A call that fails, or is ended by Ctrl-C, returns when
 no thread uses its arrays any more. A forked child starts with new threads.
 """
 
@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-WORTH_A_THREAD = 500_000  # nanoseconds of work: waking a thread takes some 50,000, and more on busy cores
+WORTH_A_THREAD = 500_000  # nanoseconds of work: waking a thread takes about 50,000, and more on busy cores
 NUM_THREADS = "NUMBA_NUM_THREADS"
 LONGEST_PIECE = 2_000_000  # nanoseconds: the longest delay of Ctrl-C
-PIECES_PER_THREAD = 4  # so that other threads do not wait for a late one
+PIECES_PER_THREAD = 4  # other threads then take the pieces of a late thread
 
 Work = Callable[[Iterator[int]], None]
 
 
 def parallel_for(count: int, nanoseconds: int, loop: Callable[..., None], *arguments: Any) -> None:
-    """Call `loop(first, end, *arguments)` for ranges that cover 0 to count - 1, on as many cores as pay off.
+    """Call `loop(first, end, *arguments)` for ranges that cover 0 to count - 1; the time of all rows decides the cores.
 
     count        independent rows
     nanoseconds  approximate time of a row on a core
@@ -81,7 +81,7 @@ class _Items(Iterator[int]):
     """Items for several threads, each item once. A range's own iterator repeats and drops items without a GIL."""
 
     def __init__(self, items: range) -> None:
-        self._left = collections.deque(items)  # whose methods are atomic with and without a GIL
+        self._left = collections.deque(items)  # a deque's methods are atomic with and without a GIL
 
     def __next__(self) -> int:
         try:
@@ -90,7 +90,7 @@ class _Items(Iterator[int]):
             raise StopIteration from None
 
     def stop(self) -> None:
-        """Leave no items."""
+        """Remove the items that are left."""
         self._left.clear()
 
 
@@ -104,10 +104,10 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, threads: int) -> None:
-        """Run it on this number of threads, including this one. Afterwards none works any more, even after an error."""
+        """Run the work on this number of threads, including this one. Returns or raises when all have stopped."""
         try:
             for _ in range(threads - 1):
-                try:  # with the caller's context, to which self-tests assign what a thread compiles
+                try:  # in the caller's context, in which self-tests record what a thread compiles
                     _cores.pool().submit(contextvars.copy_context().run, self._help)
                 except RuntimeError:  # no more threads can be started
                     break
@@ -158,7 +158,7 @@ class _Cores:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Hold the cores, once other threads' calls are done.
+        """Hold the cores, after other threads' calls have ended.
 
         Raises RuntimeError within a call of the same thread, as in a signal handler, which would deadlock.
         """
@@ -181,7 +181,7 @@ class _Cores:
 
     @contextlib.contextmanager
     def blas_on_one_thread(self) -> Iterator[None]:
-        """BLAS's number of threads is global to the process: the call that has the cores sets and restores it."""
+        """Set BLAS's number of threads, which is global to the process, to 1, and restore it at the end."""
         with _blas().limit(limits=1, user_api="blas") as self._blas_limit:
             try:
                 yield
@@ -189,7 +189,7 @@ class _Cores:
                 self._blas_limit = None
 
     def leave_to_child(self) -> None:
-        """In a forked child, which has none of its parent's threads: restore BLAS's number of threads."""
+        """Restore BLAS's number of threads in a forked child, which has none of its parent's other threads."""
         if self._blas_limit is not None:
             self._blas_limit.restore_original_limits()
 

@@ -1,1 +1,1 @@
-"""Shared by both Numba backends: plain functions that each compiles for its own target."""
+"""Shared by both Numba backends: plain functions that each backend compiles for its target."""

@@ -1,7 +1,7 @@
 """Functions compiled by Numba, cached on disk: one file for each function and combination of argument types.
 
-Numba's own cache fails at import in a read-only installation, fails for good after one of its files was cut, and can be
-damaged by two processes that compile a function for different types. Here, what cannot be read is compiled again.
+Numba's own cache fails at import in a read-only installation, fails forever once one of its files is truncated, and can
+be damaged by two processes that compile a function for different types. Here, an unreadable file is compiled again.
 """
 
 import functools
@@ -26,7 +26,7 @@ from ..self_tests import Fresh, announce_compilation, note, note_unkept
 from . import kept
 
 log = logging.getLogger(__name__)
-RESULT_SUFFIX = ".verdict"  # self-test result, beside the machine code
+RESULT_SUFFIX = ".verdict"  # self-test result, in the folder of the machine code
 COMPILER = f"Numba {numba.__version__} (llvmlite {llvmlite.__version__})"
 REMEDY = "Install other versions of numba and llvmlite; until then backend='reference' does without them"
 DIGEST_BYTES = 32
@@ -41,9 +41,9 @@ os.register_at_fork(
 
 
 def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Like `numba.njit(**options)` of a function, which Python and other such functions call.
+    """Like `numba.njit(**options)` of a function; Python and other compiled functions may call it.
 
-    It takes arrays, numbers, and named tuples of them, and allocates nothing.
+    The function takes arrays, numbers and named tuples of them, and allocates nothing.
     """
     if function is None:
         return functools.partial(compiled, **options)
@@ -51,8 +51,8 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class Compiled(CPUDispatcher):
-    """Numba's dispatcher for calls from Python. Compiled functions call the function by another dispatcher, which does
-    not compile wrappers for Python."""
+    """Numba's dispatcher for calls from Python. Compiled functions call the function through another dispatcher, which
+    does not compile wrappers for Python."""
 
     def __init__(
         self, py_func: Any, local_types: Any = None, targetoptions: Any = None, pipeline_class: Any = Compiler
@@ -74,7 +74,7 @@ class Cache(NullCache):
         self._identity = function.__module__, self._name, line, sorted(options.items())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The overload for these types, or None. Raises MiscompiledError for one that is known to be wrong."""
+        """The overload for these types, or None. Raises MiscompiledError for an overload that failed its self-test."""
         path, overload = self._path(sig, target_context), None
         if path is not None and os.path.exists(path):
             target_context.refresh()
@@ -103,7 +103,7 @@ class Cache(NullCache):
         log.debug("%s: compiled, for this process alone: %s", self._name, reason)
 
     def _path(self, sig: Any, target_context: Any) -> Path | None:
-        """The file, named by everything that the machine code depends on beside the content of kernels/."""
+        """The file, named by everything that the machine code depends on except the content of kernels/."""
         folder = kept.folder()
         identity = repr((self._identity, str(sig), target_context.codegen().magic_tuple()))
         name = f"{self._name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"

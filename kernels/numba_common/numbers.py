@@ -2,8 +2,8 @@
 
 Both Numba backends use these functions: a CUDA kernel may call a compiled function, which is then compiled
 for the device. Where targets could differ they use integer arithmetic, on int64 (Numba gives float64 for
-a mix of uint64 and int64). Rounding is to nearest even. Where a format is a fixed grid near zero, adding a
-number whose last place is that grid rounds to it.
+a mix of uint64 and int64). Rounding is to nearest even. Subnormals of a format are a fixed grid: adding a
+number whose last place is the grid's step rounds to the grid.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ import numpy as np
 
 from .compiled import compiled
 
-# Types of floating-point arrays, which kernels take as unsigned integers.
+# Types of floating-point arrays; kernels take the arrays as unsigned integers.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
-INFINITY_BITS = 0x7F800000  # of float32; larger magnitudes are NaN
+INFINITY_BITS = 0x7F800000  # bits of float32's infinity; larger magnitudes are NaN
 NAN_BITS = 0x7FC00000
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
@@ -56,7 +56,7 @@ def float16_bits(x: Any) -> Any:
     sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
     if magnitude > INFINITY_BITS:
         return sign | 0x7E00 | ((magnitude >> 13) & 0x3FF)
-    if magnitude >= 0x477FF000:  # 65520, half way from the largest to the next
+    if magnitude >= 0x477FF000:  # 65520, half a step above the largest finite value
         return sign | 0x7C00
     if magnitude < 0x38800000:  # 2^-14, the smallest normal: steps of 2^-24, the last place of 0.5
         return sign | (float32_bits(float32_value(magnitude) + np.float32(0.5)) - 0x3F000000)
@@ -101,7 +101,7 @@ def e4m3_value(byte: Any) -> Any:
 def e2m1_code(x: Any) -> Any:
     """The four bits of x as e2m1; beyond 6 saturates. NaN becomes 0: the format has none.
 
-    Ties go to even codes: a midpoint below an odd code is not enough for it.
+    Ties go to even codes: a midpoint below an odd code rounds down.
     """
     if x != x:
         return np.int64(0)
@@ -113,13 +113,13 @@ def e2m1_code(x: Any) -> Any:
 
 @compiled
 def e2m1_value(code: Any) -> Any:
-    """Four bits of e2m1: moved to e4m3's fields they are the value times 2^-6."""
+    """The value of an e2m1 code: its bits in e4m3's fields are the value times 2^-6."""
     return e4m3_value(((code & 8) << 4) | ((code & 7) << 2)) * np.float32(64)
 
 
 @compiled
 def scale_exponent(amax: Any, min_exponent: Any) -> Any:
-    """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 1.75 * 2^8."""
+    """Smallest e >= `min_exponent` with amax <= 448 * 2^e. Exact: 448 is 1.75 * 2^8."""
     bits = float32_bits(amax)
     exponent = (bits >> 23) - 127 - 8
     if (bits & 0x7FFFFF) > 0x600000:
@@ -143,7 +143,7 @@ def ue8m0_value(byte: Any) -> Any:
 
 @compiled
 def one_scale(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """One UE8M0 scale for four: 2^-6 of the largest that is a number, so that 6 becomes 384."""
+    """One UE8M0 scale for four: the largest that is not NaN, times 2^-6, so that 6 becomes 384."""
     largest = np.int64(0)
     for scale in (np.int64(a), np.int64(b), np.int64(c), np.int64(d)):
         if scale != 255:
@@ -153,7 +153,7 @@ def one_scale(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 @compiled
 def e2m1_in_units(code: Any, scale: Any, unit: Any) -> Any:
-    """Four bits of e2m1 with a UE8M0 scale as an e4m3 byte with the scale `unit`; 2^-30 of it is 0."""
+    """An e2m1 code with a UE8M0 scale as an e4m3 byte with the scale `unit`; 0 if the scale is 2^-30 of it or less."""
     if scale == 255:
         return np.int64(0x7F)
     return e4m3_byte(e2m1_value(code) * power_of_two(max(np.int64(scale) - unit, -30)))

@@ -1,4 +1,4 @@
-"""Index arithmetic of both Numba backends: plain functions that each compiles for its own target.
+"""Index arithmetic of both Numba backends: plain functions that each backend compiles for its target.
 
 Arithmetic is on 64-bit integers: an int32 from an array is widened first.
 """
@@ -30,14 +30,14 @@ def token_position(query_start_loc: Any, seq_lens: Any, request: Any, token: Any
 
 
 def complete_rows(positions: Any, token: Any, compress_ratio: Any) -> Any:
-    """Rows of `compress_ratio` positions each that are complete at a token's position; any value without positions."""
+    """Number of complete rows of `compress_ratio` positions at a token's position; arbitrary without positions."""
     if len(positions) == 0:
         return np.int64(2**31)
     return max(np.int64(positions[token]) + 1, 0) // compress_ratio
 
 
 def local_position(position: Any, shard: Any) -> Any:
-    """Index of a position among a rank's tokens (kernels/types/shard.py), or -1 for another rank's."""
+    """Index of a position among a rank's tokens (kernels/types/shard.py), or -1 if another rank stores the position."""
     turn = np.int64(position) // shard.interleave
     if position < 0 or turn % shard.size != shard.rank:
         return np.int64(-1)

@@ -1,1 +1,1 @@
-"""The reference, in NumPy and float64: written to be read and compared against, not to be fast."""
+"""The reference in NumPy and float64: slow code that is easy to read, with which other backends are compared."""

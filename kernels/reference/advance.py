@@ -12,7 +12,7 @@ def advance_step(batch: DecodeBatch) -> None:
     tokens = np.iinfo(batch.input_tokens.dtype)
     for i in range(batch.num_queries):
         token = int(batch.sampled_token_ids[i])
-        position = int(batch.seq_lens[i])  # of the sampled token: the first one after the sequence
+        position = int(batch.seq_lens[i])  # the sampled token follows the sequence's last token
         batch.input_tokens[i] = token if tokens.min <= token <= tokens.max else -1
         batch.input_positions[i] = position
         batch.seq_lens[i] = min(position + 1, INT32_MAX)

@@ -10,5 +10,5 @@ def copy_blocks(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> Non
 
 
 def copy_blocks_across(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> None:
-    """From one kind of memory to another; on the host both are the same."""
+    """Copies between host and device memory; here both arrays are in host memory."""
     copy_blocks(src, dst, src_to_dst)

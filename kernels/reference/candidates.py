@@ -13,7 +13,7 @@ LARGEST = np.finfo(np.float32).max
 def select_candidate_blocks(
     logits: np.ndarray, rows: Rows, block: int, maxima: np.ndarray, candidates: np.ndarray
 ) -> None:
-    """`maxima` are NaN, which top_k_per_row never selects, for blocks that are none or have no score above -inf."""
+    """`maxima` is NaN, which top_k_per_row never selects, for absent blocks and blocks without a score above -inf."""
     maxima[:] = np.nan
     for m, row in enumerate(logits):
         start, end = columns_of(rows, m, len(row))
@@ -30,7 +30,7 @@ def select_candidate_blocks(
 
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
-    """Scores as paged_mqa_logits, and the blocks with the best of them."""
+    """Scores as in paged_mqa_logits, and the blocks with the largest scores."""
     paged_mqa_logits(given)
     select_candidate_blocks(
         given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
@@ -61,7 +61,7 @@ def candidate_logits(given: CandidateScores) -> None:
 
 
 def positions_of(candidates: np.ndarray, block: int) -> np.ndarray:
-    """The positions of blocks [..., K], int64 [..., K * block]; -1 where there is no block."""
+    """Positions in candidate blocks [..., K], int64 [..., K * block]; -1 where a block is absent."""
     blocks = candidates.astype(np.int64)[..., None]
     positions = np.where(blocks >= 0, blocks * block + np.arange(block), -1)
     return positions.reshape(*candidates.shape[:-1], -1)

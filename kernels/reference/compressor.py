@@ -2,8 +2,8 @@
 
 state[p]    = kv[p], score[p] + bias[p mod ratio]                         float32, of every position p
 row[n]      = sum_p softmax_p(score[p]) kv[p]                             channel by channel
-              over p = n ratio ... n ratio + ratio - 1; where windows overlap, over those with the second half of
-              their channels and over the ratio positions before with the first half
+              over p = n ratio ... n ratio + ratio - 1; where windows overlap, these positions give the second half
+              of their channels, and the ratio positions before them give the first half
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def _window(token: int, states: np.ndarray, state: np.ndarray, step: Compression
     present = 0 <= request < len(step.query_start_loc) - 1
     first_token = max(int(step.query_start_loc[request]), 0) if present else token
     rows = []
-    for back in range((2 if overlaps else 1) * ratio):  # from the last position on backwards
+    for back in range((2 if overlaps else 1) * ratio):  # backwards from the last position
         at = position - back
         if at < 0:
             break

@@ -39,7 +39,7 @@ def dense_mla_decode(given: DenseDecode) -> None:
         stored = keys if scale is not None else keys.view(np.uint8)
         gather_cache(pages, stored, block_table[b : b + 1], np.array([0, length]), None, scale)
         for i in range(q.shape[1]):
-            # The request's own length determines how many tokens the query sees, whatever the table holds.
+            # The request's length determines how many tokens the query sees, not the entries of the table.
             visible = int(cache_seqlens[b]) - (q.shape[1] - 1 - i if causal else 0)
             seen = keys[: max(visible, 0)][present[: max(visible, 0)]]
             out[b, i], lse[b, :, i] = attend(q[b, i], seen, seen[:, :V_DIM], softmax_scale, False)

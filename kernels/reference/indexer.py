@@ -59,7 +59,7 @@ def mxfp4_query(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mxfp4_in_e4m3(codes: np.ndarray, scales: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:
-    """The same values as e4m3 bytes with one scale, 2^-6 of the largest."""
+    """The same values as e4m3 bytes with one scale, the largest scale times 2^-6."""
     exponents = np.where(scales > 0, np.frexp(scales)[1] - 1, least_exponent)  # NaN's too
     head = max(int(exponents.max()) - MXFP4_SHIFT, least_exponent)
     tiles = np.repeat(scales.astype(np.float64), INDEXER_MXFP4.scale_tile) * np.ldexp(1.0, -head)
@@ -78,7 +78,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: boo
 
 
 def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
-    """Rows, without quantisation, into the slots of a cache without scales."""
+    """Write rows, without quantisation, into the slots of a cache without scales."""
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             page, row = divmod(int(slot), pages.block_size)
@@ -114,7 +114,7 @@ def scales_of(pages: Pages) -> np.ndarray:
 
 
 def keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [n, D] and the scale of each; e2m1 keys have several, which their values contain."""
+    """Keys [n, D] and the scale of each; e2m1 keys are multiplied by their scales and get a scale of 1."""
     if pages.layout.value_type == "e2m1":
         return read_tokens(pages, slots), np.ones(len(slots), np.float32)
     where = np.divmod(slots, pages.block_size)
@@ -122,7 +122,7 @@ def keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def packed_keys_and_scales(k: np.ndarray, scales: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """The same of packed keys; those of e2m1 have uint8 scales."""
+    """The same for packed keys; e2m1 keys have uint8 scales."""
     if scales is None:
         return k, np.ones(len(k), np.float32)
     if scales.dtype != np.uint8:
@@ -159,7 +159,7 @@ def mqa_logits(given: PackedScores) -> None:
 
 
 def row_lens(lens: np.ndarray, next_n: int) -> np.ndarray:
-    """Lengths of each row, [B * next_n], of lengths [B] or [B, next_n]."""
+    """Lengths of each row, [B * next_n], from lengths [B] or [B, next_n]."""
     if lens.ndim == 1:
         lens = lens.astype(np.int64)[:, None] - (next_n - 1) + np.arange(next_n)
     return lens.reshape(-1)

@@ -33,7 +33,7 @@ def build_indexer(step: IndexerStep) -> None:
 
 
 def rows_of(positions: int, compress_ratio: int) -> int:
-    """Whole rows in so many positions."""
+    """Number of complete rows in `positions` positions."""
     return max(positions, 0) // compress_ratio
 
 

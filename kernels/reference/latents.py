@@ -44,7 +44,7 @@ def compress_latents(rows: LatentRows) -> None:
 
 
 def _row_before(rows: LatentRows, token: int) -> np.ndarray:
-    """The row before a request's first token, at an odd position: of the ring, or kept for a step that is run again."""
+    """The row before a request's first token, at an odd position: from the ring, or saved for a repeated step."""
     ring, position = int(rows.slots[token]) // rows.state.shape[1], int(rows.positions[token])
     if rows.restart_positions is not None and rows.restart_positions[ring] == position:
         return rows.restart_rows[ring]
@@ -52,7 +52,7 @@ def _row_before(rows: LatentRows, token: int) -> np.ndarray:
 
 
 def _keep_for_restart(rows: LatentRows, token: int, tokens: int) -> None:
-    """Keep the row before a request's first token if the request's tokens are about to overwrite it in the ring."""
+    """Save the row before a request's first token if the request's tokens are about to overwrite it in the ring."""
     ring, position = int(rows.slots[token]) // rows.state.shape[1], int(rows.positions[token])
     is_odd = position > 0 and position % 2 == 1
     if is_odd and rows.restart_positions[ring] == position:

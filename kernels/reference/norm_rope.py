@@ -93,7 +93,7 @@ def rotated(x: np.ndarray, rotation: np.ndarray, inverse: bool = False) -> np.nd
 
 
 def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """x [T, d] with the first values of each row rotated; the two of a pair are half of these values apart."""
+    """x [T, d] with the first n values of each row rotated; the two values of a pair are n / 2 apart."""
     half = rotation.shape[1] // 2
     cos, sin, first, second = rotation[:, :half], rotation[:, half:], x[:, :half], x[:, half : 2 * half]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
@@ -110,7 +110,7 @@ def write_rows(pages: Pages, slots: np.ndarray, rows: np.ndarray, rounded: bool 
 
     rounded  also the values that the cache quantises
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # beyond bfloat16 is infinite; signalling NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # values beyond bfloat16 become infinite; signalling NaN
         stored = rows.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
         values, rope = np.split(stored, [pages.layout.quantized_dim], axis=1)
         if not rounded:

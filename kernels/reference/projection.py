@@ -10,7 +10,7 @@ GROUP, MIN_AMAX = 128, np.float32(1e-10)
 
 
 def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-    """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
+    """out [n, M, N] = a [n, M, K] b [n, K, N]; strides are arbitrary."""
     out[...] = np.matmul(a.astype(np.float64), b.astype(np.float64))
 
 
@@ -31,7 +31,7 @@ def dequantize_blocks(
 def quantize_groups(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
     """e4m3 values [n, M, K] of x [n, M, K], and scales [n, M, K / 128], powers of two: x is about value * scale.
 
-    A scale is the least of which 448 is at least the largest finite magnitude, which counts as at least 1e-10.
+    A scale is the smallest s for which 448 s is at least the largest finite magnitude, or 1e-10 if that is larger.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, GROUP)
     largest = np.maximum(np.where(np.isfinite(groups), np.abs(groups), 0).max(axis=-1), MIN_AMAX)
@@ -49,9 +49,9 @@ def fp8_product(
     out: np.ndarray,
     out_scales: np.ndarray | None = None,
 ) -> bool:
-    """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
+    """out [n, M, N] = x W^T for values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
 
-    out_scales  [n, M, N / 128], if out is to be rounded to e4m3 as in quantize_groups
+    out_scales  [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
 
     Returns whether the backend has such a product of this size; otherwise nothing is written.
     """
@@ -59,7 +59,7 @@ def fp8_product(
 
 
 def dequantized(weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int) -> np.ndarray:
-    """float64 [n, N, K]."""
+    """Codes times their blocks' scales, float64 [n, N, K]."""
     _, rows, columns = weight.shape
     spread = scales.repeat(min(block_rows, rows), axis=1)[:, :rows]  # a block may be larger than the matrix
     spread = spread.repeat(min(block_columns, columns), axis=2)[:, :, :columns]

@@ -30,7 +30,7 @@ def flush_subnormals(x: Any) -> Any:
 
 
 def scale_exponent(amax: Any, min_exponent: int, largest: float = E4M3_MAX) -> Any:
-    """Smallest e with amax <= largest * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9, 6 is 0.75 * 2^3."""
+    """Smallest e >= `min_exponent` with amax <= largest * 2^e. Exact: 448 is 0.875 * 2^9, and 6 is 0.75 * 2^3."""
     fraction, exponent = np.frexp(amax)
     most, more = np.frexp(largest)
     return np.where(amax == 0, min_exponent, np.maximum(exponent - more + (fraction > most), min_exponent))
@@ -39,8 +39,8 @@ def scale_exponent(amax: Any, min_exponent: int, largest: float = E4M3_MAX) -> A
 def quantize_tiles(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
     """float32 [..., n] -> bytes of the rows [..., n or n / 2] and a scale for each, float32 [...].
 
-    The scale comes from the finite values; an infinity saturates. A NaN becomes e4m3's NaN; e2m1 has none, so that
-    the tile's scale becomes NaN.
+    The finite values determine the scale; an infinity saturates. A NaN becomes e4m3's NaN. e2m1 has no NaN: the
+    tile's scale becomes NaN.
     """
     amax = np.where(np.isfinite(values), np.abs(values), np.float32(0)).max(axis=-1, initial=0)
     largest = np.float32(LARGEST[layout.value_type])
@@ -67,13 +67,13 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def to_e2m1(values: np.ndarray) -> np.ndarray:
-    """float32 [..., n] to bytes [..., n / 2] of e2m1 codes, two each, to nearest even; beyond 6 saturates. No NaN."""
+    """float32 [..., n] to bytes [..., n / 2] of two e2m1 codes, to nearest even; beyond 6 saturates. No NaN."""
     codes = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0x0F
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def scale_bytes(scales: np.ndarray, scale_type: ScaleType) -> np.ndarray:
-    """float32 scales as bytes of a cache. A scale of 0, the spare one of a row, is 0 whatever exponent that encodes."""
+    """float32 scales as bytes of a cache. A scale of 0, unused in a row, is byte 0: UE8M0 reads it as 2^-127."""
     if scale_type == "ue8m0":
         exponents = np.where(scales > 0, np.frexp(scales)[1] + 126, 0)
         return np.where(np.isnan(scales), 255, exponents).astype(np.uint8)
@@ -95,7 +95,7 @@ def scales_of(stored: np.ndarray, scale_type: ScaleType) -> np.ndarray:
 def write_tokens(pages: Pages, slots: np.ndarray, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
     """Quantise `values`, float32 [n, quantized_dim], into the rows and scales of `slots`, and copy `rope`.
 
-    Of tokens with equal slots the last one stays.
+    If several tokens have one slot, the last of them is stored.
     """
     layout = pages.layout
     at = np.divmod(slots, pages.block_size)
@@ -114,9 +114,9 @@ def write_tokens(pages: Pages, slots: np.ndarray, values: np.ndarray, rope: np.n
 
 
 def bytes_of_tokens(pages: Pages, start: int, stride: int, count: int) -> np.ndarray:
-    """`count` bytes of each token, from `start` of its page on; tokens are `stride` bytes apart.
+    """A view [num_pages, block_size, count]: `count` bytes of each token of a page.
 
-    A view [num_pages, block_size, count].
+    The first token's bytes begin at byte `start` of the page, and tokens are `stride` bytes apart.
     """
     shape, strides = (len(pages.bytes), pages.block_size, count), (pages.bytes.strides[0], stride, 1)
     return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)
@@ -124,7 +124,7 @@ def bytes_of_tokens(pages: Pages, start: int, stride: int, count: int) -> np.nda
 
 @np.errstate(invalid="ignore")  # signalling NaN
 def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
-    """The values of many slots, float64 [n, head_dim], exact."""
+    """The exact values of the rows in `slots`, float64 [n, head_dim]."""
     layout = pages.layout
     at = np.divmod(np.asarray(slots, np.int64), pages.block_size)
     data = bytes_of_tokens(pages, 0, layout.row_bytes, layout.row_bytes)[at]
@@ -146,7 +146,7 @@ def quantized_values(data: np.ndarray, layout: CacheLayout) -> np.ndarray:
 
 
 def rope_bits(pages: Pages, slots: np.ndarray) -> np.ndarray:
-    """The bits of the 16-bit values of `slots` that are not quantised, uint16 [n, head_dim - quantized_dim]."""
+    """Bits of the 16-bit values, which are not quantised, of rows in `slots`: uint16 [n, head_dim - quantized_dim]."""
     layout = pages.layout
     values = bytes_of_tokens(pages, layout.rope_offset, layout.row_bytes, layout.row_bytes - layout.rope_offset)
     return values[np.divmod(slots, pages.block_size)].view(np.uint16)
@@ -164,7 +164,7 @@ def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: in
 def gathered_rows(
     cu_seq_lens: np.ndarray, seq_starts: np.ndarray | None, num_rows: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(request, row, position) of the rows of a gather: request r has [cu_seq_lens[r], cu_seq_lens[r + 1])."""
+    """(request, row, position) of each row of a gather: request r has rows [cu_seq_lens[r], cu_seq_lens[r + 1])."""
     for request in range(len(cu_seq_lens) - 1):
         first, end = int(cu_seq_lens[request]), int(cu_seq_lens[request + 1])
         start = 0 if seq_starts is None else int(seq_starts[request])

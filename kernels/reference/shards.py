@@ -7,7 +7,7 @@ from .rows import lookup_slot
 
 
 def local_position(position: int, shard: Shard) -> int:
-    """Index of a position among the rank's tokens, or -1 for another rank's."""
+    """Index of a position among the rank's tokens, or -1 if another rank stores the position."""
     turn = position // shard.interleave
     if position < 0 or turn % shard.size != shard.rank:
         return -1

@@ -28,7 +28,7 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 @np.errstate(over="ignore")
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    """Where Hopper has products in FP8, their factors are rounded as there: queries, rows and weights, to e4m3."""
+    """Queries, rows and softmax weights are rounded to e4m3 where the Hopper kernel multiplies FP8 values."""
     q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, fp8, _ = given
     in_fp8 = fp8 and rounds_to_e4m3(*q.shape[1:])
     for s in range(q.shape[0]):
@@ -50,8 +50,8 @@ def rounds_to_e4m3(heads: int, width: int) -> bool:
 
 
 def e4m3_rows(rows: np.ndarray, step: int, least: int, most: float) -> np.ndarray | None:
-    """Rows rounded to e4m3 times a power of two each: the least of 2^4, 2^(4 + step), 2^(4 - step), ... with which none
-    of its values saturates. None if a row has values that are not finite, or needs one outside of 2^least to 2^most.
+    """Rows rounded to e4m3, each times a power of two: the smallest of 2^4, 2^(4 + step), 2^(4 - step), ... with which
+    no value saturates. None if a row has values that are not finite, or needs a power outside 2^least to 2^most.
     """
     largest = np.abs(rows).max(axis=1, initial=0.0)
     if not np.isfinite(largest).all():

@@ -1,4 +1,4 @@
-"""Arguments of a compressor, beside the arrays of a step."""
+"""Arguments of the compressors: a layer's arrays, and a step's arrays and sizes."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ class CompressorRows(NamedTuple):
     position_bias  float32 [ratio, coff * D]
     norm_weight    float32 or bfloat16 [D]
     state          float32 [num_blocks, state_block_size, 2 * coff * D]
-    pages          cache of the rows that it writes
+    pages          cache into which the compressor inserts rows
     """
 
     kv_score: Any
@@ -25,7 +25,7 @@ class CompressorRows(NamedTuple):
 class LatentRows(NamedTuple):
     """The arguments of `cumla.compress_latents`; positions, query_start_loc and state are None for a ratio of 1.
 
-    restart_rows, restart_positions  both or neither are None
+    restart_rows, restart_positions  both are None, or neither is
     """
 
     kv_score: Any
@@ -46,13 +46,13 @@ class Compression(NamedTuple):
 
     state_slots        int32 or int64 [at most T]: where each token's state is saved
     state_block_table  int32 [R, columns]
-    slots              int32 or int64 [at most T]: of the row that each token completes, -1 for none
+    slots              int32 or int64 [at most T]: slot of the row that a token completes, -1 if it completes none
     positions          int32 or int64 [T]
     token_to_req       int32 [at least T]
     query_start_loc    int32 [R + 1]
-    cos_sin            float32 [max_position, rope_dim]: cosines, then sines; neighbours at the end of a row are pairs
+    cos_sin            float32 [max_position, rope_dim]: cosines, then sines; pairs are neighbours at a row's end
     compress_ratio     positions per row
-    eps                of the RMSNorm
+    eps                epsilon of the RMSNorm
     """
 
     state_slots: Any

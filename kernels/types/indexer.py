@@ -1,4 +1,4 @@
-"""Arguments of the indexer's kernels beside arrays."""
+"""Arguments of the indexer's kernels, in named tuples."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -12,8 +12,8 @@ class Rows(NamedTuple):
 
     starts, ends  [M] int32, or None: first column, and the one after the last. Indices count from `starts`
     lens          int32 [M / next_n], for which row j of next_n has lens - next_n + 1 + j; or [M / next_n, next_n];
-                  or None: by starts and ends
-    num_keys      None; or for compressed rows, whose first column is that of `starts`: columns without compression
+                  or None: starts and ends are used
+    num_keys      None, or for compressed rows, whose first column is at `starts`: columns without compression
     """
 
     starts: Any = None
@@ -27,9 +27,9 @@ class IndexQueries(NamedTuple):
     """The arguments of `cumla.fused_indexer_q_rope_quant`, and the arrays of its results.
 
     table           cosines, then sines
-    scale           of the weights
-    least_exponent  of a scale
-    q_format        of quantised queries
+    scale           factor of the weights
+    least_exponent  smallest exponent of a query's scale
+    q_format        format of quantised queries
     """
 
     positions: Any
@@ -48,7 +48,7 @@ class IndexQueries(NamedTuple):
 class PackedScores(NamedTuple):
     """The arguments of `cumla.fp8_mqa_logits`, and the array of its results.
 
-    scales      of e4m3 keys, else None
+    scales      scales of e4m3 keys, else None
     compressed  column j of query m is key starts[m] + j
     clean       write -inf for keys that a query does not see
     """
@@ -80,7 +80,7 @@ class CandidateScores(NamedTuple):
     """The arguments of `cumla.candidate_logits`, and the array of its result.
 
     block  positions of a candidate block
-    fill   logit where there is no position that the query sees
+    fill   logit of columns without a position that the query sees
     """
 
     q: Any
@@ -95,7 +95,7 @@ class CandidateScores(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Outputs of top-k beside the columns: slots of the chosen rows in a paged cache.
+    """Outputs of top-k in addition to the columns: slots of the selected rows in a paged cache.
 
     indices      [M, topk] int32, written: slots in the columns' order, without absent rows, then -1; as the
                  compact form of compute_global_topk_indices_and_lens maps the columns

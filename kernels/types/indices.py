@@ -1,4 +1,4 @@
-"""Arguments of the index maps that take many."""
+"""Arguments of the index maps, in named tuples."""
 
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class CombinedIndices(NamedTuple):
     """The arguments of `cumla.combine_topk_swa_indices`, and the arrays of its results.
 
     row_stride  rows of a request in the workspace
-    swa_start   the first of them that is not compressed
+    swa_start   first of these rows that is not compressed
     """
 
     topk_indices: Any

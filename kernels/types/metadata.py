@@ -11,8 +11,8 @@ class BatchCounts(NamedTuple):
 
     num_tokens     query tokens of requests, without padding; decode tokens are the first num_decode_tokens
     rows           rows to fill: entries of slot_mapping
-    rows_before    rows that the previous build filled: those beyond `rows` are cleared
-    width_before   columns of c128a_indices that the previous build filled: those beyond the width are cleared
+    rows_before    rows that the previous build filled: rows beyond `rows` are cleared
+    width_before   columns of c128a_indices that the previous build filled: columns beyond the width are cleared
     """
 
     num_reqs: int
@@ -72,7 +72,7 @@ class WindowStep(NamedTuple):
 
 
 class DecodeBatch(NamedTuple):
-    """The arguments of `cumla.advance_step`: the arrays of a decode batch, and the tokens that were sampled for it."""
+    """The arguments of `cumla.advance_step`: the arrays of a decode batch, and its sampled tokens."""
 
     num_seqs: int
     num_queries: int
@@ -105,12 +105,12 @@ class IndexerCounts(NamedTuple):
     flatten           whether an entry is a token; otherwise it is a request
     lens_per_entry    lengths per entry: one per draft token if the kernels take such requests unflattened, else 1
     columns           columns of block_table to copy for each entry; 0 unless flattened
-    entries_before    entries and columns that the previous build copied: those beyond are cleared
+    entries_before    entries and columns that the previous build copied: the build clears the rest of them
     columns_before
     block_size        rows of a page
     compress_ratio    positions of a row
-    decode_len        tokens of the longest request, by which lens_per_entry are counted from the end of a sequence
-    maps_slots        whether slot_mapping is to be filled
+    decode_len        tokens of the longest request: length j of an entry is its sequence's less decode_len - 1 - j
+    maps_slots        whether to fill slot_mapping
     """
 
     num_decodes: int
@@ -148,7 +148,7 @@ class IndexerChunk(NamedTuple):
 
     first_request, num_reqs     range of requests in the batch
     longest                     rows of the longest request
-    cu_seqlen_ks, cu_seqlen_ke  [tokens], first row of the workspace that each query sees, and the one after the last
+    cu_seqlen_ks, cu_seqlen_ke  [tokens], first row of the workspace that a query sees, and the row after its last
     cu_seq_lens                 [num_reqs + 1], first row of each request
     token_to_seq                [rows], the request of each row, counted within the chunk
     """
@@ -163,7 +163,7 @@ class IndexerChunk(NamedTuple):
 
 
 class IndexerStep(NamedTuple):
-    """Arguments of an indexer's build: a batch's arrays and sizes, and what to fill; no chunk without prefills."""
+    """Arguments of an indexer's build: a batch's arrays and sizes, and buffers to fill; no chunk without prefills."""
 
     query_start_loc: Any
     seq_lens: Any

@@ -1,4 +1,4 @@
-"""Device memory that calls need beside their arguments, and plans of how work is divided, kept from call to call."""
+"""Device memory for calls in addition to their arguments, and plans that divide work; calls share both."""
 
 import math
 from collections.abc import Callable
@@ -14,29 +14,29 @@ ALIGNMENT = 256  # bytes
 class Workspace:
     """Arrays by name at fixed addresses, so that captured graphs may use them.
 
-    Made empty. A call that needs an array, or a larger one, allocates it. Arrays that were outgrown are kept as long as
-    the workspace, because graphs captured with them still use them. Nothing is allocated while a graph is captured.
+    It starts empty. A call that needs an array, or a larger one, allocates it. The workspace retains arrays that became
+    too small, because graphs captured with them still use them. Nothing is allocated while a graph is captured.
     A workspace serves one stream at a time, on one device.
 
     memory    uint8 [n] on the device, used instead of allocating; a call's error states the size it needs
     owner     name in error messages
-    allocate  (bytes, like) -> uint8 [bytes] beside `like`; None: memory like any
+    allocate  (bytes, like) -> uint8 [bytes] on the device of `like`; None: cumla allocates
     """
 
     def __init__(
         self, memory: Any = None, owner: str = "plan", allocate: Callable[[int, Any], Any] | None = None
     ) -> None:
         self.memory, self.owner, self._allocate = memory, owner, allocate
-        self.contents: dict[str, Any] = {}  # notes on arrays' contents, by name; not for a new array
+        self.contents: dict[str, Any] = {}  # what an array contains, by name; a new array has no entry
         self._arrays: dict[tuple[str, np.dtype[Any]], Any] = {}
         self._outgrown: list[Any] = []
-        self._last = self._used = 0  # bytes of `memory` before the last array, and with it
+        self._last = self._used = 0  # bytes of `memory` before and after the last array
         self._place: int | None = None if memory is None else place_of(memory)
 
     def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:
-        """The flat array of this name and dtype, of at least `size` elements, beside `like`.
+        """The flat array of this name and dtype, of at least `size` elements, on the device of `like`.
 
-        clear  called with a new one, to make it zero
+        clear  called with a new array, to set it to zero
 
         Raises ValueError for a `like` on another device and if `memory` is too small, RuntimeError if an array
         would have to be allocated while a CUDA graph is captured.
@@ -69,7 +69,7 @@ class Workspace:
         place = place_of(like)
         if self._place not in (None, place):
             raise ValueError(
-                f"{self.owner}: got memory {place_name(self._place)}, expected it {place_name(place)}, "
+                f"{self.owner}: got memory {place_name(self._place)}, expected memory {place_name(place)}, "
                 "where the call's arrays are"
             )
 
@@ -79,7 +79,7 @@ class Workspace:
                 f"{self.owner}: memory would have to be allocated while a CUDA graph is captured; "
                 f"give a {self.owner} that has served a call of this shape before"
             )
-        # At least twice as large as before: outgrown arrays then take no more memory than those in use.
+        # At least twice as large as before: retained arrays then take no more memory than arrays in use.
         size = size if held is None else max(size, 2 * held.size)
         if self._allocate is None:
             return dlpack.empty((size,), dtype, like)
@@ -88,7 +88,7 @@ class Workspace:
     def _cut(self, size: int, dtype: np.dtype[Any], held: Any) -> Any:
         first = self._used
         if held is not None and self._used == self._last + aligned_bytes(held.nbytes):
-            first = self._last  # the last piece grows where it is
+            first = self._last  # the last piece grows in place
         end = first + size * dtype.itemsize
         if end > self.memory.nbytes:
             raise ValueError(f"{self.owner}: got a workspace of {self.memory.nbytes} bytes, expected at least {end}")
@@ -104,7 +104,7 @@ def piece(memory: Any, first: int, shape: tuple[int, ...], dtype: Any, strides: 
 
 
 def aligned_bytes(size: int) -> int:
-    """Bytes that an array of `size` bytes takes in a workspace's memory."""
+    """Bytes of a workspace's memory for an array of `size` bytes, with alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -135,7 +135,7 @@ class _Plan:
         return self.made_for is not None and self.workspace.contents.get(name) == (self, self.made_for, capture)
 
     def made(self, shape: tuple[int, ...], name: str, capture: int) -> None:
-        """Record that it does, for calls of this shape."""
+        """Record that the array of this name holds this plan, for calls of this shape."""
         self.made_for = shape
         self.workspace.contents[name] = (self, shape, capture)
 
@@ -144,11 +144,11 @@ class _Plan:
 
 
 class DecodePlan(_Plan):
-    """A plan for `sparse_mla_decode`, and the device memory that its kernels need beside their arguments.
+    """A plan for `sparse_mla_decode`, and the device memory that its kernels need in addition to their arguments.
 
-    Made empty. The first call with the plan computes it on the device from that call's lengths, and
+    It starts empty. The first call with the plan computes it on the device from that call's lengths, and
     later calls reuse it. `renew` makes the next call plan again (metadata builders give every step a
-    new plan). A plan decides how work is divided and never changes the result: one made for other lengths is slower,
+    new plan). A plan divides the work and never changes the result: a plan for other lengths is slower,
     not wrong.
 
     The memory is allocated when it is first needed and then keeps its address, so that a captured graph whose
@@ -156,8 +156,8 @@ class DecodePlan(_Plan):
     and again at every replay. One plan serves one stream at a time. The CPU backends do not need it.
 
     workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead
-               of allocating, of the size that the backend needs (`workspace_bytes` in
-               kernels/cuda/sparse/work.py). None: a workspace of its own
+               of allocating, with the size that the backend needs (`workspace_bytes` in
+               kernels/cuda/sparse/work.py). None: the plan has its own workspace
     """
 
     arrays = "starts", "starts of graphs"
@@ -168,8 +168,8 @@ class DenseDecodePlan(_Plan):
 
     The first call with the plan divides the keys by that call's lengths, on the device, and later calls of the same
     batch size reuse the division: the layers of a step share a plan. `renew` makes the next call divide again; call it
-    once a step. A plan made for other lengths, shorter or longer, is slower, not wrong: results then differ by as
-    little as they may differ from the exact result.
+    once a step. A plan for other lengths, shorter or longer, is slower, not wrong: results then differ within the
+    bound of their error.
 
     The memory is allocated when it is first needed and then keeps its address, even if a later call needs more: graphs
     that were captured with the plan stay valid. A graph divides in its first call with the plan, and again at every

@@ -9,9 +9,9 @@ from .segments import GatheredRows
 class PrefillRows(NamedTuple):
     """The arguments of `gather_prefill_rows`: two gathers into one workspace, and the lists of its rows.
 
-    windows     rows of the window's cache
-    compressed  of the compressed cache, or None
-    lists       of the workspace's rows that each token attends to
+    windows     gather of rows from the window's cache
+    compressed  gather of rows from the compressed cache, or None
+    lists       each token's list of rows of the workspace
     """
 
     windows: GatheredRows

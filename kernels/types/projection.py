@@ -12,7 +12,7 @@ class BlockScaledProduct(NamedTuple):
     out           [n, M, N], x's dtype or float32
     prefetch      read weights while the preceding kernel still runs
     finite        no code is NaN
-    power_of_two  scales are, from 2^-100 to 2^7
+    power_of_two  scales are powers of two from 2^-100 to 2^7
 
     On a device, the last axes of x, weight and out are contiguous.
     """

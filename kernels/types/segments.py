@@ -9,8 +9,8 @@ import numpy as np
 from ...layout import DSV4_BF16, MLA_BF16, CacheLayout
 from .plan import DecodePlan, DenseDecodePlan
 
-V_DIM = 512  # values of a result: those of a latent row, without RoPE unless it is part of them
-ROW_LAYOUTS = {512: DSV4_BF16, 576: MLA_BF16}  # of gathered rows
+V_DIM = 512  # values of a result: a latent row's values, without RoPE unless they include it
+ROW_LAYOUTS = {512: DSV4_BF16, 576: MLA_BF16}  # layouts of gathered rows, by their width
 
 
 class Pages(NamedTuple):
@@ -31,13 +31,13 @@ class Pages(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """Where rows are inserted after RoPE, for rows of T tokens.
+    """Where T tokens' rows are inserted after RoPE.
 
     pages      the cache
     slots      int32 or int64 [N], N <= T: slot of each row; out of range skips its row
     positions  int32 or int64 [T], clamped to the table
     cos_sin    float32 [max_position, rope_dim]: cosines, then sines
-    eps        of the norm before RoPE
+    eps        epsilon of the norm before RoPE
     round_rows  whether rows are rounded to bfloat16 before they are quantised
     """
 
@@ -79,9 +79,9 @@ class SparsePrefill(NamedTuple):
     """The arguments of `cumla.sparse_mla_prefill`, and the arrays of its results.
 
     kv         [s_kv, d] of q's dtype, or Pages of quantised rows
-    fp8        whether products may be of e4m3 values
-    workspace  uint8 on the device: fp8_workspace_bytes(s_kv) for kernels with such products, s_kv rows in bfloat16 if
-               kv is Pages; None: neither
+    fp8        whether kernels may multiply e4m3 values
+    workspace  uint8 on the device: fp8_workspace_bytes(s_kv) for kernels that multiply e4m3 values, s_kv rows in
+               bfloat16 if kv is Pages; None: neither
     """
 
     q: Any
@@ -101,12 +101,12 @@ class SparsePrefill(NamedTuple):
         return self.kv.num_slots if isinstance(self.kv, Pages) else len(self.kv)
 
     def pages(self, row_bytes: Any) -> Pages:
-        """`kv` as pages; bfloat16 rows, whose bytes are `row_bytes` [s_kv, 2 d], as pages of a single token."""
+        """`kv` as pages; bfloat16 rows, whose bytes are `row_bytes` [s_kv, 2 d], are pages of a single token."""
         return self.kv if isinstance(self.kv, Pages) else Pages(row_bytes, 1, ROW_LAYOUTS[self.kv.shape[1]])
 
 
 def fp8_workspace_bytes(rows: int) -> int:
-    """For so many rows of 512 values in e4m3, and a scale of four bytes each."""
+    """Bytes of `rows` rows of 512 e4m3 values with a four-byte scale each."""
     return rows * (V_DIM + 4)
 
 
@@ -141,7 +141,7 @@ class PackedAttention(NamedTuple):
 class DenseDecode(NamedTuple):
     """The arguments of `cumla.dense_mla_decode`, and the arrays of its results.
 
-    scale       of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
+    scale       scale of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
     max_seqlen  upper bound of cache_seqlens
     """
 

@@ -1,10 +1,10 @@
-"""Which of a request's tokens a rank has, if a cache is sharded across ranks."""
+"""The tokens of a request that a rank stores, if a cache is sharded across ranks."""
 
 from typing import Any, NamedTuple
 
 
 class Shard(NamedTuple):
-    """Tokens sharded in turn: `interleave` neighbours to rank 0, the next ones to rank 1, and so on, cyclically.
+    """Round-robin sharding: `interleave` neighbours go to rank 0, the next ones to rank 1, and so on, cyclically.
 
     A rank's tokens are packed in its own pages: its n-th token is at row n % block_size of the page in column
     n // block_size of its block table. With `interleave` equal to the block size, whole pages are sharded.
