@@ -10,11 +10,12 @@ import numpy as np
 
 import cumla
 from cumla.arrays.memory import to_host
-from cumla.bench.dense import BOUND, NOPE, ROPE, SAMPLES, DenseDecode, V
-from cumla.bench.problem import Problem, Sizes, by_backend, error_within, problem_of
+from cumla.bench.dense import BOUND, SAMPLES, DenseDecode
+from cumla.bench.problem import Problem, Sizes, calls_of, error_within, problem_of
 from cumla.bench.step_suites import dense_layer_calls
-from cumla.dispatch.call import BFLOAT16
 from cumla.layout import MLA_BF16
+from cumla.specs import SPECS, dense_attention
+from cumla.specs.dense_attention import NOPE, ROPE, V
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,10 @@ class DensePrefill:
         return f"h{self.heads} {self.new} x {self.context or self.new}" + ("" if self.context else " causal")
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, new, keys = sizes.inputs(), sizes.xp, self.new, self.context or self.new
-        q, kv = arrays.rows(new, self.heads, NOPE + ROPE), arrays.rows(keys, self.heads, NOPE + V)
-        k_pe, scale = arrays.rows(keys, ROPE), (NOPE + ROPE) ** -0.5
-        starts = [xp.asarray(np.array([0, n], np.int32)) for n in (new, keys)]
-        out, lse = xp.empty((new, self.heads, V), BFLOAT16), xp.empty((self.heads, new), np.float32)
+        new, keys, causal = self.new, self.context or self.new, not self.context
+        x = sizes.inputs(requests=1, tokens=new, heads=self.heads, context=self.context, lengths=False)
+        given = dense_attention.packed(x, causal) | {"softmax_scale": (NOPE + ROPE) ** -0.5}
+        outputs = SPECS[self.op].new_results(x, given)
         samples = np.linspace(0, new - 1, SAMPLES).astype(int)
 
         def check(_: Any) -> float:
@@ -70,24 +70,19 @@ class DensePrefill:
             worst = 0.0
             for number, token in enumerate(samples):
                 one, heads = slice(token, token + 1), slice(number % self.heads, None, SAMPLES)
-                seen = keys if self.context else token + 1
-                of_keys = [to_host(x) for x in (kv[:seen, heads, :NOPE], kv[:seen, heads, NOPE:], k_pe[:seen])]
-                want = cumla.mha_varlen(
-                    to_host(q[one, heads]), *of_keys[:2], *(np.array([0, n], np.int32) for n in (1, seen)),
-                    k_pe=of_keys[2], softmax_scale=scale, backend="reference",
-                )  # fmt: skip
-                want = want[0] if isinstance(want, tuple) else want
-                worst = max(worst, error_within(to_host(out[one, heads]), want, BOUND))
+                seen = token + 1 if causal else keys
+                few = {name: to_host(given[name][:seen, heads]) for name in ("k", "v")}
+                few |= {"q": to_host(given["q"][one, heads]), "k_pe": to_host(given["k_pe"][:seen])}
+                few |= {f"cu_seqlens_{name}": np.array([0, n], np.int32) for name, n in (("q", 1), ("k", seen))}
+                want, _ = cumla.mha_varlen(**{**given, **few}, backend="reference")
+                worst = max(worst, error_within(to_host(outputs["out"][one, heads]), want, BOUND))
             return worst
 
-        calls = by_backend(
-            cumla.mha_varlen, [(q, kv[..., :NOPE], kv[..., NOPE:], *starts)], k_pe=k_pe, softmax_scale=scale,
-            causal=not self.context, out=out, lse=lse,
-        )  # fmt: skip
-        pairs = new * keys if self.context else new * (new + 1) // 2
+        calls = calls_of(cumla.mha_varlen, [given], **outputs)
+        pairs = new * (new + 1) // 2 if causal else new * keys
         moved = 2 * (self.heads * (new * (NOPE + ROPE + V) + keys * (NOPE + V)) + keys * ROPE)
         flop = 2 * self.heads * pairs * (NOPE + ROPE + V)
-        return problem_of(self, sizes, calls, moved, check, lambda: out.fill(0), flop=flop)
+        return problem_of(self, sizes, calls, moved, check, lambda: outputs["out"].fill(0), flop=flop)
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,10 @@ def _compare(ours: Any, theirs: Any, name: str) -> None:
 def _rows_of(case: Any, call: Any) -> tuple[Any, Any, Any] | None:
     """Queries [t, h, d], rows [n, d] and indices [t, topk] of a call; None: not of 16 bits."""
     if isinstance(case, sparse.Prefill) and not case.lengths:
-        q, rows, indices = call.args[:3]
+        q, rows, indices = (call.keywords[name] for name in ("q", "kv", "indices"))
         return q, rows, indices
     if isinstance(case, sparse.Decode) and case.layout is MLA_BF16:
-        inputs = call.args[0]
-        q, indices, rows = inputs.q, inputs.lists[0], inputs.caches[0].array
+        q, indices, rows = (call.args[0].arguments[name] for name in ("q", "indices", "k_cache"))
         flat = rows.reshape(-1, rows.shape[-1]).view(q.dtype)
         return q.reshape(-1, *q.shape[2:]), flat, indices.reshape(-1, indices.shape[-1])
     return None

@@ -46,12 +46,8 @@ def traced(case: Prefill) -> np.ndarray:
     sparse_kernels._hopper_prefill.cache_clear()  # type: ignore[attr-defined]
     vars(sparse_kernels)["kernel"] = lambda file, *args, **given: made if file == FILE else kept(file, *args, **given)
     try:
-        arrays = Sizes("cuda").inputs()
-        lists, lens = (cupy.asarray(x) for x in case._lists(arrays.rng))
-        call = functools.partial(
-            cumla.sparse_mla_prefill, arrays.rows(case.tokens, case.heads, case.width), case.gathered(arrays), lists,
-            topk_length=lens, attn_sink=arrays.floats(case.heads), backend="cuda",
-        )  # fmt: skip
+        given = case.arguments(case.inputs(Sizes("cuda")))
+        call = functools.partial(cumla.sparse_mla_prefill, **given, backend="cuda")
         with recorded_launches():
             call()
             call()

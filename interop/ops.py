@@ -14,18 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import dlpack
-from ..dispatch.formats import DEFAULT_BLOCK_SIZES
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import INDEXER_MXFP4
-from ..ops import (
-    candidates,
-    dense_attention,
-    indexer,
-    indexer_topk,
-    sparse_attention,
-)
+from ..ops import candidates, indexer, indexer_topk
 from ..specs import SPECS
-from ..specs.spec import OperationSpec, Result, dtype_name, no_results, shape
+from ..specs.spec import OperationSpec, Result, no_results, shape
 
 
 @dataclass(frozen=True)
@@ -104,57 +97,6 @@ class Op:
             memory = dlpack.borrow(scratch, "scratch", writable=True)
             given |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
         self.function(**arguments, **given)
-
-
-def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    out = Result((batch, s_q, heads, sparse_attention.V_DIM), dtype_name(arguments["q"]))
-    return out, Result((batch, heads, s_q), "float32")
-
-
-def decode_scratch(arguments: Mapping[str, Any]) -> int:
-    from ..kernels.cuda.sparse import work as sparse_work
-
-    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    tiles = batch * s_q * -(-heads // sparse_work.HEADS)
-    return sparse_work.workspace_bytes(tiles, sparse_work.device_sms(0))
-
-
-def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
-    logits = Result((tokens, heads), "float32")
-    return Result((tokens, heads, sparse_attention.V_DIM), dtype_name(arguments["q"])), logits, logits
-
-
-def prefill_scratch(arguments: Mapping[str, Any]) -> int:
-    kv, (_, heads, width) = arguments["kv"], arguments["q"].shape
-    rows, quantized = kv.shape[0], dtype_name(kv) == "uint8"
-    if quantized:  # pages
-        tokens = arguments.get("block_size") or DEFAULT_BLOCK_SIZES["DSV4_FP8"]
-        rows *= tokens if len(kv.shape) == 2 else kv.shape[1]
-    return sparse_attention.workspace_bytes(arguments.get("precision"), rows, heads, width, quantized)
-
-
-def varlen_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, heads, _ = shape(arguments, "q", "T", "h", "d")
-    _, _, v_dim = shape(arguments, "v", "N", "h", "d_v")
-    return Result((tokens, heads, v_dim), dtype_name(arguments["q"])), Result((heads, tokens), "float32")
-
-
-def dense_decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    out = Result((batch, s_q, heads, sparse_attention.V_DIM), dtype_name(arguments["q"]))
-    return out, Result((batch, heads, s_q), "float32")
-
-
-def dense_decode_scratch(arguments: Mapping[str, Any]) -> int:
-    from ..kernels.cuda import dense_attention
-
-    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    _, columns = shape(arguments, "block_table", "R", "B")
-    longest, bound = columns * int(arguments["k_cache"].shape[1]), arguments.get("max_seqlen")
-    longest = longest if bound is None else min(longest, bound)
-    return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0))
 
 
 def queries_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
@@ -269,23 +211,6 @@ OPS = {
             outputs=("out",),
             scratch=candidate_topk_scratch,
             plan=None,
-        ),
-        Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
-        Op(
-            sparse_attention.sparse_mla_prefill,
-            results=prefill_results,
-            outputs=("out",),
-            scratch=prefill_scratch,
-            plan=None,
-        ),
-        Op(sparse_attention.merge_attn_states, writes=("output", "output_lse"), given=(("output_lse",),)),
-        Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
-        Op(
-            dense_attention.dense_mla_decode,
-            results=dense_decode_results,
-            outputs=("out", "lse"),
-            scratch=dense_decode_scratch,
-            plan=DenseDecodePlan,
         ),
     )
 }

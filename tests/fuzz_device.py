@@ -7,6 +7,7 @@ an access one byte off; rows, pages and tables are strided, with or without the 
 """
 
 import argparse
+from dataclasses import replace
 
 import cupy
 import numpy as np
@@ -15,17 +16,12 @@ import cumla
 from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-from cumla.ops.sparse_attention import PARTNERS
+from cumla.specs import SPECS
 from cumla.specs.inputs import TINY
 from support import fuzzed, operations
 from support.indexing import anything, anything_like
 from support.lab import BF16
-from support.properties import INT64_MAX, INT64_MIN
 
-ATTENDED = (
-    cumla.DSV4_FP8, cumla.V32_FP8, cumla.V32_NOPE_FP8, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.DSV4_BF16,
-    cumla.MLA_BF16,
-)  # fmt: skip
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
@@ -58,12 +54,6 @@ class Fuzz:
     def ints(self, *shape):
         return self.put(anything(self.rng, shape))
 
-    def slots(self, count, num_slots):
-        slots = self.rng.integers(INT64_MIN, INT64_MAX, count)
-        near = self.rng.random(count) < 0.7
-        slots[near] = self.rng.integers(-2, num_slots + 2, near.sum())
-        return self.put(slots if self.rng.random() < 0.5 else slots.astype(np.int32))
-
     def like(self, x):
         """An argument of an example on the device, of any value: integers, bytes; rows of NaN and infinities."""
         if isinstance(x, list | tuple):
@@ -91,13 +81,6 @@ class Fuzz:
                 given = {name: self.like(x) for name, x in arguments.items()}
                 operations.called(example)(**given, backend=self.backend)
 
-    def rows(self, count, width, dtype=None):
-        values = self.rng.standard_normal((count, width)) * 2.0 ** self.rng.integers(-30, 30, (count, 1))
-        for value in (np.nan, np.inf, -np.inf):
-            values[self.rng.random(values.shape) < 0.003] = value
-        with np.errstate(all="ignore"):
-            return self.put(values.astype(dtype or self.choose(BF16, np.float16, np.float32)), self.choose(0, 1, 8))
-
     def cache(self, layout):
         blocks, block_size = int(self.rng.integers(1, 4)), int(self.choose(1, 2, 53, 64))
         pages = self.rng.integers(0, 256, (blocks, block_size * layout.token_bytes), np.uint8)
@@ -109,69 +92,6 @@ class Fuzz:
         values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
         with np.errstate(over="ignore"):
             return self.put(values.astype(dtype))
-
-    def filled_cache(self, layout):
-        """A cache of quantised rows, a few pages of it random bytes."""
-        pages, blocks, block_size = self.cache(layout)
-        slots = cupy.arange(self.choose(blocks * block_size, max(1, (blocks - 1) * block_size)))
-        rows = self.numbers(len(slots), layout.head_dim)
-        cache = layout.view(pages, block_size)
-        if layout.quantized_dim:
-            cumla.quantize_and_insert_k_cache(rows, pages, slots, block_size, layout=layout, backend=self.backend)
-        else:
-            cache[...] = self.numbers(blocks, block_size, layout.head_dim).view(np.uint8)
-        return cache, blocks * block_size
-
-    def sparse(self, kernel):
-        layout = self.choose(*ATTENDED)
-        extra_layout = self.choose(layout, PARTNERS.get(layout.name, layout))
-        batch, s_q, heads = (int(x) for x in self.rng.integers((1, 1, 1), (4, 3, 70)))
-        lists = (("", layout), ("extra_", extra_layout))[: self.choose(1, 2)]
-        options = {"extra_layout": extra_layout} if len(lists) > 1 else {}
-        for prefix, of_list in lists:
-            cache, slots = self.filled_cache(of_list)
-            indices = self.rng.integers(-1, slots + 1, (batch, s_q, int(self.choose(0, 1, 60, 64, 130, 200))))
-            lengths = self.choose(None, self.ints(batch), self.ints(batch, s_q))
-            options |= {f"{prefix}k_cache": cache, f"{prefix}indices": self.put(indices.astype(np.int32))}
-            options |= {f"{prefix}topk_length": lengths}
-        with sparse_kernels.forced(kernel):
-            cumla.sparse_mla_decode(
-                self.numbers(batch, s_q, heads, layout.head_dim), **options, layout=layout,
-                attn_sink=self.choose(None, self.numbers(heads, dtype=np.float32)),
-                batch_invariant=bool(self.choose(False, True)), backend=self.backend,
-            )  # fmt: skip
-
-    def prefill(self, kernel, heads):
-        tokens, width, rows = (int(x) for x in self.rng.integers((1, 0, 1), (6, 200, 90)))
-        dim = int(self.choose(512, 576))
-        with sparse_kernels.forced(kernel):
-            cumla.sparse_mla_prefill(
-                self.numbers(tokens, heads, dim), self.numbers(rows, dim),
-                self.put(self.rng.integers(-1, rows + 1, (tokens, width)).astype(np.int32)),
-                topk_length=self.choose(None, self.ints(tokens)), precision=self.choose(None, "fp8"),
-                backend=self.backend,
-            )  # fmt: skip
-
-    def dense(self):
-        dtype = self.choose(BF16, np.float16)
-        batch, s_q, heads = (int(x) for x in self.rng.integers((1, 1, 1), (4, 3, 130)))
-        blocks, block_size, columns = 7, int(self.choose(1, 16, 53, 64, 128)), int(self.rng.integers(1, 6))
-        cumla.dense_mla_decode(
-            self.numbers(batch, s_q, heads, 576, dtype=dtype), self.numbers(blocks, block_size, 576, dtype=dtype),
-            self.put(self.rng.integers(-1, blocks + 1, (batch, columns)).astype(np.int32)),
-            self.put(self.rng.integers(0, columns * block_size + 1, batch).astype(np.int32)), backend=self.backend,
-        )  # fmt: skip
-        queries, keys = int(self.rng.integers(0, 200)), int(self.rng.integers(1, 300))
-        heads, d, d_v = int(self.rng.integers(1, 4)), int(self.choose(64, 192)), int(self.choose(64, 128))
-        cumla.mha_varlen(
-            self.numbers(queries, heads, d, dtype=dtype), self.numbers(keys, heads, d, dtype=dtype),
-            self.numbers(keys, heads, d_v, dtype=dtype), self.put(np.array([0, queries // 3, queries], np.int32)),
-            self.put(np.array([0, keys // 2, keys], np.int32)), causal=bool(self.choose(False, True)),
-            backend=self.backend, **self.choose({}, {
-                "accumulate": True, "out": self.numbers(queries, heads, d_v, dtype=np.float32),
-                "lse": self.numbers(heads, queries, dtype=np.float32),
-            }),
-        )  # fmt: skip
 
     def shards(self):
         requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
@@ -265,13 +185,21 @@ class Fuzz:
         self.choice()
         self.queries()
 
+    def of_any_size(self, op, heads=None):
+        """A call of any variant of an operation."""
+        spec, size = SPECS[op], fuzzed.random_size(self.rng)
+        size = size if heads is None else replace(size, heads=heads)
+        fuzzed.call(spec, self.choose(*spec.variants), self.backend, int(self.rng.integers(2**32)), size)
+
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
-            self.sparse(kernel)
-        for fewest, most in ((1, 16), (17, 32), (33, 70)):  # as many heads as tiles of Hopper's kernels have
-            self.prefill("hopper", int(self.rng.integers(fewest, most + 1)))
-        self.prefill(self.choose("portable", "exact"), int(self.rng.integers(1, 70)))
-        self.dense()
+            with sparse_kernels.forced(kernel):
+                self.of_any_size("sparse_mla_decode")
+        for fewest, most in ((1, 16), (17, 32), (33, 70)):  # numbers of heads for each tile of Hopper's kernels
+            with sparse_kernels.forced("hopper"):
+                self.of_any_size("sparse_mla_prefill", int(self.rng.integers(fewest, most + 1)))
+        with sparse_kernels.forced(self.choose("portable", "exact")):
+            self.of_any_size("sparse_mla_prefill")
 
     def caches(self):
         self.shards()

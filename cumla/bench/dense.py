@@ -12,14 +12,12 @@ import cumla
 
 from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT
-from ..dispatch.call import BFLOAT16
 from ..layout import MLA_BF16
-from ..specs.measured import contexts
+from ..specs import SPECS, dense_attention
 from . import peers
-from .problem import BLOCK, Calls, Peer, Problem, Sizes, by_backend, error_within, first, kind_of, problem_of
+from .problem import BLOCK, Calls, Peer, Problem, Sizes, calls_of, error_within, first, kind_of, problem_of
 
 SETS, SAMPLES = 4, 4
-NOPE, ROPE, V = 128, 64, 128  # of a head
 BOUND = DECODE_OUT._replace(cosine=np.inf)  # of prefill: a few rows of it say nothing of the distance of all
 
 
@@ -38,39 +36,40 @@ class DenseDecode:
         return f"h{self.heads} b{self.batch} of {self.context}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, columns = sizes.inputs(), sizes.xp, -(-self.context // BLOCK)
-        cache = arrays.rows(max(sizes.slots // BLOCK, columns), BLOCK, MLA_BF16.head_dim)
-        lens = np.full(self.batch, self.context, np.int32)
-        if self.lengths:
-            lens = contexts(arrays.rng, self.batch, self.context)
-        q, on_device, scale = arrays.rows(self.batch, 1, self.heads, 576), xp.asarray(lens), 576**-0.5
-        given = [(q, cache, arrays.integers(len(cache), self.batch, columns), on_device) for _ in range(SETS)]
-        out = xp.empty((self.batch, 1, self.heads, 512), BFLOAT16)
-        lse = xp.empty((self.batch, self.heads, 1), np.float32)
+        context = self.context - 1  # before the token of the step
+        x = sizes.inputs(
+            requests=self.batch, tokens=self.batch, heads=self.heads, context=context, lengths=self.lengths,
+            pages=max(sizes.slots, context + BLOCK) // BLOCK,
+        )  # fmt: skip
+        sets = [dense_attention.decode(x) | {"softmax_scale": 576**-0.5} for _ in range(SETS)]
+        for given in sets[1:]:  # differ in their tables alone
+            given |= {name: sets[0][name] for name in ("q", "k_cache", "cache_seqlens")}
+        outputs, of_first = SPECS[self.op].new_results(x, sets[0]), sets[0]
+        cache, lens = of_first["k_cache"], to_host(of_first["cache_seqlens"])
 
         def ours(backend: str) -> Calls:
-            options = {"softmax_scale": scale, "max_seqlen": self.context, "out": out, "lse": lse}
-            return by_backend(cumla.dense_mla_decode, given, plan=cumla.DenseDecodePlan(), **options)(backend)
+            options = {"max_seqlen": self.context, "plan": cumla.DenseDecodePlan(), **outputs}
+            return calls_of(cumla.dense_mla_decode, sets, **options)(backend)
 
         def check(result: Any) -> float:
             worst, got = 0.0, result[0] if isinstance(result, (tuple, list)) else result
             for entry in sorted({0, self.batch - 1}):
-                one, pages = slice(entry, entry + 1), to_host(cache[given[0][2][entry]])
-                want, _ = cumla.dense_mla_decode(
-                    to_host(q[one]), pages, np.arange(columns, dtype=np.int32)[None], lens[one], softmax_scale=scale,
-                    backend="reference",
-                )  # fmt: skip
+                one, pages = slice(entry, entry + 1), to_host(cache[of_first["block_table"][entry]])
+                few = {
+                    "q": to_host(of_first["q"][one]), "k_cache": pages, "cache_seqlens": lens[one],
+                    "block_table": np.arange(len(pages), dtype=np.int32)[None],
+                }  # fmt: skip
+                want, _ = cumla.dense_mla_decode(**of_first | few, backend="reference")
                 largest = float(abs(pages.astype(np.float32)).max())
                 worst = max(worst, error_within(first(got[one]), want, DECODE_OUT.of_values(largest)))
             return worst
 
-        keys = int(lens.sum())
+        keys, names = int(lens.sum()), ("q", "k_cache", "block_table", "cache_seqlens", "softmax_scale")
+        theirs = [[given[name] for name in names] for given in sets]
         return problem_of(
-            self, sizes, ours, keys * MLA_BF16.row_bytes, check, lambda: out.fill(0),
+            self, sizes, ours, keys * MLA_BF16.row_bytes, check, lambda: outputs["out"].fill(0),
             flop=2 * keys * self.heads * (576 + 512),
-            peer=Peer(
-                "flash_mla", peers.FLASH_MLA_DECODE, peers.flash_mla_dense_decode, [(*x, scale) for x in given]
-            ),
+            peer=Peer("flash_mla", peers.FLASH_MLA_DECODE, peers.flash_mla_dense_decode, theirs),
         )  # fmt: skip
 
 

@@ -104,10 +104,10 @@ class FrameworkCall:
             out = xp.empty((batch, self.topk), np.int32), xp.empty(batch, np.int32)
             return Operands("compute_global_topk_indices_and_lens", given, {}, {"out": out}), 8 * batch * self.topk
         x = DecodeInputs(Decode(DSV4_FP8, self.heads, batch, 1, self.window, self.topk, lengths=True), sizes, 0)
-        named = {"layout": DSV4_FP8, "attn_sink": x.sink} | {k: v for k, v in x.second().items() if v is not None}
-        given = [x.q, x.caches[0].array, x.lists[0]]
+        named = {name: value for name, value in x.arguments.items() if value is not None}
+        given = [named.pop(name) for name in ("q", "k_cache", "indices")]
         moved = x.keys * DSV4_FP8.token_bytes + batch * self.heads * 2048
-        return Operands("sparse_mla_decode", given, named, {"out": x.out, "lse": x.lse}, x), moved
+        return Operands("sparse_mla_decode", given, named, x.outputs, x), moved
 
 
 def _check(inputs: DecodeInputs | None) -> Callable[[Any], float] | None:

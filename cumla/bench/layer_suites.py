@@ -18,7 +18,7 @@ from ..layout import DSV4_FP8
 from ..metadata.slots import ring_capacity
 from ..models.step import STATE_BLOCK_SIZES
 from .caches import QueryNormInsert, sample
-from .problem import BLOCK, Problem, Sizes, by_backend, calls_of, error_within, on_host, picked, problem_of
+from .problem import BLOCK, Problem, Sizes, calls_of, error_within, on_host, picked, problem_of
 
 HEAD_DIM, ROPE_DIM, POSITIONS, CONTEXT = 512, 64, 8192, 4096
 
@@ -174,19 +174,16 @@ class Merge:
         return f"T {self.tokens} h{self.heads}" + ("" if self.width == HEAD_DIM else f" d{self.width}")
 
     def problem(self, sizes: Sizes) -> Problem:
-        arrays, xp, which = sizes.inputs(), sizes.xp, sample(self.tokens)
-        shape, sums = (self.tokens, self.heads, self.width), (self.heads, self.tokens)
-        moved, given = 3 * self.tokens * self.heads * (2 * self.width + 4), []
-        for _ in range(sizes.sets(moved)):
-            parts = [(arrays.rows(*shape), arrays.floats(*sums)) for _ in range(2)]
-            given.append((xp.empty(shape, BFLOAT16), *parts[0], *parts[1], xp.empty(sums, np.float32)))
-        out = given[0][0]
-        want = np.empty((len(which), *shape[1:]), BFLOAT16)
-        on_host = [picked(x, which) if x.ndim == 3 else np.ascontiguousarray(to_host(x)[:, which]) for x in given[0]]
-        cumla.merge_attn_states(want, *on_host[1:], backend="reference")
+        x, which = sizes.inputs(tokens=self.tokens, heads=self.heads), sample(self.tokens)
+        moved = 3 * self.tokens * self.heads * (2 * self.width + 4)
+        sets = [specs.sparse_attention.merge(x, self.width, BFLOAT16) for _ in range(sizes.sets(moved))]
+        out, host = sets[0]["output"], on_host(sets[0])
+        few = {name: array[which] if array.ndim == 3 else array[:, which] for name, array in host.items()}
+        few = {name: np.ascontiguousarray(array) for name, array in few.items()}
+        cumla.merge_attn_states(**few, backend="reference")
         return problem_of(
-            self, sizes, by_backend(cumla.merge_attn_states, given), moved,
-            lambda _: error_within(picked(out, which), want, ROUNDED), lambda: out.fill(0),
+            self, sizes, calls_of(cumla.merge_attn_states, sets), moved,
+            lambda _: error_within(picked(out, which), few["output"], ROUNDED), lambda: out.fill(0),
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from ..metadata import (
     ServingConfig,
 )
 from ..ops.sparse_attention import PARTNERS
-from .dense import NOPE, ROPE, V
+from ..specs.dense_attention import NOPE, ROPE, V
 from .problem import BLOCK, WINDOW, Problem, Sizes, problem_of
 from .sparse import WINDOWED
 

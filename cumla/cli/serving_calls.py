@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch import backends
-from ..dispatch.call import BFLOAT16
 from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.plan import DecodePlan
 from ..layout import DSV4_FP8, INDEXER_FP8
@@ -19,7 +17,7 @@ from ..ops.norm_rope import norm_rope_and_insert, qnorm_rope_and_insert
 from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
-from ..specs import compressor, norm_rope, prefill_rows, sparse_cache
+from ..specs import SPECS, compressor, norm_rope, prefill_rows, sparse_attention, sparse_cache
 from ..specs.inputs import Size
 from ..specs.served import Served
 from .served_model import Model
@@ -51,52 +49,30 @@ def norm_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[st
 
 def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls of a step of `batch` requests with the widths of the model, as engines make them."""
-    xp: Any = backends.array_module(backend)
-    layout, second = model.formats
-    tokens = 4 * block_size
-    caches = {x: x.allocate(4, block_size, xp) for x in (layout, second)}
-
-    def rows(*shape: int) -> Any:
-        return xp.asarray(np.random.default_rng(0).standard_normal(shape).astype(BFLOAT16))
-
-    def slots(*shape: int) -> Any:
-        return xp.asarray(np.random.default_rng(0).integers(0, tokens, shape).astype(np.int32))
-
-    x = Served(backend, model.size(batch, block_size))
+    x, layouts = Served(backend, model.size(batch, block_size)), dict.fromkeys(model.formats)
     for dtype in (np.int64, np.int32):
-        for of_cache in caches:
-            given = sparse_cache.insert(x, of_cache, slots=dtype)
+        for layout in layouts:
+            given = sparse_cache.insert(x, layout, slots=dtype)
             yield "insert", functools.partial(quantize_and_insert_k_cache, **given, backend=backend)
-    q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
-    window: dict[str, Any] = {}
-    widths: list[tuple[int, int | None]] = [(model.topk, None)]
-    if model.has_window:
-        window = {"topk_length": xp.full(batch, model.window, np.int32), "attn_sink": sink}
-        widths = [(model.window, None), (model.window, model.topk)]
-    for topk, extra in widths:
-        asked = dict(window)
-        if extra is not None:
-            asked |= {
-                "extra_k_cache": caches[second], "extra_indices": slots(batch, 1, extra),
-                "extra_topk_length": xp.full(batch, extra, np.int32), "extra_layout": second,
-            }  # fmt: skip
-        results: dict[str, Any] = {
-            "out": xp.empty((batch, 1, model.heads, 512), BFLOAT16), "plan": DecodePlan(),
-            "lse": xp.empty((batch, model.heads, 1), np.float32),
-        }  # fmt: skip
-        for outputs in ({}, results):
-            options = {**asked, **outputs, "layout": layout, "backend": backend}
-            yield "decode", functools.partial(sparse_mla_decode, q, caches[layout], slots(batch, 1, topk), **options)
-    workspace = xp.zeros((batch, tokens, layout.head_dim), BFLOAT16)
-    for of_cache in caches:
-        gathered = sparse_cache.gather(x, of_cache)
-        yield "gather", functools.partial(dequantize_and_gather_k_cache, **gathered, backend=backend)
+    for given in decodes(model, x):
+        results = SPECS["sparse_mla_decode"].new_results(x, given)
+        for options in ({}, {**results, "plan": DecodePlan()}):
+            yield "decode", functools.partial(sparse_mla_decode, **given, **options, backend=backend)
+    for layout in layouts:
+        given = sparse_cache.gather(x, layout)
+        yield "gather", functools.partial(dequantize_and_gather_k_cache, **given, backend=backend)
     if model.has_window:
         yield from prefill_row_calls(model, block_size, backend)
-    width = model.topk + (model.window if model.has_window else 0)
-    options = {"attn_sink": sink if model.has_window else None, "backend": backend}
-    kv = workspace.reshape(-1, layout.head_dim)
-    yield "prefill", functools.partial(sparse_mla_prefill, q[:, 0], kv, slots(batch, width), **options)
+    of_prompts = Served(backend, replace(x.size, tokens=batch, rows=batch * x.size.context))
+    given = sparse_attention.prefill(of_prompts, model.formats[0].head_dim, model.has_window)
+    yield "prefill", functools.partial(sparse_mla_prefill, **given, backend=backend)
+
+
+def decodes(model: Model, x: Served) -> Iterator[dict[str, Any]]:
+    """Arguments of decodes: over a window alone, and over selected rows as well; V3.2's over selected tokens."""
+    first, second = model.formats
+    for compressed in (None, second) if model.has_window else (None,):
+        yield sparse_attention.decode(x, first, compressed, model.has_window)
 
 
 def prefill_row_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -113,20 +89,8 @@ def decodes_of_any_number(model: Model, most: int, backend: str) -> None:
 
     Lists are empty, so that a call takes no longer than its launches.
     """
-    xp: Any = backends.array_module(backend)
-    layout, second = model.formats
-    caches = [x.allocate(1, 64, xp) for x in (layout, second)]
+    shared: dict[Any, Any] = {}
     for tokens in range(1, most * model.decode_tokens + 1):
-        q, none = xp.zeros((tokens, 1, model.heads, layout.head_dim), BFLOAT16), xp.zeros(tokens, np.int32)
-        shapes = [(tokens, 1, width) for width in (model.window, model.topk)]
-        if not model.has_window:
-            absent = xp.full(shapes[1], -1, np.int32)
-            sparse_mla_decode(q, caches[0], absent, layout=layout, backend=backend)
-            continue
-        absent, extra = (xp.full(shape, -1, np.int32) for shape in shapes)
-        window = {"topk_length": none, "attn_sink": xp.zeros(model.heads, np.float32)}
-        compressed = {
-            "extra_k_cache": caches[1], "extra_indices": extra, "extra_topk_length": none, "extra_layout": second,
-        }  # fmt: skip
-        for more in ({}, compressed):
-            sparse_mla_decode(q, caches[0], absent, layout=layout, **window, **more, backend=backend)
+        size = replace(model.size(tokens, Size.block_size), pages=1)
+        for given in decodes(model, Served(backend, size, shared)):
+            sparse_mla_decode(**given, backend=backend)

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import advance, blocks, compressor, dense_cache, indices, latents, linear, norm_rope, prefill_rows, sparse_cache
+from . import (
+    advance,
+    blocks,
+    compressor,
+    dense_attention,
+    dense_cache,
+    indices,
+    latents,
+    linear,
+    norm_rope,
+    prefill_rows,
+    sparse_attention,
+    sparse_cache,
+)
 from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
     sparse_cache, prefill_rows, norm_rope, latents, compressor, linear, dense_cache, blocks, advance, indices,
+    sparse_attention, dense_attention,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -94,6 +94,7 @@ class Step(NamedTuple):
 
 TINY = Size(3, 2, tokens=7, rows=9, topk=8, window=8, context=20, block_size=5, pages=7, spare=2)
 TINY_STEP = Step(np.array([1, 1, 5]), np.array([12, 2, 20]), np.array([8, 2, 12]))
+PACKED = Step(np.array([3, 0, 70, 5]), np.array([9, 4, 140, 2]), None)
 
 
 def tiny(heads: int) -> Size:
@@ -131,6 +132,20 @@ class Inputs:
     def floats(self, *shape: int) -> Any:
         """float32 activations, or parameters."""
         return self.rows(*shape, dtype=np.float32)
+
+    def queries(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        """Queries of attention, the last axes heads and values."""
+        return self.rows(*shape, dtype=dtype)
+
+    def keys(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        """Keys and values of attention, whose bounds are for values up to 1."""
+        return self.put((0.1 * self.rng.standard_normal(shape)).astype(dtype))
+
+    def logs(self, *shape: int) -> Any:
+        """float32 logarithms of sums of weights, some of them of no weights."""
+        values = self.numbers(*shape)
+        values[self.rng.random(shape) < 0.2] = np.inf
+        return self.put(values, np.float32)
 
     def states(self, *shape: int) -> Any:
         """float32 that a call reads and writes."""
@@ -171,9 +186,9 @@ class Inputs:
             return self.unwritten(pages, block_size, layout.head_dim)
         return self.unwritten(pages, layout.page_bytes(block_size), dtype=np.uint8)
 
-    def cache(self, layout: CacheLayout) -> Any:
-        """A cache of random rows in random order."""
-        pages, block_size = self.size.pages, self.size.block_size
+    def cache(self, layout: CacheLayout, block_size: int | None = None) -> Any:
+        """A cache of random rows in random order, of pages of another size if `block_size` is given."""
+        pages, block_size = self.size.pages, block_size or self.size.block_size
         raw = np.zeros((pages, layout.page_bytes(block_size)), np.uint8)
         cache = layout.view(raw, block_size)
         rows = self.numbers(pages * block_size, layout.head_dim).astype(BFLOAT16)
@@ -205,6 +220,15 @@ class Inputs:
     def step(self) -> Step:
         return TINY_STEP
 
+    @property
+    def packed(self) -> Step:
+        """The sequences of a call that attends to keys of their own; some have no queries, some more than keys."""
+        return PACKED if self.step is TINY_STEP else self.step
+
+    def cached(self) -> Any:
+        """int32 [requests]: tokens of each in a cache."""
+        return self.used(self.size.context, self.size.requests)
+
     def longest(self, lens: np.ndarray) -> int:
         """Rows of a workspace for requests of these lengths."""
         return int(lens.max(initial=0))
@@ -225,3 +249,26 @@ class Inputs:
     def entries(self, end: int, *shape: int) -> Any:
         """int32 from -2 to end, absent ones included."""
         return self.put(self.rng.integers(-2, end + 1, shape), np.int32)
+
+    def used(self, most: int, *shape: int) -> Any:
+        """int32: how many of up to `most` entries are in use; all of the first, none of the last."""
+        lens = self.rng.integers(0, most + 1, shape)
+        lens.flat[:1], lens.flat[-1:] = most, 0
+        return self.put(lens, np.int32)
+
+    def slot_lists(self, queries: int, width: int, slots: int, block_size: int, ratio: int) -> tuple[Any, Any]:
+        """int32 [requests, queries, width]: slots of a cache; and how many are in use, if lists have lengths.
+
+        ratio  positions of a row that is selected; 0: lists are windows, with a length for each request
+        """
+        axes = (self.size.requests, queries)
+        return self.entries(slots, *axes, width), self.used(width, *axes[: 2 if ratio else 1])
+
+    def row_lists(self, windows: bool) -> tuple[Any, Any]:
+        """int32 [tokens, columns]: rows of a workspace; and how many are in use, if lists have lengths.
+
+        windows  a window comes after the selected rows
+        """
+        size = self.size
+        width = size.topk + (size.window if windows else 0)
+        return self.entries(size.rows, size.tokens, width), self.used(width, size.tokens)

@@ -47,6 +47,12 @@ class Measured(Inputs):
             return values.reshape(shape)
         return self.xp.resize(values.view(f"u{dtype.itemsize}"), shape).view(dtype)
 
+    def keys(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.rows(*shape, dtype=dtype)
+
+    def logs(self, *shape: int) -> Any:
+        return self.floats(*shape)
+
     def weights(self, *shape: int) -> Any:
         """Numbers from -1.75 to 1.75."""
         count = int(np.prod(shape))
@@ -61,12 +67,13 @@ class Measured(Inputs):
         cache = layout.allocate(self.size.pages, self.size.block_size, self.xp)
         return cache if layout.num_scales else cache.view(BFLOAT16)
 
-    def cache(self, layout: CacheLayout) -> Any:
-        return self.repeating(layout).array
+    def cache(self, layout: CacheLayout, block_size: int | None = None) -> Any:
+        return self.repeating(layout, block_size).array
 
-    def repeating(self, layout: CacheLayout) -> RepeatingCache:
+    def repeating(self, layout: CacheLayout, block_size: int | None = None) -> RepeatingCache:
         """The cache with what it repeats."""
-        return repeating_cache(self.backend, layout, self.size.block_size, self.size.pages * self.size.block_size)
+        slots = self.size.pages * self.size.block_size
+        return repeating_cache(self.backend, layout, block_size or self.size.block_size, slots)
 
     def slots(self, count: int, dtype: Any = np.int64) -> Any:
         """Of decodes, each in a page anywhere, or of prompts, which fill pages."""
@@ -110,6 +117,44 @@ class Measured(Inputs):
 
     def entries(self, end: int, *shape: int) -> Any:
         return self.integers(end, *shape)
+
+    def cached(self) -> Any:
+        return self.put(self.step.seq_lens, np.int32)
+
+    def slot_lists(self, queries: int, width: int, slots: int, block_size: int, ratio: int) -> tuple[Any, Any]:
+        """The same lists for all queries of a request; full lists are any slots, without lengths."""
+        size = self.size
+        if not size.lengths:
+            return self.integers(slots, size.requests, queries, width), None
+        lens = self.step.seq_lens
+        if ratio:
+            rows = lens // ratio if ratio < WINDOW else np.minimum(lens // ratio, width)
+            local = selected_rows(self.rng, rows, width)
+            pages = self.rng.integers(
+                0, slots // block_size, (size.requests, int(lens.max()) // ratio // block_size + 1)
+            )
+            first = np.take_along_axis(pages, np.maximum(local, 0) // block_size, axis=1) * block_size
+            found = np.where(local < 0, -1, first + local % block_size)
+        else:
+            found = window_lists(self.rng, lens, width, slots, block_size)
+        lists = np.repeat(found[:, None], queries, axis=1)
+        return self.put(lists, np.int32), self.put((found >= 0).sum(axis=1), np.int32)
+
+    def row_lists(self, windows: bool) -> tuple[Any, Any]:
+        """Of a chunk at the end of a context: tokens see what is before them; full lists are any, without lengths."""
+        size, window = self.size, self.size.window if windows else 0
+        if not size.lengths:
+            return self.integers(size.rows, size.tokens, size.topk + window), None
+        new = min(size.tokens, size.rows // 2)  # rows of the chunk's own tokens are last
+        last = size.rows - new + np.arange(size.tokens) * new // size.tokens
+        visible = last + 1 if not window else np.maximum((last + 1) // 4, 1)
+        listed = selected_rows(self.rng, visible, size.topk, neighbours=True)
+        count = (listed >= 0).sum(axis=1)
+        if window:
+            rows = last[:, None] + 1 - window + np.arange(window)
+            listed = np.concatenate([listed, np.full((size.tokens, window), -1, np.int32)], axis=1)
+            np.put_along_axis(listed, count[:, None] + np.arange(window), np.maximum(rows, 0).astype(np.int32), axis=1)
+        return self.put(listed, np.int32), self.put(count + window, np.int32)
 
 
 @functools.lru_cache(maxsize=2)  # as many as a call attends to

@@ -25,6 +25,12 @@ class Served(Inputs):
     def rows(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         return self.filled(0, shape, dtype)
 
+    def keys(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.rows(*shape, dtype=dtype)
+
+    def logs(self, *shape: int) -> Any:
+        return self.floats(*shape)
+
     def states(self, *shape: int) -> Any:
         return self.xp.zeros(shape, np.float32)
 
@@ -40,7 +46,7 @@ class Served(Inputs):
     def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array that is only read: the first rows of a shared one."""
         key, count = (value, shape[1:], np.dtype(dtype)), shape[0]
-        if len(self.shared.get(key, ())) < count:
+        if key not in self.shared or len(self.shared[key]) < count:
             longer = max(count, 2 * len(self.shared.get(key, ()))), *shape[1:]
             self.shared[key] = self.xp.full(longer, value, dtype) if value else self.xp.zeros(longer, dtype)
         return self.shared[key][:count]
@@ -51,8 +57,8 @@ class Served(Inputs):
     def new_cache(self, layout: CacheLayout) -> Any:
         return self.cache(layout)
 
-    def cache(self, layout: CacheLayout) -> Any:
-        return layout.allocate(self.size.pages, self.size.block_size, self.xp)
+    def cache(self, layout: CacheLayout, block_size: int | None = None) -> Any:
+        return layout.allocate(self.size.pages, block_size or self.size.block_size, self.xp)
 
     def slots(self, count: int, dtype: Any = np.int64) -> Any:
         return self.xp.arange(count, dtype=dtype)
@@ -78,3 +84,6 @@ class Served(Inputs):
 
     def entries(self, end: int, *shape: int) -> Any:
         return self.filled(-1, shape, np.int32)
+
+    def used(self, most: int, *shape: int) -> Any:
+        return self.filled(0, shape, np.int32)

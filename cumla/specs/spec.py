@@ -121,6 +121,16 @@ class OperationSpec:
         """Whether an array argument may be None."""
         return "None" in str(self.parameters[name].annotation) or self.parameters[name].default is None
 
+    def results_in(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """The keywords of a call that writes its results into these arrays."""
+        as_one = len(self.outputs) == 1 and len(arrays) > 1
+        return dict(zip(self.outputs, (tuple(arrays),) if as_one else arrays, strict=True))
+
+    def new_results(self, x: Inputs, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a call that writes its results into new arrays."""
+        found = self.results(arguments)
+        return self.results_in([x.unwritten(*array.shape, dtype=np.dtype(array.dtype)) for array in found])
+
     def run(self, arguments: Mapping[str, Any], backend: str) -> list[Any]:
         """Make a call. Returns its results and the arrays that it wrote, as `bounds_of` has their bounds."""
         results = self.function(**arguments, backend=backend)

@@ -11,7 +11,7 @@ import cumla
 from cumla.dispatch import debug
 from cumla.dispatch.call import Call
 from cumla.specs import SPECS
-from cumla.specs.inputs import TINY, Inputs
+from cumla.specs.inputs import TINY, Inputs, Size
 from cumla.specs.measured import Measured
 from cumla.specs.served import Served
 from cumla.specs.spec import flat
@@ -19,6 +19,7 @@ from cumla.specs.spec import flat
 EVERY = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
 VARIANTS = pytest.mark.parametrize(("spec", "variant"), EVERY, ids=lambda x: x.name)
 FEW = replace(TINY, requests=2, context=70, block_size=16, pages=16, spare=0)
+FEWEST = Size(requests=0, context=1), Size(requests=2, decodes=2, context=1)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
@@ -90,6 +91,16 @@ def test_what_is_not_written_stays(spec, variant):
 def test_inputs_of_other_sizes_are_calls_that_work(spec, variant, sized):
     for got in spec.run(variant.arguments(sized("cpu", FEW)), "cpu"):
         assert isinstance(got, np.ndarray)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("size", FEWEST, ids=["no requests", "no prefills"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.name)
+def test_fuzz_takes_the_smallest_sizes(spec, size):
+    from support.fuzzed import Fuzzed
+
+    for variant in spec.variants:
+        assert variant.arguments(Fuzzed(0, size)).keys() <= spec.parameters.keys()
 
 
 @VARIANTS

@@ -10,9 +10,12 @@ import functools
 import cupy
 import numpy as np
 
+from cumla.dispatch.call import FLOATS
 from cumla.specs.inputs import Inputs, Size, Step
+from cumla.specs.spec import Array
 from support.indexing import anything_like
 
+RESULT = Array(FLOATS, "in out")  # one that a call is given
 SPECIAL = (np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
 
 
@@ -46,8 +49,9 @@ class Fuzzed(Inputs):
     @functools.cached_property
     def step(self):
         decodes, prefills = self.size.decodes, self.size.requests - self.size.decodes
-        shares = self.rng.multinomial(max(self.size.tokens - decodes, 0), np.ones(prefills) / max(prefills, 1))
-        query_lens = np.append(np.ones(decodes, int), shares)
+        share = np.ones(prefills) / max(prefills, 1)
+        shares = self.rng.multinomial(max(self.size.tokens - decodes, 0), share) if prefills else []
+        query_lens = np.append(np.ones(decodes, int), shares).astype(int)
         lens = query_lens + self.rng.integers(0, self.size.context + 1, self.size.requests)
         return Step(query_lens, lens, self.rng.integers(0, lens + 1))
 
@@ -56,7 +60,8 @@ class Fuzzed(Inputs):
 
     def given(self, spec, arguments):
         """The arguments of a call on the device, with any value in their arrays."""
-        return {name: self._given(spec.arrays[name], x) if name in spec.arrays else x for name, x in arguments.items()}
+        arrays = {**dict.fromkeys(spec.outputs, RESULT), **spec.arrays}
+        return {name: self._given(arrays[name], x) if name in arrays else x for name, x in arguments.items()}
 
     def _given(self, array, value):
         if isinstance(value, list | tuple):
@@ -66,9 +71,9 @@ class Fuzzed(Inputs):
         return self.placed(value if array.way == "out" else self.any_like(array, value), array.way != "out")
 
     def any_like(self, array, x):
-        """Any values of an array: integers that name anything; rows of a special value, and of any magnitude."""
+        """Any values of an array: integers that name anything, or as they are; rows of a special value."""
         if array.holds:
-            return anything_like(self.rng, x)
+            return anything_like(self.rng, x) if self.rng.random() < 0.5 else x
         if x.dtype == np.uint8:
             return self.rng.integers(0, 256, x.shape, np.uint8) if self.rng.random() < 0.5 else x
         if x.dtype.kind in "biu" or not x.ndim:

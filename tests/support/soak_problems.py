@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cumla
+from cumla.specs import SPECS, dense_attention, sparse_attention
+from cumla.specs.inputs import Size
+from cumla.specs.measured import Measured
 from support.attention import make_indices, steep
 from support.lab import BF16
 
@@ -45,23 +48,17 @@ class Inputs:
     def normal(self, *shape, dtype=BF16):
         return self.put(self.rng.standard_normal(shape, np.float32).astype(dtype))
 
-    def queries(self, *shape):
-        """For heads whose maxima rise from block to block, by little and by much."""
-        return self.put((self.rng.standard_normal(shape, np.float32) * steep(shape[-2])).astype(BF16))
-
     def lengths(self, most, *shape):
         return self.put(self.rng.integers(0, most + 1, shape), np.int32)
 
     def e4m3(self, *shape):
         return self.put(self.rng.integers(0, 0x7F, shape, np.uint8))
 
-    def pages(self, layout, tokens, huge=()):
-        """A cache of `tokens` rows, some of which overflow float16: tiles with them are recomputed."""
+    def pages(self, layout, tokens):
+        """A cache of `tokens` rows."""
         blocks, base = -(-tokens // BLOCK), min(BASE_ROWS, tokens)
         cache = layout.allocate(blocks, BLOCK, self.cupy)
         rows = self.rng.standard_normal((base, layout.head_dim), np.float32)
-        for row in huge:
-            rows[row] *= 2.0**20
         rows = self.put(rows.astype(BF16))
         for start in range(0, tokens, base):
             slots = self.put(np.arange(start, min(start + base, tokens)))
@@ -83,48 +80,82 @@ def problems(rng, tiny):
     ]
 
 
+def problem_of(op, name, x, spec, arguments, plan=None):
+    """A call of the spec's function, which writes results into arrays of its own."""
+    found = spec.results(arguments)
+    names = spec.outputs if len(found) == len(spec.outputs) else [f"{spec.outputs[0]}[{i}]" for i in range(len(found))]
+
+    def call(**given):
+        spec.function(**spec.results_in([given.pop(name) for name in names]), **given)
+
+    outputs = {name: (array.shape, np.dtype(array.dtype)) for name, array in zip(names, found, strict=True)}
+    return Problem(op, name, call, arguments, outputs, plan=plan)
+
+
+class Soaked(Measured):
+    """Any entries in lists, and lengths of any number; queries for heads whose maxima rise, by little and by much.
+
+    huge  whether some rows of caches overflow float16: tiles with them are recomputed
+    """
+
+    def __init__(self, rng, huge=False, **size):
+        super().__init__("cuda", Size(**size))
+        self.rng, self.huge = rng, huge
+
+    def queries(self, *shape, dtype=BF16):
+        return self.put((self.rng.standard_normal(shape, np.float32) * steep(shape[-2])).astype(dtype))
+
+    def cache(self, layout, block_size=None):
+        if not self.huge:
+            return super().cache(layout, block_size)
+        rows = self.rows(self.size.pages * self.size.block_size, layout.head_dim)
+        rows[5:8:2] *= BF16(2.0**20)
+        cache, slots = self.new_cache(layout), self.xp.arange(len(rows))
+        cumla.quantize_and_insert_k_cache(rows, cache, slots, self.size.block_size, layout=layout)
+        return cache
+
+    def lists(self, width, end, *shape):
+        indices = make_indices(self.rng, *shape, width, end)
+        return self.put(indices), self.integers(width + 1, *shape) if self.size.lengths else None
+
+    def slot_lists(self, queries, width, slots, block_size, ratio):
+        return self.lists(width, slots, self.size.requests, queries)
+
+    def row_lists(self, windows):
+        found = self.lists(self.size.topk, self.size.rows, self.size.tokens, 1)
+        return [x if x is None else x[:, 0] for x in found]
+
+    def cached(self):
+        return self.integers(self.size.context + 1, self.size.requests)
+
+
 def sparse_decodes(make):
     sizes = (  # layout, heads, requests, queries of each, keys and extra keys, ragged, options
-        ("DSV4_FP8", 64, 1, 1, 128, 512, False, {}),
-        ("DSV4_FP8", 64, 32, 1, 128, 512, True, {}),
-        ("DSV4_FP8", 64, 128, 2, 128, 512, False, {}),
-        ("DSV4_FP8", 16, 66, 1, 128, 1024, True, {}),
-        ("DSV4_FP8", 128, 40, 2, 128, 512, True, {"batch_invariant": True}),
-        ("V32_FP8", 128, 32, 1, 2048, 0, False, {}),
-        ("V32_FP8", 32, 3, 1, 2048, 0, True, {}),
+        (cumla.DSV4_FP8, 64, 1, 1, 128, 512, False, {}),
+        (cumla.DSV4_FP8, 64, 32, 1, 128, 512, True, {}),
+        (cumla.DSV4_FP8, 64, 128, 2, 128, 512, False, {}),
+        (cumla.DSV4_FP8, 16, 66, 1, 128, 1024, True, {}),
+        (cumla.DSV4_FP8, 128, 40, 2, 128, 512, True, {"batch_invariant": True}),
+        (cumla.V32_FP8, 128, 32, 1, 2048, 0, False, {}),
+        (cumla.V32_FP8, 32, 3, 1, 2048, 0, True, {}),
     )
     if make.tiny:
-        sizes = (("DSV4_FP8", 8, 1, 1, 300, 60, False, {}), ("V32_FP8", 8, 3, 1, 150, 0, True, {}))
-    slots = 200 if make.tiny else 1 << 17
-    caches = {name: make.pages(getattr(cumla, name), slots) for name in ("DSV4_FP8", "V32_FP8")}
-    for layout, heads, requests, s_q, topk, extra, ragged, options in sizes:
-        name = f"{layout}, {heads} heads, {requests} x {s_q}, {topk} + {extra} keys"
-        yield decode(make, caches[layout], layout, heads, (requests, s_q), (topk, extra), ragged, options, name)
+        sizes = ((cumla.DSV4_FP8, 8, 1, 1, 300, 60, False, {}), (cumla.V32_FP8, 8, 3, 1, 150, 0, True, {}))
+    for size in sizes:
+        yield decode(make, *size)
     # Tiles that the fast kernel leaves to the exact one, which CTAs claim dynamically.
-    cache = make.pages(cumla.DSV4_FP8, slots, huge=(5, 7))
-    size = (3, 1) if make.tiny else (96, 1)
-    yield decode(make, cache, "DSV4_FP8", 64, size, (128, 0), False, {}, "DSV4_FP8, tiles computed again")
+    yield decode(make, cumla.DSV4_FP8, 64, 3 if make.tiny else 96, 1, 128, 0, False, {}, huge=True)
 
 
-def decode(make, cache, layout, heads, size, keys, ragged, options, name):
-    layout, (requests, s_q) = getattr(cumla, layout), size
-    inputs = {"q": make.queries(requests, s_q, heads, layout.head_dim)}
-    for prefix, count in zip(("", "extra_"), keys, strict=True):
-        if not count:
-            continue
-        slots = cache.shape[0] * BLOCK
-        inputs |= {
-            f"{prefix}k_cache": cache, f"{prefix}indices": make.put(make_indices(make.rng, requests, s_q, count, slots))
-        }  # fmt: skip
-        if ragged:
-            inputs[f"{prefix}topk_length"] = make.lengths(count, requests, s_q)
-    outputs = {"out": ((requests, s_q, heads, 512), BF16), "lse": ((requests, heads, s_q), np.float32)}
-
-    def call(**arguments):
-        cumla.sparse_mla_decode(**arguments, layout=layout, **options)
-
-    name += ", ragged" * ragged + ", invariant" * bool(options)
-    return Problem("decode", name, call, inputs, outputs, plan=cumla.DecodePlan)
+def decode(make, layout, heads, requests, s_q, topk, extra, ragged, options, huge=False):
+    x = Soaked(
+        make.rng, huge, requests=requests, tokens=requests * s_q, heads=heads, window=topk, topk=extra, lengths=ragged,
+        pages=4 if make.tiny else 1 << 11,
+    )  # fmt: skip
+    arguments = sparse_attention.decode(x, layout, layout if extra else None) | {"attn_sink": None} | options
+    name = f"{layout.name}, {heads} heads, {requests} x {s_q}, {topk} + {extra} keys" + ", ragged" * ragged
+    name += ", invariant" * bool(options) + ", tiles computed again" * huge
+    return problem_of("decode", name, x, SPECS["sparse_mla_decode"], arguments, cumla.DecodePlan)
 
 
 def prefills(make):
@@ -138,18 +169,10 @@ def prefills(make):
     if make.tiny:
         sizes = (8, 576, 3, 130, True), (40, 512, 3, 130, False)
     for heads, dim, tokens, topk, ragged in sizes:
-        indices = make_indices(make.rng, tokens, 1, topk, rows)[:, 0]
-        inputs = {"q": make.queries(tokens, heads, dim), "kv": make.normal(rows, dim), "indices": make.put(indices)}
-        if ragged:
-            inputs["topk_length"] = make.lengths(topk, tokens)
-        outputs = {"out": ((tokens, heads, 512), BF16)}
-        outputs |= dict.fromkeys(("max_logits", "lse"), ((tokens, heads), np.float32))
-
-        def call(out, max_logits, lse, **arguments):
-            cumla.sparse_mla_prefill(**arguments, out=(out, max_logits, lse))
-
+        x = Soaked(make.rng, rows=rows, tokens=tokens, heads=heads, topk=topk, lengths=ragged)
+        arguments = sparse_attention.prefill(x, dim) | {"attn_sink": None}
         name = f"{heads} heads of {dim}, {tokens} x {topk} keys" + ", ragged" * ragged
-        yield Problem("prefill", name, call, inputs, outputs)
+        yield problem_of("prefill", name, x, SPECS["sparse_mla_prefill"], arguments)
 
 
 def scored_keys(make, queries, keys):
@@ -268,24 +291,12 @@ def compressors(make):
 def dense(make):
     """Decodes over latent rows, and packed sequences with separate keys."""
     requests, heads, columns = (3, 8, 3) if make.tiny else (24, 128, 40)
-    cache = make.normal(requests * columns // 2, BLOCK, 576)
-    inputs = {
-        "q": make.normal(requests, 1, heads, 576), "k_cache": cache,
-        "block_table": make.table(requests, columns, len(cache)),
-        "cache_seqlens": make.lengths(columns * BLOCK, requests),
-    }  # fmt: skip
-    outputs = {"out": ((requests, 1, heads, 512), BF16), "lse": ((requests, heads, 1), np.float32)}
-    name = f"decode, {heads} heads, {requests} x {columns * BLOCK} keys"
-    yield Problem("dense", name, cumla.dense_mla_decode, inputs, outputs, plan=cumla.DenseDecodePlan)
+    x = Soaked(
+        make.rng, requests=requests, heads=heads, context=columns * BLOCK - 1, pages=requests * columns // 2,
+    )  # fmt: skip
+    name, arguments = f"decode, {heads} heads, {requests} x {columns * BLOCK} keys", dense_attention.decode(x)
+    yield problem_of("dense", name, x, SPECS["dense_mla_decode"], arguments, cumla.DenseDecodePlan)
     sequences, length, heads = (2, 70, 2) if make.tiny else (6, 300, 16)
-    starts = make.put(np.arange(sequences + 1) * length, np.int32)
-    inputs = {
-        "q": make.normal(sequences * length, heads, 192), "k": make.normal(sequences * length, heads, 192),
-        "v": make.normal(sequences * length, heads, 128), "cu_seqlens_q": starts, "cu_seqlens_k": starts,
-    }  # fmt: skip
-    outputs = {"out": ((sequences * length, heads, 128), BF16), "lse": ((heads, sequences * length), np.float32)}
-
-    def call(**arguments):
-        cumla.mha_varlen(**arguments, causal=True)
-
-    yield Problem("dense", f"packed, {heads} heads, {sequences} x {length} tokens", call, inputs, outputs)
+    x = Soaked(make.rng, requests=sequences, tokens=sequences * length, heads=heads, lengths=False)
+    name = f"packed, {heads} heads, {sequences} x {length} tokens"
+    yield problem_of("dense", name, x, SPECS["mha_varlen"], dense_attention.packed(x, causal=True))
