@@ -13,7 +13,6 @@ import cupy
 import numpy as np
 
 import cumla
-from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 from cumla.specs import SPECS
@@ -22,8 +21,8 @@ from support import fuzzed, operations
 from support.indexing import anything, anything_like
 from support.lab import BF16
 
-OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
-    "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices"),
+OPS = {  # values of --ops: the files of kernels whose examples they are
+    "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices", "shards"),
     "attention": ("sparse_attention", "dense_attention"),
     "indexer": ("indexer", "indexer_topk", "candidates"),
     "layers": ("norm_rope", "compressor", "latents", "projection"),
@@ -92,32 +91,6 @@ class Fuzz:
         values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
         with np.errstate(over="ignore"):
             return self.put(values.astype(dtype))
-
-    def shards(self):
-        requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
-        size, block_size = int(self.choose(1, 2, 7)), int(self.choose(1, 2, 53, 64, 2**31 - 1))
-        shard = parallel.Shard(int(self.rng.integers(size)), size, int(self.choose(1, 4, 64, 2**31 - 1)))
-        starts, lens, table = self.ints(requests + 1), self.ints(requests), self.ints(requests, columns)
-        indices = self.put(anything(self.rng, (tokens, int(self.choose(0, 5, 60, 700)))), self.choose(0, 1, 4))
-        rest = {"backend": self.backend}
-        parallel.local_seq_lens(lens, shard, s_q=int(self.choose(1, 3)), **rest)
-        parallel.local_block_table(table, shard, s_q=int(self.choose(1, 3)), **rest)
-        parallel.local_slot_mapping(
-            starts, lens, table, block_size, shard, num_tokens=tokens, compress_ratio=int(self.choose(1, 4)), **rest
-        )
-        valid = self.choose(None, self.put(self.rng.random(tokens) < 0.9))
-        parallel.localise_indices(indices, self.ints(tokens), table, block_size, shard, valid, **rest)
-        dtype, parts, heads, dim = (
-            self.choose(BF16, np.float32),
-            int(self.choose(1, 3, 40)),
-            3,
-            int(self.choose(24, 67)),
-        )
-        parallel.merge_partials(
-            self.numbers(parts, tokens, 2, heads, dim, dtype=dtype),
-            self.numbers(parts, tokens, heads, 2, dtype=np.float32),
-            self.choose(None, self.numbers(heads, dtype=np.float32)), **rest,
-        )  # fmt: skip
 
     def scores(self):
         """Logits of a few queries, top-k of both kinds, and both at once; over keys and over pages."""
@@ -201,8 +174,8 @@ class Fuzz:
         with sparse_kernels.forced(self.choose("portable", "exact")):
             self.of_any_size("sparse_mla_prefill")
 
-    def caches(self):
-        self.shards()
+
+MORE = {"attention": Fuzz.attention, "indexer": Fuzz.indexer}  # calls beside the examples, by values of --ops
 
 
 def main():
@@ -216,7 +189,8 @@ def main():
     cupy.cuda.set_allocator(None)  # no pool: memory outside an array is unallocated
     for seed in range(args.rounds):
         fuzz = Fuzz(args.backend, seed)
-        getattr(fuzz, args.ops)()
+        if args.ops in MORE:
+            MORE[args.ops](fuzz)
         fuzz.examples(OPS[args.ops])
     cupy.cuda.Device().synchronize()
     print(f"{args.rounds} rounds of {args.ops} on {args.backend}")

@@ -62,7 +62,7 @@ class Follower:
 
 def on_device(here, value):
     if isinstance(value, list | tuple):
-        return type(value)(on_device(here, x) for x in value)
+        return operations.rebuilt(value, [on_device(here, x) for x in value])
     return here.put(value) if isinstance(value, np.ndarray) else value
 
 

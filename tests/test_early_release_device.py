@@ -116,7 +116,7 @@ def test_calls(late, name):
 
     def put(value):
         if isinstance(value, list | tuple):
-            return type(value)(put(x) for x in value)
+            return operations.rebuilt(value, [put(x) for x in value])
         return cupy.array(value) if isinstance(value, np.ndarray) else value
 
     arguments = {n: put(x) for n, x in operations.arguments_of(example, 0).items()}

@@ -38,7 +38,7 @@ def test_any_integers(lab, rng, name):
 
         def put(value, guarded=guarded):
             if isinstance(value, list | tuple):
-                return type(value)(put(x) for x in value)
+                return operations.rebuilt(value, [put(x) for x in value])
             if not isinstance(value, np.ndarray) or not value.ndim:
                 return value
             guarded.append(Guarded(lab, np.ascontiguousarray(anything_like(rng, value))))
@@ -57,7 +57,7 @@ def test_infinities_and_nan_are_no_warnings(rng, name, backend):
 
     def changed(value):
         if isinstance(value, list | tuple):
-            return type(value)(changed(x) for x in value)
+            return operations.rebuilt(value, [changed(x) for x in value])
         if not isinstance(value, np.ndarray) or value.dtype.kind in "biu" or not value.ndim:
             return value
         value = value.copy()

@@ -12,6 +12,7 @@ import cumla
 from cumla.dispatch.debug import unchecked
 from support.calls import NAMES, call
 from support.lab import BF16, Lab, lab_of
+from support.operations import rebuilt
 
 ALSO_NAMED = {"kv_scales": "scales"}  # as the pair is called
 IN_PLACE = {
@@ -47,7 +48,7 @@ class Arguments:
         """Arguments on a device, some of the arrays replaced."""
         put = {part: arrays.get(part, place.put(x) if isinstance(x, np.ndarray) else x) for part, x in self._parts()}
         return {
-            name: type(x)(put[f"{name}[{i}]"] for i in range(len(x))) if isinstance(x, (tuple, list)) else put[name]
+            name: rebuilt(x, [put[f"{name}[{i}]"] for i in range(len(x))]) if isinstance(x, tuple | list) else put[name]
             for name, x in self.given.items()
         }
 

@@ -131,8 +131,8 @@ class Model:
         return self.kind in ("v4", "v41")
 
     def needs(self, case: Case) -> bool:
-        """Whether a case of `cumla check` is of operations and formats that the model calls."""
-        if case.op in {"mla": (), "v41": (*DENSE_OPS, *V4_OPS)}.get(self.kind, DENSE_OPS):
+        """Whether a case of `cumla check` is of operations and formats that the model calls on one rank."""
+        if case.kernels == "shards" or case.op in {"mla": (), "v41": (*DENSE_OPS, *V4_OPS)}.get(self.kind, DENSE_OPS):
             return False
         formats = {layout.name for pair in FORMATS.values() for layout in pair} - {x.name for x in self.formats}
         if self.layout == DSV4_FP8.name:

@@ -83,9 +83,7 @@ def local_block_table(
     call = Call(backend, stream)
     block_table = call.array("block_table", block_table, INT32, ("R", "B"))
     rows, columns = block_table.shape
-    width = max(0, -(-(columns - rank) // size))
-    if out is not None:
-        width = call.array("out", out, INT32, (rows * s_q, -1), writable=True).shape[1]
+    width = max(0, -(-(columns - rank) // size)) if out is None else -1
     out_array = call.output("out", out, INT32, (rows * s_q, width))
     if out_array.size:
         with call.kernels("shards") as kernels:

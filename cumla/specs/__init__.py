@@ -15,6 +15,7 @@ from . import (
     linear,
     norm_rope,
     prefill_rows,
+    shards,
     sparse_attention,
     sparse_cache,
 )
@@ -22,6 +23,6 @@ from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
     sparse_cache, prefill_rows, norm_rope, latents, compressor, linear, dense_cache, blocks, advance, indices,
-    sparse_attention, dense_attention,
+    sparse_attention, dense_attention, shards,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

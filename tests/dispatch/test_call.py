@@ -5,6 +5,7 @@ import pytest
 
 from support.calls import NAMES, call
 from support.capsules import Foreign
+from support.operations import rebuilt
 
 
 class Counted(Foreign):
@@ -23,7 +24,7 @@ def test_an_argument_is_borrowed_once(name):
 
     def count(name, value):
         if isinstance(value, tuple | list):
-            return type(value)(count(f"{name}[{i}]", x) for i, x in enumerate(value))
+            return rebuilt(value, [count(f"{name}[{i}]", x) for i, x in enumerate(value)])
         if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
             return value
         counted[name] = Counted(value)

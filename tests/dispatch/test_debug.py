@@ -27,6 +27,7 @@ from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 from support.calls import call
 from support.lab import BF16, lab_of
+from support.operations import rebuilt
 
 BLOCK = 8
 OPERATIONS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "tools/seam.py"))["operations"]()
@@ -45,7 +46,7 @@ def place(request):
 
 def put(place, value):
     if isinstance(value, (tuple, list)):
-        return type(value)(put(place, x) for x in value)
+        return rebuilt(value, [put(place, x) for x in value])
     return place.put(value) if isinstance(value, np.ndarray) else value
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import cumla
 from cumla.specs.inputs import TINY
 from support.lab import BF16
-from support.operations import EXAMPLES, arguments_of, called
+from support.operations import EXAMPLES, arguments_of, called, rebuilt
 from support.refused import Call
 
 BLOCK, NUM_BLOCKS = TINY.block_size, TINY.pages
@@ -73,10 +73,15 @@ OTHERS = {
 NAMES = sorted([*EXAMPLES, *OTHERS])
 
 
+def kernels_of(name):
+    """The file of kernels of a call."""
+    base, _ = OTHERS.get(name, (name, dict))
+    return EXAMPLES[base].kernels
+
+
 def is_attention(name):
     """Calls that take too long in Numba's simulator."""
-    base, _ = OTHERS.get(name, (name, dict))
-    return EXAMPLES[base].kernels in ("sparse_attention", "dense_attention")
+    return kernels_of(name) in ("sparse_attention", "dense_attention")
 
 
 def function_of(name):
@@ -105,7 +110,7 @@ def with_backend(call, backend):
 def put(lab, value, integer=int):
     """An argument in the memory of a backend; an integer as another type, if the type has it."""
     if isinstance(value, tuple | list):
-        return type(value)(put(lab, x) for x in value)
+        return rebuilt(value, [put(lab, x) for x in value])
     if isinstance(value, np.ndarray):
         return lab.put(value)
     fits = type(value) is int and (integer is int or np.iinfo(integer).min <= value <= np.iinfo(integer).max)

@@ -71,6 +71,11 @@ def called(example):
     return getattr(cumla, example.op, None) or getattr(sys.modules[example.call.__module__], example.op)
 
 
+def rebuilt(value, parts):
+    """A list or tuple like `value`, of other parts."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 def identifier(example):
     return f"{example.op}-{example.variant.replace(', ', '-').replace(' ', '-')}".rstrip("-")
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cumla
-from cumla.specs import SPECS, dense_attention, sparse_attention
+from cumla.specs import SPECS, compressor, dense_attention, sparse_attention
 from cumla.specs.inputs import Size
 from cumla.specs.measured import Measured
 from support.attention import make_indices, steep
@@ -81,15 +81,20 @@ def problems(rng, tiny):
 
 
 def problem_of(op, name, x, spec, arguments, plan=None):
-    """A call of the spec's function, which writes results into arrays of its own."""
+    """A call of the spec's function, which writes into arrays of its own."""
     found = spec.results(arguments)
     names = spec.outputs if len(found) == len(spec.outputs) else [f"{spec.outputs[0]}[{i}]" for i in range(len(found))]
+    outputs = {name: (array.shape, np.dtype(array.dtype)) for name, array in zip(names, found, strict=True)}
+    of_way = {way: [name for name, array in spec.arrays.items() if array.way == way] for way in ("out", "in out")}
+    inputs, states = dict(arguments), {name: arguments[name] for name in of_way["in out"]}
+    for written in of_way["out"]:
+        array = inputs.pop(written)
+        outputs[written] = array.shape, array.dtype
 
     def call(**given):
         spec.function(**spec.results_in([given.pop(name) for name in names]), **given)
 
-    outputs = {name: (array.shape, np.dtype(array.dtype)) for name, array in zip(names, found, strict=True)}
-    return Problem(op, name, call, arguments, outputs, plan=plan)
+    return Problem(op, name, call, inputs, outputs, states, plan)
 
 
 class Soaked(Measured):
@@ -244,48 +249,16 @@ def choices(make):
 
 def compressors(make):
     """Requests of `tokens` tokens each, from a position in the middle of a window on."""
-    sizes = ((4, 2, 64, 1), (4, 2, 8, 512), (128, 1, 128, 1), (128, 1, 4, 700))  # ratio, coff, requests, tokens
-    for ratio, coff, requests, tokens in ((4, 2, 2, 5), (128, 1, 1, 130)) if make.tiny else sizes:
+    sizes = ((4, 64, 1), (4, 8, 512), (128, 128, 1), (128, 4, 700))  # ratio, requests, tokens
+    for ratio, requests, tokens in ((4, 2, 5), (128, 1, 130)) if make.tiny else sizes:
         first = 2 * ratio - 1 if tokens == 1 else ratio + ratio // 2
-        positions = np.tile(np.arange(first, first + tokens), requests)
-        request, block = np.repeat(np.arange(requests), tokens), 2 * ratio
-        columns = -(-(first + tokens) // block)
-        rows = -(-(first + tokens) // ratio)  # of a request in the cache
-        width, index_width = 2 * coff * 512, 2 * coff * 128
-        table = np.arange(requests * columns).reshape(requests, columns)
-        saved = table[request, positions // block] * block + positions % block
-        slots = np.where((positions + 1) % ratio == 0, request * rows + positions // ratio, -1)
-        inputs = {
-            "kv_score": make.normal(len(positions), width, dtype=np.float32),
-            "position_bias": make.normal(ratio, coff * 512, dtype=np.float32),
-            "norm_weight": make.normal(512, dtype=np.float32),
-            "index_kv_score": make.normal(len(positions), index_width, dtype=np.float32),
-            "index_position_bias": make.normal(ratio, coff * 128, dtype=np.float32),
-            "index_norm_weight": make.normal(128, dtype=np.float32),
-            "state_slot_mapping": make.put(saved), "state_block_table": make.put(table, np.int32),
-            "slot_mapping": make.put(slots), "positions": make.put(positions),
-            "token_to_req_indices": make.put(request, np.int32),
-            "query_start_loc": make.put(np.arange(requests + 1) * tokens, np.int32),
-            "cos_sin_cache": make.normal(first + tokens, 64, dtype=np.float32),
-        }  # fmt: skip
-        states = {
-            "state_cache": make.normal(requests * columns, block, width, dtype=np.float32),
-            "index_state_cache": make.normal(requests * columns, block, index_width, dtype=np.float32),
-        }  # fmt: skip
-        pages = -(-requests * rows // BLOCK)
-        outputs = {
-            "k_cache": ((pages, cumla.DSV4_FP8.page_bytes(BLOCK)), np.uint8),
-            "index_k_cache": ((pages, cumla.INDEXER_FP8.page_bytes(BLOCK)), np.uint8),
-        }  # fmt: skip
-
-        def call(k_cache, index_k_cache, ratio=ratio, **arguments):
-            k_cache, index_k_cache = cumla.DSV4_FP8.view(k_cache, BLOCK), cumla.INDEXER_FP8.view(index_k_cache, BLOCK)
-            cumla.compress_and_insert(
-                **arguments, k_cache=k_cache, index_k_cache=index_k_cache, compress_ratio=ratio, layout=cumla.DSV4_FP8
-            )
-
+        x = Soaked(
+            make.rng, requests=requests, tokens=requests * tokens, context=first, lengths=False,
+            pages=-(-requests * tokens // BLOCK),
+        )  # fmt: skip
+        arguments = compressor.compress(x, cumla.DSV4_FP8, cumla.INDEXER_FP8, ratio)
         name = f"ratio {ratio}, {requests} x {tokens} tokens"
-        yield Problem("compressor", name, call, inputs, outputs, states)
+        yield problem_of("compressor", name, x, SPECS["compress_and_insert"], arguments)
 
 
 def dense(make):
