@@ -215,16 +215,21 @@ for ptx_type, c_type in TYPES.items():
                 f"auto to_ = reinterpret_cast<{c_type}*>({at.format('%0')}); {stored}"
             )
 
-# Products of warpgroups have a pattern of their own, because their operands do not fit on one line.
-WGMMA = re.compile(
-    r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3|e5m2(?=\.e4m3))\."
-    r"(?:(?P=type)|e4m3) "
-    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?P<across>(?:, [01])*); }"
+# Products of warpgroups are macros of sm90/wgmma.cuh: `#name` in a statement is an argument of the macro.
+PRODUCT = (
+    "{ .reg .pred p; setp.ne.b32 p, %#add, 0; "
+    "wgmma.mma_async.sync.aligned.m64n#columnsk#depth.f32.#a_type.#b_type {}, OPERANDS, p, #__VA_ARGS__; }"
 )
+PRODUCTS = {
+    PRODUCT.replace("add", "o3").replace("OPERANDS", "%#o1, %#o2"): "nullptr, a, b",
+    PRODUCT.replace("add", "o6").replace("OPERANDS", "{%#o1, %#o2, %#o3, %#o4}, %#o5"): "a, 0, b",
+}
+for ptx, operands in PRODUCTS.items():
+    TABLE[ptx] = f"emulator::wgmma(x, columns, {operands}, add, emulator::Operands::a_type, {{__VA_ARGS__}})"
 
 ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+PIECE = re.compile(LITERAL.pattern + r"|(?<!#)(#\w+)")
 OPERAND = re.compile(r'^\s*"[^"]*"\s*\((.*)\)\s*$', re.DOTALL)
 # A kernel; a macro, or __cluster_dims__, gives the number of blocks of a cluster.
 KERNEL = re.compile(
@@ -263,34 +268,15 @@ def statement(template, outputs="", inputs=""):
     """C++ for one statement; `asm` gives its template, then its operands."""
     ptx = normalised(template)
     values = [OPERAND.sub(r"\1", operand) for part in (outputs, inputs) for operand in listed(part)]
-    product = WGMMA.fullmatch(ptx)
-    if product:
-        return warpgroup_product(product, outputs, values)
     if ptx not in TABLE:
         raise LookupError(f"the emulator does not know {ptx!r}")
     return re.sub(r"%(\d+)", lambda number: f"({values[int(number[1])]})", TABLE[ptx])
 
 
 def normalised(template):
-    r"""A template's string literals as one, with a space for \n and more space; macros between them left out."""
-    text = "".join(LITERAL.findall(template)).replace("\\n", " ")
+    r"""A template's string literals and #arguments as one text, a space for \n and more space; macros left out."""
+    text = "".join(literal or argument for literal, argument in PIECE.findall(template)).replace("\\n", " ")
     return " ".join(text.split())
-
-
-def warpgroup_product(product, outputs, values):
-    """`values`: the sums (one macro for all); a's tile, or four registers of an array; b's tile; whether to add.
-
-    Transposed tiles are marked on a, if that is a tile, and on b; bytes have no such marks.
-    """
-    sums = re.search(r"\((\w+)\)", outputs)[1]
-    if product["registers"]:
-        a, a_tile, b_tile, add = values[1].removesuffix("[0]"), "0", *values[5:]
-    else:
-        a, a_tile, b_tile, add = "nullptr", *values[1:]
-    across = [flag == "1" for flag in re.findall("[01]", product["across"])]
-    b_rows, a_rows = not any(across[-1:]), not any(across[:-1])
-    rows, operands = f"{str(a_rows).lower()}, {str(b_rows).lower()}", "emulator::Operands::" + product["type"].upper()
-    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {rows}, {add}, {operands})"
 
 
 def listed(part):

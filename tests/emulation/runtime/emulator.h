@@ -155,9 +155,16 @@ EXPORT void mma_f64(double& x0, double& x1, double a, double b);
 EXPORT uint32_t transpose_matrix(uint32_t x);
 // x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. a_rows: a tile's rows are the product's;
 // b_rows: they are its columns.
-enum class Operands { F16, BF16, E4M3, E5M2 };  // of a product's first; the second of E5M2 is e4m3
+enum class Operands { f16, bf16, e4m3, e5m2 };  // of a product's first; the second of e5m2 is e4m3
 EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool a_rows,
                   bool b_rows, bool add, Operands type);
+// With PTX's modifiers: factors of a and b; for values of 16 bits whether a, if it is a tile, and b are transposed.
+template <int COUNT>
+void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool add, Operands type,
+           const int (&modifiers)[COUNT]) {
+    if (modifiers[0] != 1 || modifiers[1] != 1) fail("wgmma: negated operands are not emulated");
+    wgmma(x, columns, a, a_tile, b_tile, COUNT < 4 || !modifiers[2], COUNT < 3 || !modifiers[COUNT - 1], add, type);
+}
 EXPORT void wgmma_commit();
 EXPORT void wgmma_wait(uint32_t pending);
 void begin_block_matrices();

@@ -152,7 +152,7 @@ void mma_f64(double& x0, double& x1, double a, double b) {
 
 namespace {
 
-int bytes_of(Operands type) { return type == Operands::F16 || type == Operands::BF16 ? 2 : 1; }
+int bytes_of(Operands type) { return type == Operands::f16 || type == Operands::bf16 ? 2 : 1; }
 
 // A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 or 64 bytes, by its descriptor.
 struct Tile {
@@ -172,7 +172,7 @@ struct Tile {
         auto words = reinterpret_cast<const uint16_t*>(bytes);
         if (bytes_of(type) == 1)
             for (int i = 0; i < 16; ++i) values[i * step] = from_e4m3(bytes[i]);
-        else if (type == Operands::BF16)
+        else if (type == Operands::bf16)
             for (int i = 0; i < 8; ++i) values[i * step] = from_bf16(words[i]);
         else
             for (int i = 0; i < 8; ++i) values[i * step] = from_f16(words[i]);
@@ -211,9 +211,9 @@ struct Product {
                     int per_word = 4 / bytes_of(type), lane = row % 8 * 4 + k % (4 * per_word) / per_word;
                     uint32_t word = of[lane].a[row / 8 + k / (4 * per_word) * 2];
                     uint32_t byte = word >> 8 * (k % 4) & 0xff;
-                    a[row][k] = type == Operands::E4M3   ? from_e4m3(byte)
-                                : type == Operands::E5M2 ? from_f16(byte << 8)
-                                                         : value(word, k % 2, type == Operands::BF16);
+                    a[row][k] = type == Operands::e4m3   ? from_e4m3(byte)
+                                : type == Operands::e5m2 ? from_f16(byte << 8)
+                                                         : value(word, k % 2, type == Operands::bf16);
                 }
         } else if (a_rows) {
             for (int row = 0; row < ROWS; ++row) a_at.along(first_row + row, type, a[row], 1);

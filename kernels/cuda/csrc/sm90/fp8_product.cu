@@ -97,7 +97,7 @@ struct Consumer {
         barrier_wait(full(slot.index), slot.round % 2);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) wgmma_e4m3(to, x + 2 * step, w + 2 * step, step > 0);
+        for (int step = 0; step < 4; ++step) wgmma_rows(e4m3{}, to, x + 2 * step, w + 2 * step, step > 0);
         wgmma_commit();
         slot.advance();
     }

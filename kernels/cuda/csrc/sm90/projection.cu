@@ -24,17 +24,6 @@ constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS, HALF = TOKENS * 128;
 constexpr bool DIRECT = SPLITS == 1 && PARTS == 1 && TOKENS >= 16 && sizeof(OUTPUT) == 2;  // no sums are added
 constexpr int RESULT_STRIDE = 2 * ROWS + 16;                                                 // bytes from token to token
 
-__device__ inline void wgmma_bf16(float (&x)[4], const uint32 (&a)[4], uint64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 " REGISTERS4 ", {%4, %5, %6, %7}, %8, p, 1, 1, 0;\n}\n"
-                 : FLOATS4(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-__device__ inline void wgmma_bf16(float (&x)[64], const uint32 (&a)[4], uint64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
-                 : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
 // The ring of a CTA: addresses of its stages and of their barriers, after the last stage.
 struct Ring {
     uint32 start;
@@ -131,7 +120,7 @@ struct Consumer {
             wgmma_fence();
 #pragma unroll
             for (int t = 0; t < 4; ++t)
-                wgmma_bf16(POWER_OF_TWO ? sum(h) : products, a[u % 2][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
+                wgmma_rows(bf16{}, POWER_OF_TWO ? sum(h) : products, a[u % 2][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
             wgmma_commit();
             if (u + 1 == 2 * HEIGHT) break;
             if (u) wgmma_wait<1>();  // the other operand is free

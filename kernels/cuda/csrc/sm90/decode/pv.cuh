@@ -118,8 +118,8 @@ struct Pv {
         for (int i = 0; i < 8; ++i) {
             int k = i / 2, w = i % 2;
             wgmma_fence();
-            wgmma_f16(sums[2 * w], a[w][0], p + 2 * k, k != 0 || !fresh);
-            wgmma_f16(sums[2 * w + 1], a[w][1], p + 2 * k, k != 0 || !fresh);
+            wgmma_rows(f16{}, sums[2 * w], a[w][0], p + 2 * k, k != 0 || !fresh);
+            wgmma_rows(f16{}, sums[2 * w + 1], a[w][1], p + 2 * k, k != 0 || !fresh);
             wgmma_commit();
             if (i == 7) break;
             if (i > 0) wgmma_wait<1>();
@@ -151,8 +151,8 @@ struct Pv {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             int k = i / 2, w = i % 2;
-            wgmma_f16(sums[2 * w], a[i][0], p + 2 * k, k != 0 || !fresh);
-            wgmma_f16(sums[2 * w + 1], a[i][1], p + 2 * k, k != 0 || !fresh);
+            wgmma_rows(f16{}, sums[2 * w], a[i][0], p + 2 * k, k != 0 || !fresh);
+            wgmma_rows(f16{}, sums[2 * w + 1], a[i][1], p + 2 * k, k != 0 || !fresh);
         }
         wgmma_commit();
         wgmma_wait<0>();

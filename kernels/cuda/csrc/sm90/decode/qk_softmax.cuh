@@ -81,7 +81,7 @@ struct QkSoftmax {
         if (slice + 1 < SLICES) load(rows, slice + 1);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_f16(x, a[i], tile_descriptor(Q_AT + slice * Q_TILE_BYTES) + 2 * i, 1);
+        for (int i = 0; i < 4; ++i) wgmma_rows(f16{}, x, a[i], tile_descriptor(Q_AT + slice * Q_TILE_BYTES) + 2 * i, 1);
         wgmma_commit();
         wgmma_wait<1>();
     }
@@ -114,7 +114,7 @@ struct QkSoftmax {
         for (int tile = 0; tile < Q_SLICES; ++tile)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_bf16(x, k + (tile * (2 * HALF * 128) >> 4) + 2 * i, q + (tile * Q_TILE_BYTES >> 4) + 2 * i, 1);
+                wgmma_rows(bf16{}, x, k + (tile * (2 * HALF * 128) >> 4) + 2 * i, q + (tile * Q_TILE_BYTES >> 4) + 2 * i, 1);
         wgmma_commit();
     }
 
@@ -130,7 +130,7 @@ struct QkSoftmax {
         if constexpr (TAIL) {
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * Q_TILE_BYTES) + 2 * i, 1);
+            for (int i = 0; i < 4; ++i) wgmma_rows(bf16{}, x, a[0][i], tile_descriptor(Q_AT + SLICES * Q_TILE_BYTES) + 2 * i, 1);
             wgmma_commit();
         }
 #pragma unroll

@@ -60,7 +60,7 @@ struct Scores {
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                wgmma_bf16(x, a[tile % KEY_BUFFERS][step], tile_descriptor(Q_AT + tile * HEAD_TILE_BYTES) + 2 * step, tile + step > 0);
+                wgmma_rows(bf16{}, x, a[tile % KEY_BUFFERS][step], tile_descriptor(Q_AT + tile * HEAD_TILE_BYTES) + 2 * step, tile + step > 0);
             wgmma_commit();
             if (tile + 1 == TILES) break;
             wgmma_wait<KEY_BUFFERS - 1>();

@@ -57,7 +57,7 @@ struct Values {
         for (int part = 0; part < BLOCK_SLOTS * TILES_OF_WARP; ++part) {  // a product, then the next one's fragment
             int k = part / TILES_OF_WARP, next = (part + 1) % TILES_OF_WARP;
             wgmma_fence();
-            wgmma_bf16(sums[part % TILES_OF_WARP], a[part % 2], weights + 2 * k, k != 0 || !fresh);
+            wgmma_rows(bf16{}, sums[part % TILES_OF_WARP], a[part % 2], weights + 2 * k, k != 0 || !fresh);
             wgmma_commit();
             if (next == 0) {
                 slots[k] = place.slot;

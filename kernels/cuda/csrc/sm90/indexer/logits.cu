@@ -95,7 +95,7 @@ __device__ inline void consume(const Problem& problem) {
             for (int j = 0; j < PRODUCTS; ++j) {
                 uint64 own = q_tile + j * (PASS / PRODUCTS * Q_BYTES / 16);
 #pragma unroll
-                for (int step = 0; step < DIM / 32; ++step) multiply(x[j], k_tile + 2 * step, own + 2 * step, step > 0);
+                for (int step = 0; step < DIM / 32; ++step) wgmma_rows(e4m3{}, x[j], k_tile + 2 * step, own + 2 * step, step > 0);
                 wgmma_commit();
             }
             float scale, low, high, score;

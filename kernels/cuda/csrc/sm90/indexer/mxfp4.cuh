@@ -136,7 +136,7 @@ struct Consumer {
         pin(x);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < DIM / 32; ++step) multiply(x, a[step], q_tile + 2 * step, step > 0);
+        for (int step = 0; step < DIM / 32; ++step) wgmma_rows(e5m2{}, x, a[step], q_tile + 2 * step, step > 0);
         wgmma_commit();
     }
     __device__ void finish(float (&x)[COLUMNS]) const {

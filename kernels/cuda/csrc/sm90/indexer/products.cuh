@@ -2,56 +2,6 @@
 #pragma once
 #include "sm90/indexer/work.cuh"
 
-#define FLOATS48(x) \
-    FLOATS32(x), FLOATS16((x + 32))
-#define REGISTERS48 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
-    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47} "
-
-// x (64 keys x HEADS * PASS heads) = k q^T: 32 values along both.
-__device__ inline void multiply(float (&x)[16], uint64 k, uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 " REGISTERS16 ", %16, %17, p, 1, 1;\n}\n"
-                 : FLOATS16(x) : "l"(k), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[48], uint64 k, uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 " REGISTERS48 ", %48, %49, p, 1, 1;\n}\n"
-                 : FLOATS48(x) : "l"(k), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[32], uint64 k, uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGISTERS32 ", %32, %33, p, 1, 1;\n}\n"
-                 : FLOATS32(x) : "l"(k), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[64], uint64 k, uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " REGISTERS64 ", %64, %65, p, 1, 1;\n}\n"
-                 : FLOATS64(x) : "l"(k), "l"(q), "r"(add));
-}
-
-// The same with e5m2 keys in registers.
-__device__ inline void multiply(float (&x)[16], const uint32 (&a)[4], uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e5m2.e4m3 " REGISTERS16 ", {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
-                 : FLOATS16(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[32], const uint32 (&a)[4], uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e5m2.e4m3 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
-                 : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[48], const uint32 (&a)[4], uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e5m2.e4m3 " REGISTERS48 ", {%48, %49, %50, %51}, %52, p, 1, 1;\n}\n"
-                 : FLOATS48(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
-}
-__device__ inline void multiply(float (&x)[64], const uint32 (&a)[4], uint64 q, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1;\n}\n"
-                 : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(q), "r"(add));
-}
-
 // Whether the query sees a row of a stage.
 __device__ inline bool is_seen(int stage, int row) {
     return !CANDIDATES || row % 8 < int(lds32(SEEN_AT + 4 * stage) >> row / 8 * 4 & 15);

@@ -85,11 +85,11 @@ template <int CONSUMER> struct Consumer {
         uint64 values = next_piece();
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; ++step) wgmma_e4m3(low, weights + 2 * step, values + 2 * step, 1);
+        for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, low, weights + 2 * step, values + 2 * step, 1);
         values = next_piece();
         wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
 #pragma unroll
-        for (int step = 0; step < 2; ++step) wgmma_e4m3(high, weights + 2 * step, values + 2 * step, 1);
+        for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, high, weights + 2 * step, values + 2 * step, 1);
         wgmma_commit();
     }
 
@@ -99,11 +99,11 @@ template <int CONSUMER> struct Consumer {
         uint64 values = next_piece();
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; ++step) wgmma_e4m3(low, weights[step], values + 2 * step, 1);
+        for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, low, weights[step], values + 2 * step, 1);
         values = next_piece();
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; ++step) wgmma_e4m3(high, weights[step], values + 2 * step, 1);
+        for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, high, weights[step], values + 2 * step, 1);
         wgmma_commit();
     }
 
@@ -120,7 +120,7 @@ template <int CONSUMER> struct Consumer {
         for (int i = 0; i < PIECES; ++i)
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                wgmma_e4m3(scores, q + i * (TILE_BYTES >> 4) + 2 * step, k + i * (TILE_BYTES >> 4) + 2 * step, i + step > 0);
+                wgmma_rows(e4m3{}, scores, q + i * (TILE_BYTES >> 4) + 2 * step, k + i * (TILE_BYTES >> 4) + 2 * step, i + step > 0);
         wgmma_commit();
     }
 
