@@ -26,10 +26,9 @@ import numpy as np
 from cumla.kernels.self_tests import VARIABLE
 
 FENCE = re.compile(
-    r"^(?!__device__).*?(?P<statement>\b(?:fence_proxy_async|wgmma_fence|__threadfence)\(\)"
-    r'|\basm volatile\("fence\.[^;]*;" ::: "memory"\))'
+    r"^(?!__device__).*?(?P<statement>\b(?:fence_proxy_async|fence_barrier_init|wgmma_fence|__threadfence)\(\))"
 )
-WAIT = re.compile(r"^\s*(?P<statement>barrier_wait\((?:(?:RAW|P|K|V)_FULL|(?:Q_)?READY)\b[^;{}]*\));$")
+WAIT = re.compile(r"^\s*(?P<statement>(?:(?:raw|p|k|v)_full|(?:q|k|rows)_ready)\b[^;{}]*\.wait\([^;{}]*\));$")
 TIMES = 100  # runs of a problem
 SWEPT = 1 << 28  # bytes, more than the L2 cache has
 RUN_SECONDS = 15  # for all of these, which run as one

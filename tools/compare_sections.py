@@ -4,8 +4,9 @@
     tools/compare_sections.py OLD NEW [--map FILE] [--targets sm_90a,sm_80] [--match sparse]
 
 Compiles the programs of NEW's tests/support/programs.py by NVRTC from both checkouts and compares .text* and
-.nv.constant* sections. FILE has a line `old<TAB>new` for each renamed function, kernel, macro or source file. Prints
-the sections that differ; exit status 1 if any does. Each checkout compiles in its own process.
+.nv.constant* sections, except .nv.constant4: it lists the addresses of all variables, of which each constexpr is one.
+FILE has a line `old<TAB>new` for each renamed function, kernel, macro or source file. Prints the sections that differ;
+exit status 1 if any does. Each checkout compiles in its own process.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import struct
 import subprocess
 import sys
 
-KEPT = re.compile(r"\.(text|nv\.constant)")
+COMPARED = re.compile(r"\.(text|nv\.constant(?!4))")
 
 
 def sections(cubin: bytes) -> dict[str, str]:
@@ -30,7 +31,7 @@ def sections(cubin: bytes) -> dict[str, str]:
     found = {}
     for name_at, _, _, _, offset, length in headers:
         name = cubin[at + name_at : cubin.index(b"\0", at + name_at)].decode()
-        if KEPT.match(name):
+        if COMPARED.match(name):
             found[name] = hashlib.sha256(cubin[offset : offset + length]).hexdigest()
     return found
 
@@ -47,7 +48,7 @@ def compile_all(programs: list[tuple[str, dict[str, str], str]]) -> dict[str, di
         options = [*OPTIONS, "--device-as-default-execution-space", "-ftz=true", f"-arch={target}"]
         _, program = nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, None, None)
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        key = "-".join(map(str, (file, *macros.values(), target)))
+        key = " ".join((file, *(f"{name}={value}" for name, value in macros.items()), target))
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             found[key] = {"does not compile": ""}
             continue

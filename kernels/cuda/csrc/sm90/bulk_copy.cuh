@@ -3,23 +3,12 @@
 #pragma once
 #include "sm90/hopper.cuh"
 
-// Arrive for a warp, and expect `bytes` of asynchronous copies. All lanes have the same arguments.
-__device__ inline void warp_arrive_expecting(uint32 barrier, uint32 bytes) {
-#ifdef EVERY_LANE_ARRIVES
-    if (threadIdx.x % 32) return barrier_arrive(barrier);
-    barrier_arrive_expecting(barrier, bytes);
-#else
-    __syncwarp();
-    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}"
-                 ::"r"(own(barrier)), "r"(bytes) : "memory");
-#endif
-}
 // Start a copy of `bytes` for a warp whose lanes have the same arguments. Size and both addresses are multiples of 16. The
 // barrier counts the bytes when they have landed.
-__device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
+__device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
                  "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
-                 ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier)) : "memory");
+                 ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier.address)) : "memory");
 }
 
 // Start a copy of `bytes` to global memory, by this thread; all are multiples of 16. What a thread has started so far becomes a

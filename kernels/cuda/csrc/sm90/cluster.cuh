@@ -14,23 +14,14 @@ __device__ inline uint32 cluster_address(uint32 address, int rank) {
     return there;
 }
 
-// Store to another CTA, whose barrier counts the bytes that have arrived. Both are addresses in the cluster.
-__device__ inline void store_async(uint32 to, uint2 x, uint32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
-                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier) : "memory");
-}
-__device__ inline void store_async(uint32 to, uint4 x, uint32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier) : "memory");
-}
+__device__ inline Barrier cluster_barrier(Barrier barrier, int rank) { return {cluster_address(barrier.address, rank)}; }
 
-// Like barrier_wait; also makes stores of the cluster's other CTAs visible.
-__device__ inline void cluster_barrier_wait(uint32 barrier, uint32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(own(barrier)), "r"(parity) : "memory");
+// Store to another CTA, whose barrier counts the bytes that have arrived. Both are addresses in the cluster.
+__device__ inline void store_async(uint32 to, uint2 x, Barrier barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier.address) : "memory");
+}
+__device__ inline void store_async(uint32 to, uint4 x, Barrier barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier.address) : "memory");
 }

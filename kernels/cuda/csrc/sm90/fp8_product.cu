@@ -47,8 +47,7 @@ struct Fp8Tile {
 // Addresses of a stage; after the last one of a token's results, and of the stages' barriers.
 __device__ inline uint32 stage_at(int slot) { return SHARED_START + slot * STAGE_BYTES; }
 __device__ inline uint32 result_at(int token) { return SHARED_START + RING_BYTES + token * RESULT_STRIDE; }
-__device__ inline uint32 full(int slot) { return result_at(TOKENS) + 8 * slot; }
-__device__ inline uint32 empty(int slot) { return full(slot) + 8 * STAGES; }
+constexpr Barriers<STAGES> full{SHARED_START + RING_BYTES + TOKENS * RESULT_STRIDE}, empty{full.end()};
 
 struct Slot {
     int index = 0, round = 0;
@@ -62,9 +61,10 @@ __device__ inline void load_tiles(const Fp8Product& p, const TensorMap& x_map, c
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         Fp8Tile at(p, tile);
         for (int i = 0; i < chunks; ++i, slot.advance()) {
-            uint32 ready = full(slot.index), to = stage_at(slot.index);
-            barrier_wait(empty(slot.index), slot.round % 2 ^ 1);
-            barrier_arrive_expecting(ready, STAGE_BYTES);
+            Barrier ready = full[slot.index];
+            uint32 to = stage_at(slot.index);
+            empty[slot.index].wait(slot.round % 2 ^ 1);
+            ready.arrive_expecting(STAGE_BYTES);
             tma_load(to, x_map, i * DEPTH / 2, at.token, at.group, ready);
             tma_load(to + X_BYTES, map, i * DEPTH / 2, at.row, at.group, ready);
         }
@@ -94,7 +94,7 @@ struct Consumer {
     __device__ void start(float (&to)[64]) {
         uint64 x = tile_descriptor(stage_at(slot.index) + threadIdx.x / 128 * 64 * DEPTH);
         uint64 w = tile_descriptor(stage_at(slot.index) + X_BYTES);
-        barrier_wait(full(slot.index), slot.round % 2);
+        full[slot.index].wait(slot.round % 2);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_rows(e4m3{}, to, x + 2 * step, w + 2 * step, step > 0);
@@ -107,7 +107,7 @@ struct Consumer {
         float factor[] = {scale[2] * scale[0], scale[2] * scale[1]};
         wgmma_wait<PENDING>();
         pin(from);
-        warp_arrive(empty((slot.index + STAGES - 1 - PENDING) % STAGES));
+        empty[(slot.index + STAGES - 1 - PENDING) % STAGES].arrive_warp();
 #pragma unroll
         for (int j = 0; j < 64; ++j) sum[j] = fmaf(from[j], factor[j / 2 % 2], sum[j]);
     }
@@ -216,8 +216,8 @@ fp8_product(const __grid_constant__ Fp8Product p, const __grid_constant__ Tensor
     extern __shared__ uint4 memory[];
     if (shared_address(memory) != SHARED_START || reinterpret_cast<uint64>(&map) % 64) __trap();  // tiles are aligned to 1024 bytes
     if (threadIdx.x == 0)
-        for (int i = 0; i < STAGES; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 8 * WARP_ARRIVALS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < STAGES; ++i) full.init(i, 1), empty.init(i, 8 * WARP_ARRIVALS);
+    fence_barrier_init();
     __syncthreads();
     pdl_wait();
     int chunks = (p.columns + DEPTH - 1) / DEPTH;

@@ -75,66 +75,135 @@ __device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, 
 
 // ---- barriers in shared memory
 
-__device__ inline void barrier_init(uint32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(own(barrier)), "r"(arrivals) : "memory");
-}
-__device__ inline void barrier_arrive(uint32 barrier, int count = 1) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(count) : "memory");
-}
-// Arrive for one thread, and expect `bytes` of asynchronous copies.
-__device__ inline void barrier_arrive_expecting(uint32 barrier, uint32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(bytes) : "memory");
-}
-// Wait until the phase of this parity has completed; on a fresh barrier, the preceding phase (parity 1) has.
-// With -DWATCHDOG a wait of more than 2^31 clocks prints its barrier and traps, to find deadlocks.
-__device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
-#ifdef WATCHDOG
-    for (int64 start = clock64();;) {
-        uint32 done;
-        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(own(barrier)), "r"(parity) : "memory");
-        if (done) return;
-        if (clock64() - start > (int64(1) << 31)) {
-            printf("block %d thread %d waits at %u for parity %u\n", blockIdx.x, threadIdx.x, barrier, parity);
-            __trap();
-        }
-    }
-#else
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(own(barrier)), "r"(parity) : "memory");
-#endif
-}
-// Arrive for a warp, after all its lanes: one arrival, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which attributes
-// an arrival only to the lane that makes it.
+// With -DEVERY_LANE_ARRIVES every lane arrives for a warp instead of one, for racecheck, which attributes an arrival only to the lane
+// that makes it.
 #ifdef EVERY_LANE_ARRIVES
 [[maybe_unused]] constexpr int WARP_ARRIVALS = 32;
-__device__ inline void warp_arrive(uint32 barrier) { barrier_arrive(barrier); }
 #else
 [[maybe_unused]] constexpr int WARP_ARRIVALS = 1;
-__device__ inline void warp_arrive(uint32 barrier) {
-    __syncwarp();
-    asm volatile(
-        "{\n"
-        ".reg .pred one;\n"
-        "elect.sync _|one, 0xffffffff;\n"
-        "@one mbarrier.arrive.shared.b64 _, [%0];\n"
-        "}\n" ::"r"(own(barrier)) : "memory");
-}
 #endif
+
+__device__ inline void barrier_init(uint32 address, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(own(address)), "r"(arrivals) : "memory");
+}
+
+// An mbarrier. Copies that signal it have arrived when they have landed.
+struct Barrier {
+    uint32 address;
+
+    // The same barrier where shared addresses begin at `window`.
+    __device__ Barrier in(uint32 window) const { return {window + address}; }
+
+    __device__ void init(int arrivals) const { barrier_init(address, arrivals); }
+    __device__ void arrive(int count = 1) const {
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(own(address)), "r"(count) : "memory");
+    }
+    // Arrive for one thread, and expect `bytes` of asynchronous copies.
+    __device__ void arrive_expecting(uint32 bytes) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own(address)), "r"(bytes) : "memory");
+    }
+    // Arrive when all cp.async copies that this thread has started have landed.
+    __device__ void arrive_after_copies() const {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(own(address)) : "memory");
+    }
+    // Arrive for a warp, after all its lanes: WARP_ARRIVALS.
+    __device__ void arrive_warp() const {
+#ifdef EVERY_LANE_ARRIVES
+        arrive();
+#else
+        __syncwarp();
+        asm volatile(
+            "{\n"
+            ".reg .pred one;\n"
+            "elect.sync _|one, 0xffffffff;\n"
+            "@one mbarrier.arrive.shared.b64 _, [%0];\n"
+            "}\n" ::"r"(own(address)) : "memory");
+#endif
+    }
+    // The same, and expect `bytes` of asynchronous copies. All lanes have the same arguments.
+    __device__ void arrive_warp_expecting(uint32 bytes) const {
+#ifdef EVERY_LANE_ARRIVES
+        if (threadIdx.x % 32) return arrive();
+        arrive_expecting(bytes);
+#else
+        __syncwarp();
+        asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}"
+                     ::"r"(own(address)), "r"(bytes) : "memory");
+#endif
+    }
+    // Wait until the phase of this parity has completed; on a fresh barrier, the preceding phase (parity 1) has.
+    // With -DWATCHDOG a wait of more than 2^31 clocks prints its barrier and traps, to find deadlocks.
+    __device__ void wait(uint32 parity) const {
+#ifdef WATCHDOG
+        for (int64 start = clock64();;) {
+            uint32 done;
+            asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                         : "=r"(done) : "r"(own(address)), "r"(parity) : "memory");
+            if (done) return;
+            if (clock64() - start > (int64(1) << 31)) {
+                printf("block %d thread %d waits at %u for parity %u\n", blockIdx.x, threadIdx.x, address, parity);
+                __trap();
+            }
+        }
+#else
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+            "@!done bra again;\n"
+            "}\n" ::"r"(own(address)), "r"(parity) : "memory");
+#endif
+    }
+    // Like wait; also makes stores of the cluster's other CTAs visible.
+    __device__ void wait_for_cluster(uint32 parity) const {
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again;\n"
+            "}\n" ::"r"(own(address)), "r"(parity) : "memory");
+    }
+};
+
+// Make initialised barriers visible to copies and to the cluster.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Neighbouring barriers: COUNT, or COUNT rows of COLUMNS. An index is an int or a uint32.
+template <class Index> struct BarrierRow {
+    uint32 address;
+    Index first;
+    template <class I> __device__ constexpr Barrier operator[](I i) const { return {address + 8 * (first + i)}; }
+};
+template <int COUNT, int COLUMNS = 0> struct Barriers {
+    uint32 address;
+    template <class Index> __device__ constexpr auto operator[](Index i) const {
+        if constexpr (COLUMNS > 0) return BarrierRow<Index>{address, COLUMNS * i};
+        else return Barrier{address + 8 * i};
+    }
+    __device__ void init(int i, int arrivals) const { barrier_init(address + 8 * i, arrivals); }
+    __device__ void init(int arrivals) const {
+        for (int i = 0; i < COUNT * (COLUMNS > 0 ? COLUMNS : 1); ++i) init(i, arrivals);
+    }
+    __device__ constexpr uint32 end() const { return address + 8 * COUNT * (COLUMNS > 0 ? COLUMNS : 1); }
+};
+
+// A position in a ring of SLOTS slots, and the parity of its current phase.
+template <int SLOTS> struct PipelineState {
+    uint32 slot = 0, phase = 0;
+
+    __device__ void advance() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+    __device__ void advance(uint32 by) {
+        slot += by;
+        if (slot >= SLOTS) slot -= SLOTS, phase ^= 1;
+    }
+};
+
 // Make writes of this thread visible to matrix products and copies that start later (asynchronous proxy).
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// ---- asynchronous copies
-
-// Arrive when all cp.async copies that this thread has started have landed.
-__device__ inline void copies_arrive(uint32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(own(barrier)) : "memory");
-}
 
 // ---- registers of a warpgroup
 

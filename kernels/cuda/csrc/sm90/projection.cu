@@ -29,21 +29,21 @@ struct Ring {
     uint32 start;
     __device__ uint32 weights(int slot) const { return start + slot * STAGE_BYTES; }
     __device__ uint32 x(int slot) const { return weights(slot) + WEIGHT_BYTES; }
-    __device__ uint32 full(int slot) const { return start + STAGES * STAGE_BYTES + 8 * slot; }
-    __device__ uint32 empty(int slot) const { return full(slot) + 8 * STAGES; }
+    __device__ Barrier full(int slot) const { return {start + STAGES * STAGE_BYTES + 8 * slot}; }
+    __device__ Barrier empty(int slot) const { return {full(slot).address + 8 * STAGES}; }
 };
 
 // By one thread.
 __device__ inline void produce(const Ring& ring, const Tile& tile, const TensorMap& map, const TensorMap& x_map) {
     auto load_weights = [&](int slot, int i) {
-        barrier_arrive_expecting(ring.full(slot), STAGE_BYTES);
+        ring.full(slot).arrive_expecting(STAGE_BYTES);
         tma_load(ring.weights(slot), map, tile.column(i) / 2, tile.row, tile.group, ring.full(slot));
     };
     if (EARLY)
         for (int i = 0; i < min(STAGES, tile.chunks); ++i) load_weights(i, i);
     pdl_wait();
     for (int i = 0, slot = 0, round = 0; i < tile.chunks; ++i) {
-        if (i >= STAGES) barrier_wait(ring.empty(slot), round % 2 ^ 1);
+        if (i >= STAGES) ring.empty(slot).wait(round % 2 ^ 1);
         if (i >= STAGES || !EARLY) load_weights(slot, i);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -145,9 +145,9 @@ struct Consumer {
 #pragma unroll
                 for (int q = 0; q < (FINE ? 4 : 1); ++q) scale[j / 2][j % 2][q] = next[j / 2][j % 2][q];
             load_scales(w, tile.column(i + PARTS));
-            barrier_wait(ring.full(slot), round % 2);
+            ring.full(slot).wait(round % 2);
             multiply(ring.weights(slot), ring.x(slot), scale);
-            warp_arrive(ring.empty(slot));
+            ring.empty(slot).arrive_warp();
             if ((slot += PARTS) >= STAGES) slot -= STAGES, ++round;
         }
     }
@@ -202,8 +202,8 @@ block_scaled_product(Weights w, Tokens tokens, const __grid_constant__ TensorMap
     Tile tile(w, tokens);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i)
-            barrier_init(ring.full(i), 1), barrier_init(ring.empty(i), WARPS / PARTS * WARP_ARRIVALS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            ring.full(i).init(1), ring.empty(i).init(WARPS / PARTS * WARP_ARRIVALS);
+        fence_barrier_init();
     }
     __syncthreads();
     pdl_release();

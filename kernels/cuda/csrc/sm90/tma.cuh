@@ -17,14 +17,14 @@ struct TensorMap {
 [[maybe_unused]] constexpr uint64 EVICT_FIRST = 0x12f0000000000000;
 
 // Start a copy of the box at [z][y][x]. The barrier counts its bytes when they have landed.
-__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
+__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address) : "memory");
 }
 // The same with a policy of the L2 cache.
-__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier, uint64 policy) {
+__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier, uint64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(policy) : "memory");
 }
 __device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }

@@ -52,18 +52,18 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
         if (uint32(__cvta_generic_to_shared(memory)) != own(SHARED_START)) __trap();
-        for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, ROW_ARRIVALS + WARP_ARRIVALS);  // and the scale warp
-        for (int i = 0; EXPANDS && i < RING; ++i) barrier_init(RAW_LANDED + 8 * i, 32 * ROW_PRODUCERS);
-        for (int i = 0; i < FREED_PARTS * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, (8 + 4 / FREED_PARTS) * WARP_ARRIVALS);  // both PV, part of QK-softmax
-        for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
-        for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
-        for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(INV_SUM_FULL + 8 * i, WARP_ARRIVALS);
+        raw_full.init(ROW_ARRIVALS + WARP_ARRIVALS);  // and the scale warp
+        if (EXPANDS) raw_landed.init(32 * ROW_PRODUCERS);
+        raw_empty.init((8 + 4 / FREED_PARTS) * WARP_ARRIVALS);  // both PV, part of QK-softmax
+        for (int i = 0; i < P_SLOTS; ++i) p_full.init(i, 4 * WARP_ARRIVALS), p_empty.init(i, 8 * WARP_ARRIVALS);
+        scheduled_full.init(1);
+        for (int i = 0; i < 2; ++i) sums_full.init(i, 4 * WARP_ARRIVALS), inv_sum_full.init(i, WARP_ARRIVALS);
         if (PARTS > 1) {
-            barrier_init(LOG_SUMS_FULL, 1), barrier_init(PARTS_FULL, 1);
-            barrier_arrive_expecting(LOG_SUMS_FULL, PARTS * HEADS * 4);
-            barrier_arrive_expecting(PARTS_FULL, (PARTS - 1) * lines_of(blockIdx.x % PARTS) * LINE_BYTES);
+            log_sums_full.init(1), parts_full.init(1);
+            log_sums_full.arrive_expecting(PARTS * HEADS * 4);
+            parts_full.arrive_expecting((PARTS - 1) * lines_of(blockIdx.x % PARTS) * LINE_BYTES);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barrier_init();
     }
     __syncthreads();
     if (PARTS > 1) cluster_arrive();

@@ -23,15 +23,15 @@ struct Expander {
     }
 
     __device__ void expand(PipelineState<RING> at) {
-        barrier_wait(RAW_LANDED + 8 * at.slot, at.phase);
+        raw_landed[at.slot].wait(at.phase);
         uint32 row = row_at + at.slot * (2 * HALF * RAW_BYTES);
         uint32 from = chunk_at(row, lane % 4) + RAW_BYTES / 2;
         uint4 codes = lds128(from);
         store_factors(lds64(chunk_at(row, lane % 4 / 2) + lane % 2 * 8), factor_at + at.slot * (2 * FACTORS_BYTES));
         store_values(codes, from, chunk_at(row, lane % 4 * 2));
         __syncwarp();
-        if (WARP_ARRIVALS == 32) barrier_arrive(RAW_FULL + 8 * at.slot);
-        else if (lane == 0) barrier_arrive(RAW_FULL + 8 * at.slot, ROW_ARRIVALS / 8);
+        if (WARP_ARRIVALS == 32) raw_full[at.slot].arrive();
+        else if (lane == 0) raw_full[at.slot].arrive(ROW_ARRIVALS / 8);
     }
 
     // A chunk of the lane's row.

@@ -30,37 +30,37 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 for each 1 of a warp).
 //
 //     barrier                arrivals of a phase                  waits                  guards
-//     RAW_FULL[slot]         65: 64 lanes of the row producers,   QK-softmax, both PV    raw rows, RoPE, FACTOR and BIAS
+//     raw_full[slot]         65: 64 lanes of the row producers,   QK-softmax, both PV    raw rows, RoPE, FACTOR and BIAS
 //                            when their copies have landed; the                          of a block
 //                            scale warp. For FP4 rows both PV
 //                            in place of those lanes (ROW_ARRIVALS)
-//     RAW_LANDED[slot]       64: lanes of the row producers         both PV             FP4 rows that they expand (EXPANDS)
-//     RAW_EMPTY[slot][part]  10: warps of both PV, and the two    row producer `part`,   the same of half a block, until
+//     raw_landed[slot]       64: lanes of the row producers         both PV             FP4 rows that they expand (EXPANDS)
+//     raw_empty[slot][part]  10: warps of both PV, and the two    row producer `part`,   the same of half a block, until
 //                            of QK-softmax that score the half.   the scale warp         it is in registers; bfloat16
 //                            bfloat16 rows: 9, and one of those                          rows: of a quarter
-//     P_FULL[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
-//     P_EMPTY[slot]          8: warps of both PV, when their      QK-softmax             the same; for a tile's last block
+//     p_full[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
+//     p_empty[slot]          8: warps of both PV, when their      QK-softmax             the same; for a tile's last block
 //                            products have ended; for a tile's                           also INV_SUM and ScheduledTile
 //                            last block, when results are stored
-//     SCHEDULED_FULL[t % 4]  1: lane 0 of the scheduler           all roles              ScheduledTile of tile t
-//     SUMS_FULL[t % 2]       4: warps of QK-softmax               scheduler              SUMS and TOP of tile t
-//     INV_SUM_FULL[t % 2]    1: scheduler                         both PV                INV_SUM of tile t; WEIGHT and KEPT
-//     LOG_SUMS_FULL          1: thread 0 at initialisation, and   scheduler              LOG_SUMS of all parts
+//     scheduled_full[t % 4]  1: lane 0 of the scheduler           all roles              ScheduledTile of tile t
+//     sums_full[t % 2]       4: warps of QK-softmax               scheduler              SUMS and TOP of tile t
+//     inv_sum_full[t % 2]    1: scheduler                         both PV                INV_SUM of tile t; WEIGHT and KEPT
+//     log_sums_full          1: thread 0 at initialisation, and   scheduler              LOG_SUMS of all parts
 //                            bytes that all parts' schedulers
 //                            store
-//     PARTS_FULL             1: thread 0 at initialisation, and   both PV                lines from the other parts
+//     parts_full             1: thread 0 at initialisation, and   both PV                lines from the other parts
 //                            bytes of the others' lines
 //     named 1                128: QK-softmax                      QK-softmax             Q; HIGHEST, TOP and ALPHA
 //     cluster                all threads of the cluster           schedulers             barriers of all parts are initialised
 //
-// LOG_SUMS_FULL, PARTS_FULL and the cluster barrier are used only where PARTS > 1, for one phase each. Not freed by a barrier:
+// log_sums_full, parts_full and the cluster barrier are used only where PARTS > 1, for one phase each. Not freed by a barrier:
 //     SUMS, TOP      those of tile t + 2 are written once it is scheduled, which is after the scheduler's epilogue of tile t
-//     INV_SUM        that of tile t + 2 is written after SUMS_FULL of that tile. The weights of its last block waited for P_EMPTY
+//     INV_SUM        that of tile t + 2 is written after sums_full of that tile. The weights of its last block waited for p_empty
 //                    of tile t's last block or a later one, as each tile has at least one block and P_SLOTS is 2
 //     ScheduledTile  see there
-//     PARTS_AT in Q  lines arrive after LOG_SUMS_FULL at the sender, for which this part has scored its last block
+//     PARTS_AT in Q  lines arrive after log_sums_full at the sender, for which this part has scored its last block
 
-// Arrivals of the row producers at RAW_FULL, or of the warps of both PV if they have expanded the rows.
+// Arrivals of the row producers at raw_full, or of the warps of both PV if they have expanded the rows.
 constexpr int COPY_ARRIVALS = EXPANDS && WARP_ARRIVALS == 32 ? 4 : 1;  // of a lane
 constexpr int ROW_ARRIVALS = 32 * ROW_PRODUCERS * COPY_ARRIVALS;
 
@@ -78,7 +78,7 @@ struct SharedMemory {
     float alpha[P_SLOTS][HEADS];                    // rescales earlier sums after a raised maximum
     alignas(16) uint8 schedule[SCHEDULED_TILES][SCHEDULED_TILE_BYTES];  // read 16 bytes at a time, see ScheduledTile
     uint32 raised[P_SLOTS + (BF16_ROWS ? 8 : 0)];   // whether a block raised a maximum; SEEN
-    uint64 raw_full[EXPANDS ? 2 * RING : RING];     // barriers: RAW_FULL, and after it RAW_LANDED
+    uint64 raw_full[EXPANDS ? 2 * RING : RING];     // barriers: raw_full, and after it raw_landed
     uint64 raw_empty[RING][FREED_PARTS];
     uint64 p_full[P_SLOTS], p_empty[P_SLOTS];
     uint64 scheduled_full[SCHEDULED_TILES];
@@ -94,10 +94,12 @@ constexpr uint32 FACTOR_AT = SHARED_AT(factor), BIAS_AT = SHARED_AT(bias), TOP_A
 constexpr uint32 INV_SUM_AT = SHARED_AT(inv_sum), HIGHEST_AT = TIGHT ? P_AT : SHARED_AT(highest), ALPHA_AT = SHARED_AT(alpha);
 constexpr uint32 SCHEDULE_AT = SHARED_AT(schedule), RAISED_AT = SHARED_AT(raised);
 constexpr uint32 SEEN_AT = RAISED_AT + 4 * P_SLOTS;  // [tile % 2][warp of QK-softmax]: whether it scored a present bfloat16 row
-constexpr uint32 RAW_FULL = SHARED_AT(raw_full), RAW_LANDED = RAW_FULL + 8 * RING, RAW_EMPTY = SHARED_AT(raw_empty);
-constexpr uint32 P_FULL = SHARED_AT(p_full), P_EMPTY = SHARED_AT(p_empty), SCHEDULED_FULL = SHARED_AT(scheduled_full);
-constexpr uint32 SUMS_FULL = SHARED_AT(sums_full), INV_SUM_FULL = SHARED_AT(inv_sum_full);
-constexpr uint32 LOG_SUMS_FULL = SHARED_AT(log_sums_full), PARTS_FULL = SHARED_AT(parts_full);
+constexpr Barriers<RING> raw_full{SHARED_AT(raw_full)}, raw_landed{raw_full.end()};
+constexpr Barriers<RING, FREED_PARTS> raw_empty{SHARED_AT(raw_empty)};
+constexpr Barriers<P_SLOTS> p_full{SHARED_AT(p_full)}, p_empty{SHARED_AT(p_empty)};
+constexpr Barriers<SCHEDULED_TILES> scheduled_full{SHARED_AT(scheduled_full)};
+constexpr Barriers<2> sums_full{SHARED_AT(sums_full)}, inv_sum_full{SHARED_AT(inv_sum_full)};
+constexpr Barrier log_sums_full{SHARED_AT(log_sums_full)}, parts_full{SHARED_AT(parts_full)};
 constexpr uint32 WEIGHT_AT = SHARED_AT(weight), KEPT_AT = SHARED_AT(kept), LOG_SUMS_AT = SHARED_AT(log_sums);
 constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
 constexpr int LINES = HEADS / 4;                           // lines of a PV lane: 8 neighbouring values of a head each
@@ -106,7 +108,7 @@ constexpr int LINE_BYTES = 256 * 16;                       // of all PV lanes, a
 constexpr int PART_BYTES = PART_LINES * LINE_BYTES;        // from each other CTA
 constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= Q_SLICES * Q_TILE_BYTES;  // Q is no longer needed by then
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
-constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
+constexpr uint32 SHARED_END = PARTS == 1 ? SHARED_AT(log_sums_full) : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - SHARED_START;
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
 
@@ -123,7 +125,7 @@ struct ScheduledTile {
     uint32 at;
 
     __device__ explicit ScheduledTile(const PipelineState<SCHEDULED_TILES>& ring) : at(SCHEDULE_AT + ring.slot * SCHEDULED_TILE_BYTES) {
-        barrier_wait(SCHEDULED_FULL + 8 * ring.slot, ring.phase);
+        scheduled_full[ring.slot].wait(ring.phase);
     }
     // The tile's number, its number of blocks (0 after the last tile), its number of heads, and flags.
     __device__ uint4 summary() const { return lds128(at); }

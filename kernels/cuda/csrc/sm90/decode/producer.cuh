@@ -113,13 +113,13 @@ struct RowProducer {
         if constexpr (Layout::e2m1_values) {
             copy_rows<Layout::quantized_bytes, SLICES / 2>(slot, half, upcoming.lane, address);
             copy_scales<Layout>(slot, token);
-            copies_arrive(RAW_LANDED + 8 * slot);
+            raw_landed[slot].arrive_after_copies();
         } else {
             copy_rows<Layout::quantized_bytes>(slot, half, upcoming.lane, address);
-            // This phase of RAW_LANDED has no reader, but it must end before RAW_FULL's does, or the slot's next reader would see it.
-            if (EXPANDS && upcoming.lane == 0) barrier_arrive(RAW_LANDED + 8 * slot, 32);
+            // This phase of raw_landed has no reader, but it must end before raw_full's does, or the slot's next reader would see it.
+            if (EXPANDS && upcoming.lane == 0) raw_landed[slot].arrive(32);
 #pragma unroll
-            for (int i = 0; i < COPY_ARRIVALS; ++i) copies_arrive(RAW_FULL + 8 * slot);
+            for (int i = 0; i < COPY_ARRIVALS; ++i) raw_full[slot].arrive_after_copies();
         }
     }
 
@@ -141,7 +141,7 @@ struct RowProducer {
             // The next tile may not be scheduled yet, so the last block of a tile is copied before asking for it.
             bool last = upcoming.tile_blocks == 1;
             if (!last) upcoming.next_block(), index = upcoming.fetch_index(half);
-            barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
+            raw_empty[at.slot][half].wait(at.phase ^ 1);
             if (EXPANDS && second) gather<EXTRA_LAYOUT>(at.slot, token);
             else gather<LAYOUT>(at.slot, token);
             if (last) {
@@ -200,12 +200,12 @@ struct TileProducer {
 #pragma unroll
             for (int part = 0; part < FREED_PARTS; ++part) {
                 int half = part / 2;
-                barrier_wait(RAW_EMPTY + 8 * (FREED_PARTS * at.slot + part), at.phase ^ 1);
+                raw_empty[at.slot][part].wait(at.phase ^ 1);
                 copy(at.slot, half, part % 2 * 16, rows[half]);
                 if (warp == 0 && part % 2) store_presence(2 * at.slot + half, rows[half]);
             }
-            copies_arrive(RAW_FULL + 8 * at.slot);
-            if (warp == 0) warp_arrive(RAW_FULL + 8 * at.slot);
+            raw_full[at.slot].arrive_after_copies();
+            if (warp == 0) raw_full[at.slot].arrive_warp();
             if (last) {
                 upcoming.next_block();
                 if (upcoming.more()) index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
@@ -281,10 +281,10 @@ struct ScaleProducer {
             bool lacks = false;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
+                raw_empty[at.slot][half].wait(at.phase ^ 1);
                 lacks |= publish(2 * at.slot + half, pending[half]);
             }
-            warp_arrive(RAW_FULL + 8 * at.slot);
+            raw_full[at.slot].arrive_warp();
             if (lacks) upcoming.problem.mark(tile);
             if (last) {
                 upcoming.next_block();

@@ -95,19 +95,19 @@ struct Pv {
 
     // Wait for the weights of a block.
     __device__ void await_weights(float (&sums)[4][HEADS / 2], bool fresh) {
-        barrier_wait(P_FULL + 8 * p_slot.slot, p_slot.phase);
+        p_full[p_slot.slot].wait(p_slot.phase);
         fence_proxy_async();
         if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
     }
 
     // This warp has a part of the block in registers.
-    __device__ void free_part(int part) { warp_arrive(RAW_EMPTY + 8 * (FREED_PARTS * raw.slot + part)); }
+    __device__ void free_part(int part) { raw_empty[raw.slot][part].arrive_warp(); }
 
     // Add a block's values, converted a quarter of 16 tokens ahead of the products.
     __device__ void add_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[2][2][4];
         ValueRows rows;
-        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        raw_full[raw.slot].wait(raw.phase);
         load(rows, 0);
         convert(a[0], rows, 0);
         if (BF16_ROWS) free_part(0);
@@ -137,7 +137,7 @@ struct Pv {
     __device__ void add_narrow_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[8][2][4];
         ValueRows rows[2];
-        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        raw_full[raw.slot].wait(raw.phase);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             load(rows[i / 2 % 2], i);
@@ -188,18 +188,18 @@ struct Pv {
                 fresh = false;
                 raw.advance();
                 if (left > 1) {
-                    warp_arrive(P_EMPTY + 8 * p_slot.slot);
+                    p_empty[p_slot.slot].arrive_warp();
                     p_slot.advance();
                 }
             }
             pdl_release();  // the epilogue kernel is launched while results are stored
-            barrier_wait(INV_SUM_FULL + 8 * parity, inv_sum_round);
+            inv_sum_full[parity].wait(inv_sum_round);
             uint4 summary = ScheduledTile(ring).summary();
             if constexpr (PARTS > 1) store_combined(ScheduledTile(ring), summary, sums);
             else if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
             else store<false>(ScheduledTile(ring), summary, sums, parity);
             if (ONE_TILE) return;
-            warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: this also frees ScheduledTile and INV_SUM
+            p_empty[p_slot.slot].arrive_warp();  // only now: this also frees ScheduledTile and INV_SUM
             p_slot.advance();
             ring.advance();
             parity ^= 1;
@@ -296,7 +296,7 @@ struct Pv {
         __device__ static constexpr int column(int n) { return (FIRST + n) / 2 * 8 + (FIRST + n) % 2; }
 
         // Send to an address and a barrier in the cluster.
-        __device__ void send(uint32 to, uint32 barrier) const {
+        __device__ void send(uint32 to, Barrier barrier) const {
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
                 store_async(to + n * LINE_BYTES, uint4{pack_saturated(x[n][0], x[n][1]), pack_saturated(x[n][2], x[n][3]),
@@ -327,7 +327,8 @@ struct Pv {
 #pragma unroll 1
         for (int step = 1; step < PARTS; ++step) {
             int to = (rank + step) % PARTS;
-            uint32 at = cluster_address(received + (step - 1) * PART_BYTES, to), barrier = cluster_address(PARTS_FULL, to);
+            uint32 at = cluster_address(received + (step - 1) * PART_BYTES, to);
+            Barrier barrier = cluster_barrier(parts_full, to);
             of_part(to, [&](auto part) { Lines<part.number>(*this, sums, magnitudes).send(at, barrier); });
         }
         uint4 addresses = scheduled.query_and_result();
@@ -337,7 +338,7 @@ struct Pv {
             using Mine = Lines<part.number>;
             Mine lines(*this, sums, magnitudes);
             check<true>(summary.x, magnitudes);
-            cluster_barrier_wait(PARTS_FULL, 0);
+            parts_full.wait_for_cluster(0);
             lines.receive(received);
 #pragma unroll
             for (int n = 0; n < Mine::COUNT; ++n) {

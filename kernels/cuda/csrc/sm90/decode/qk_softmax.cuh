@@ -90,14 +90,14 @@ struct QkSoftmax {
     // wait until the PV warpgroups have freed the slot for the weights.
     __device__ void score(float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], int parity) {
         uint32 a[2][4][4];  // lives until the products have ended
-        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        raw_full[raw.slot].wait(raw.phase);
         if constexpr (BF16_ROWS) multiply_bf16_rows(x);
         else multiply_slices(x, a);
-        barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.phase ^ 1);
+        p_empty[p_slot.slot].wait(p_slot.phase ^ 1);
         wgmma_wait<0>();
         pin(x);
         load_top(top, parity);
-        warp_arrive(RAW_EMPTY + 8 * (FREED_PARTS * raw.slot + warp * FREED_PARTS / 4));
+        raw_empty[raw.slot][warp * FREED_PARTS / 4].arrive_warp();
         raw.advance();
     }
 
@@ -297,7 +297,7 @@ struct QkSoftmax {
             for (int r = 0; r < 2; ++r) p[j % 2 * 2 + r] = pack(f16{}, weights[2 * r], weights[2 * r + 1]);
             if (j % 2) stmatrix4_transposed(at + j / 2 * 2048, p[0], p[1], p[2], p[3]);
         }
-        warp_arrive(P_FULL + 8 * p_slot.slot);
+        p_full[p_slot.slot].arrive_warp();
         p_slot.advance();
     }
 
@@ -331,13 +331,13 @@ struct QkSoftmax {
                 softmax(x, top, sums, scale, first, parity);
                 first = false;
             }
-            if (SUM_SLOTS == 1 && scored) barrier_wait(INV_SUM_FULL + 8 * (parity ^ 1), scored - 1 >> 1 & 1);  // the last tile's are read
+            if (SUM_SLOTS == 1 && scored) inv_sum_full[parity ^ 1].wait(scored - 1 >> 1 & 1);  // the last tile's are read
             if (BF16_ROWS) {
                 sts32(SEEN_AT + (parity * 4 + warp) * 4, seen);
                 seen = 0, ++scored;
             }
             reduce_rows(SUMS_AT + (sums_slot(parity) * 4 + warp) * HEADS * 4, sums, [](float a, float b) { return a + b; });
-            warp_arrive(SUMS_FULL + 8 * parity);
+            sums_full[parity].arrive_warp();
             parity ^= 1;
         }
     }

@@ -34,15 +34,6 @@ constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infini
 constexpr uint32 SIGNS = 0x80008000;
 constexpr uint32 TOO_LARGE = 0x4780, INFINITE_BF16 = 0x7f80;  // bfloat16 bits: 2^16, too large for float16, and infinity
 
-// A ring's position: which slot, and the parity of its current phase.
-template <int SLOTS> struct PipelineState {
-    int slot = 0;
-    uint32 phase = 0;
-    __device__ void advance() {
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
-    }
-};
-
 // Position of token t of 16 in the permuted order; see sm90/decode/decode.cu.
 __device__ inline int permuted(int t) {
     int b = t >> 2 & 1, c = (t & 3) ^ b;

@@ -41,7 +41,7 @@ struct TileScheduler {
         if (lane == 0) {
             sts32(scheduled + 4, blocks);
             if (blocks) describe(scheduled, work, at, blocks);
-            barrier_arrive(SCHEDULED_FULL + 8 * to.slot);
+            scheduled_full[to.slot].arrive();
         }
         to.advance();
         return blocks;
@@ -82,7 +82,7 @@ struct TileScheduler {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 if (row + r < heads) sink[r] = problem.attn_sink[lse_and_head.z + row + r];
-        barrier_wait(SUMS_FULL + 8 * parity, phase);
+        sums_full[parity].wait(phase);
         float2 top = lds_float2(TOP_AT + (parity * HEADS + row) * 4), sum = {};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -99,7 +99,7 @@ struct TileScheduler {
             if (empty[r]) inv_sum[r] = 0.0f;
         }
         if (mine) sts_float2(INV_SUM_AT + (parity * HEADS + row) * 4, make_float2(inv_sum[0], inv_sum[1]));
-        warp_arrive(INV_SUM_FULL + 8 * parity);
+        inv_sum_full[parity].arrive_warp();
         if (!mine || blockIdx.x % PARTS) return;
         if (whole) {
             float* lse = reinterpret_cast<float*>(joined(lse_and_head.x, lse_and_head.y)) + row * problem.lse_stride_h;
@@ -135,8 +135,8 @@ struct TileScheduler {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
                 store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part), uint2{__float_as_uint(own[0]), __float_as_uint(own[1])},
-                            cluster_address(LOG_SUMS_FULL, part));
-        cluster_barrier_wait(LOG_SUMS_FULL, 0);
+                            cluster_barrier(log_sums_full, part));
+        log_sums_full.wait_for_cluster(0);
         float2 log_sums[PARTS];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {

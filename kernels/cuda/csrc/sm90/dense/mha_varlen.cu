@@ -20,10 +20,10 @@
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
 //     barrier         arrivals of a phase                             waits              guards
-//     K_FULL[stage]   128: producer threads, when copies have landed  both consumers     K of a block
-//     K_EMPTY[stage]  8: warps of both consumers                      producer threads   K until its products have ended
-//     V_FULL[stage]   128: producer threads, when copies have landed  both consumers     V of a block
-//     V_EMPTY[stage]  8: warps of both consumers; none for the last   producer threads   V until its products have ended
+//     k_full[stage]   128: producer threads, when copies have landed  both consumers     K of a block
+//     k_empty[stage]  8: warps of both consumers                      producer threads   K until its products have ended
+//     v_full[stage]   128: producer threads, when copies have landed  both consumers     V of a block
+//     v_empty[stage]  8: warps of both consumers; none for the last   producer threads   V until its products have ended
 //                     block
 //     named 1, 2      128: consumer 0; consumer 1                     the same consumer  its 64 queries, copied by all its threads
 //
@@ -46,7 +46,7 @@ struct SharedMemory {
 };
 constexpr int SHARED_BYTES = 1024 + 26 * TILE_BYTES;
 static_assert(sizeof(SharedMemory) == SHARED_BYTES && SHARED_BYTES <= MOST_SHARED_BYTES);
-constexpr uint32 K_FULL = SHARED_AT(k_full), K_EMPTY = SHARED_AT(k_empty), V_FULL = SHARED_AT(v_full), V_EMPTY = SHARED_AT(v_empty);
+constexpr Barriers<2> k_full{SHARED_AT(k_full)}, k_empty{SHARED_AT(k_empty)}, v_full{SHARED_AT(v_full)}, v_empty{SHARED_AT(v_empty)};
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), V_AT = SHARED_AT(v);
 constexpr uint32 K_BYTES = 6 * TILE_BYTES, V_BYTES = 4 * TILE_BYTES;
 
@@ -102,10 +102,10 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     if (ACCUMULATE && !blocks) return;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < 2; ++stage) {
-            barrier_init(K_FULL + 8 * stage, 128), barrier_init(K_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
-            barrier_init(V_FULL + 8 * stage, 128), barrier_init(V_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
+            k_full[stage].init(128), k_empty[stage].init(8 * WARP_ARRIVALS);
+            v_full[stage].init(128), v_empty[stage].init(8 * WARP_ARRIVALS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barrier_init();
     }
     __syncthreads();
 
@@ -120,7 +120,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         for (int block = 0; block < blocks; ++block) {
             int stage = block % 2, left = tile.keys - block * KEYS - lane_row;  // rows below `left` are present
             uint32 parity = block / 2 % 2 ^ 1, at = K_AT + stage * K_BYTES + swizzled;
-            barrier_wait(K_EMPTY + 8 * stage, parity);
+            k_empty[stage].wait(parity);
 #pragma unroll
             for (int r = 0; r < KEYS / 16; ++r) {
                 bool present = 16 * r < left;
@@ -129,9 +129,9 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
                 copy_async<16>(at + 2 * TILE_BYTES + 2048 * r, row + (present ? 64 : 0), present);
                 copy_async<16>(at + 4 * TILE_BYTES + 2048 * r, present ? pe_row + 16 * r * k_pe_stride_t : k_pe, present);
             }
-            copies_arrive(K_FULL + 8 * stage);
+            k_full[stage].arrive_after_copies();
             at = V_AT + stage * V_BYTES + swizzled;
-            barrier_wait(V_EMPTY + 8 * stage, parity);
+            v_empty[stage].wait(parity);
 #pragma unroll
             for (int r = 0; r < KEYS / 16; ++r) {
                 bool present = 16 * r < left;
@@ -140,7 +140,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
                 copy_async<16>(to, row, present);
                 copy_async<16>(to + TILE_BYTES, row + (present ? 64 : 0), present);
             }
-            copies_arrive(V_FULL + 8 * stage);
+            v_full[stage].arrive_after_copies();
             k_row += KEYS * k_stride_t, pe_row += KEYS * k_pe_stride_t, v_row += KEYS * v_stride_t;
         }
         copies_wait<0>();
@@ -209,14 +209,14 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     };
 
     if (blocks) {
-        barrier_wait(K_FULL, 0);
+        k_full[0].wait(0);
         fence_proxy_async();
         pin(scores);
         wgmma_fence();
         score(0);
         wgmma_wait<0>();
         pin(scores);
-        warp_arrive(K_EMPTY);
+        k_empty[0].arrive_warp();
         mask(0);
         float2 rescale = softmax.weights(scores, scale_log2);
         if (ACCUMULATE) rescale_sums(rescale);
@@ -224,8 +224,8 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     }
     for (int block = 1; block < blocks; ++block) {
         int stage = block % 2, before = stage ^ 1;
-        barrier_wait(K_FULL + 8 * stage, block / 2 % 2);
-        barrier_wait(V_FULL + 8 * before, (block - 1) / 2 % 2);
+        k_full[stage].wait(block / 2 % 2);
+        v_full[before].wait((block - 1) / 2 % 2);
         fence_proxy_async();
         pin(scores);
         pin(sums);
@@ -234,18 +234,18 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         mix(before);
         wgmma_wait<1>();
         pin(scores);
-        warp_arrive(K_EMPTY + 8 * stage);
+        k_empty[stage].arrive_warp();
         mask(block);
         float2 rescale = softmax.weights(scores, scale_log2);
         wgmma_wait<0>();
         pin(sums);
-        warp_arrive(V_EMPTY + 8 * before);
+        v_empty[before].arrive_warp();
         rescale_sums(rescale);
         to_weights();
     }
     if (blocks) {
         int last = (blocks - 1) % 2;
-        barrier_wait(V_FULL + 8 * last, (blocks - 1) / 2 % 2);
+        v_full[last].wait((blocks - 1) / 2 % 2);
         fence_proxy_async();
         pin(sums);
         wgmma_fence();

@@ -23,30 +23,30 @@ constexpr int WEIGHT_SLOTS = 2, MOST_SLOTS = 12;
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
 //     barrier              arrivals of a phase                    waits                               guards
-//     READY[slot]          4: producer warps, and the bytes of    warp w of the scores: slot w of a   rows of a slot; PRESENT
+//     rows_ready[slot]          4: producer warps, and the bytes of    warp w of the scores: slot w of a   rows of a slot; PRESENT
 //                          four rows each                         block; both values: all four
-//     FREE[slot]           8: warps of both values, when they     producer warps                      rows of a slot and PRESENT until they
+//     rows_free[slot]           8: warps of both values, when they     producer warps                      rows of a slot and PRESENT until they
 //                          have it in registers; for a tile's                                         were read; results, which are
 //                          last block, when results are stored                                        transposed in place of the rows
-//     Q_READY[piece]       1: producer warp `piece`, and the      scores, in a tile's first block     Q's tiles of a piece
+//     q_ready[piece]       1: producer warp `piece`, and the      scores, in a tile's first block     Q's tiles of a piece
 //                          bytes of its boxes
-//     Q_FREE[piece]        4: warps of the scores, in a tile's    producer warp `piece`               Q's tiles until their products have
+//     q_free[piece]        4: warps of the scores, in a tile's    producer warp `piece`               Q's tiles until their products have
 //                          last block                                                                 ended
-//     WEIGHTS_READY[n % 2] 4: warps of the scores                 both values                         WEIGHTS, RAISED and LOWER of block n
-//     WEIGHTS_FREE[n % 2]  8: warps of both values, when their    scores, before they write those of  the same; for a tile's last block
+//     weights_ready[n % 2] 4: warps of the scores                 both values                         WEIGHTS, RAISED and LOWER of block n
+//     weights_free[n % 2]  8: warps of both values, when their    scores, before they write those of  the same; for a tile's last block
 //                          products with block n have ended; for  block n + 2                         also INV_SUM and LOGITS
 //                          a tile's last, when results are stored
-//     RESULT_READY[t % 2]  4: warps of the scores                 both values                         INV_SUM and LOGITS of tile t
+//     result_ready[t % 2]  4: warps of the scores                 both values                         INV_SUM and LOGITS of tile t
 //     named 1              128: scores                            scores                              HIGHEST, TOTALS, REFERENCE, LOWER
 //     named 2, 3           128: values 0; values 1                the same warpgroup                  a vote: whether results are finite
 //
-// The scores do not arrive at FREE: values do so only after WEIGHTS_READY of the block, at which the scores arrive when they have
+// The scores do not arrive at rows_free: values do so only after weights_ready of the block, at which the scores arrive when they have
 // read its rows. No barrier frees INV_SUM and LOGITS: those of tile t + 2 are written after the weights of its blocks, and so
-// after WEIGHTS_FREE of tile t's last block, because every tile that is processed has at least one block.
+// after weights_free of tile t's last block, because every tile that is processed has at least one block.
 
 // The ring of slots takes what this struct leaves.
 struct SharedMemory {
-    uint64 ready[MOST_SLOTS], free[MOST_SLOTS];  // barriers [slot of rows]
+    uint64 rows_ready[MOST_SLOTS], rows_free[MOST_SLOTS];  // barriers [slot of rows]
     uint64 q_ready[Q_PIECES], q_free[Q_PIECES];
     uint64 weights_ready[WEIGHT_SLOTS], weights_free[WEIGHT_SLOTS];
     uint64 result_ready[2];                      // [tile % 2]
@@ -61,9 +61,11 @@ struct SharedMemory {
     alignas(1024) uint8 weights[WEIGHT_SLOTS][HEAD_TILE_BYTES];
     uint8 q[TILES][HEAD_TILE_BYTES];
 };
-constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
-constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), WEIGHTS_FREE = SHARED_AT(weights_free);
-constexpr uint32 RESULT_READY = SHARED_AT(result_ready), RAISED_AT = SHARED_AT(raised), PRESENT_AT = SHARED_AT(present);
+constexpr Barriers<MOST_SLOTS> rows_ready{SHARED_AT(rows_ready)}, rows_free{SHARED_AT(rows_free)};
+constexpr Barriers<Q_PIECES> q_ready{SHARED_AT(q_ready)}, q_free{SHARED_AT(q_free)};
+constexpr Barriers<WEIGHT_SLOTS> weights_ready{SHARED_AT(weights_ready)}, weights_free{SHARED_AT(weights_free)};
+constexpr Barriers<2> result_ready{SHARED_AT(result_ready)};
+constexpr uint32 RAISED_AT = SHARED_AT(raised), PRESENT_AT = SHARED_AT(present);
 constexpr uint32 REFERENCE_AT = SHARED_AT(reference), LOWER_AT = SHARED_AT(lower), HIGHEST_AT = SHARED_AT(highest);
 constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits), FLAGGED = SHARED_AT(flagged);
 constexpr uint32 WEIGHTS_AT = SHARED_AT(weights), Q_AT = SHARED_AT(q), RING_AT = Q_AT + sizeof(SharedMemory::q);
@@ -71,16 +73,6 @@ constexpr int SHARED_BYTES = MOST_SHARED_BYTES, FITTING_SLOTS = (SHARED_BYTES + 
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2 * BLOCK_SLOTS, "a block is loaded while another is processed");
 static_assert(RING_AT % 16 == 0 && ROW_BYTES % 16 == 0);
-
-// A position in a ring, and the parity of its current phase.
-template <int SIZE> struct Place {
-    uint32 slot = 0, phase = 0;
-
-    __device__ void advance(uint32 by = 1) {
-        slot += by;
-        if (slot >= SIZE) slot -= SIZE, phase ^= 1;
-    }
-};
 
 __device__ inline uint32 slot_at(uint32 slot) { return RING_AT + slot * SLOT_BYTES; }
 

@@ -43,14 +43,14 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map);
         for (int i = 0; i < SLOTS; ++i)
-            barrier_init(READY + 8 * i, PRODUCERS * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 8 * WARP_ARRIVALS);
+            rows_ready.init(i, PRODUCERS * WARP_ARRIVALS), rows_free.init(i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < Q_PIECES; ++i)
-            barrier_init(Q_READY + 8 * i, WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 4 * WARP_ARRIVALS);
+            q_ready.init(i, WARP_ARRIVALS), q_free.init(i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < WEIGHT_SLOTS; ++i)
-            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(WEIGHTS_FREE + 8 * i, 8 * WARP_ARRIVALS);
-        for (int i = 0; i < 2; ++i) barrier_init(RESULT_READY + 8 * i, 4 * WARP_ARRIVALS);
+            weights_ready.init(i, 4 * WARP_ARRIVALS), weights_free.init(i, 8 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) result_ready.init(i, 4 * WARP_ARRIVALS);
         sts32(FLAGGED, 0);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barrier_init();
     }
     __syncthreads();
     pdl_wait();

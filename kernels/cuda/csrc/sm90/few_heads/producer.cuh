@@ -31,12 +31,12 @@ struct Producer {
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int first = Q_PIECE_TILES * warp, end = warp + 1 < Q_PIECES ? first + Q_PIECE_TILES : TILES;
-        uint32 barrier = Q_READY + 8 * warp;
+        Barrier barrier = q_ready[warp];
         if (lane == 0) {
-            barrier_arrive_expecting(barrier, (end - first) * HEAD_TILE_BYTES);
+            barrier.arrive_expecting((end - first) * HEAD_TILE_BYTES);
             for (int i = first; i < end; ++i) tma_load(Q_AT + i * HEAD_TILE_BYTES, q_map, 64 * i, head, token, barrier);
         } else if (WARP_ARRIVALS > 1) {
-            barrier_arrive(barrier);
+            barrier.arrive();
         }
     }
 
@@ -46,7 +46,7 @@ struct Producer {
         if (!walk.more()) return;
         int next = listed_row(walk);
         const uint8* zeros = reinterpret_cast<const uint8*>(absent_rows[blockIdx.x % ABSENT_ROWS]);
-        Place<SLOTS> place;
+        PipelineState<SLOTS> place;
         for (uint32 tiles = 0; walk.more();) {
             bool first = walk.block == 0;
             uint32 row = uint32(next) < uint32(list.num_slots) ? next + 1 : 0;  // 0: absent
@@ -55,22 +55,23 @@ struct Producer {
             walk.advance();
             if (walk.more()) next = listed_row(walk);
 #pragma unroll
-            for (int slot = 0; slot < BLOCK_SLOTS; ++slot, place.advance()) {
+            for (int slot = 0; slot < BLOCK_SLOTS; ++slot, place.advance(1)) {
                 const uint8* from[ROWS];
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     uint32 at = uniform(lane == slot * ROWS + i ? row : 0);
                     from[i] = at ? list.pages + (at - 1) * list.page_stride : zeros;
                 }
-                uint32 barrier = READY + 8 * place.slot, to = slot_at(place.slot) + warp * ROWS * PITCH;
-                barrier_wait(FREE + 8 * place.slot, place.phase ^ 1);
+                Barrier barrier = rows_ready[place.slot];
+                uint32 to = slot_at(place.slot) + warp * ROWS * PITCH;
+                rows_free[place.slot].wait(place.phase ^ 1);
                 if (lane == 0) sts8(PRESENT_AT + 4 * place.slot + warp, present >> slot * ROWS & 15);
-                warp_arrive_expecting(barrier, ROWS * ROW_BYTES);
+                barrier.arrive_warp_expecting(ROWS * ROW_BYTES);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) warp_copy_bulk(to + i * PITCH, from[i], ROW_BYTES, barrier);
             }
             if (first) {
-                barrier_wait(Q_FREE + 8 * warp, tiles++ % 2 ^ 1);
+                q_free[warp].wait(tiles++ % 2 ^ 1);
                 load_q(tile);
             }
         }

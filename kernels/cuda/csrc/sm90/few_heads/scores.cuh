@@ -49,14 +49,14 @@ struct Scores {
     static constexpr int piece_of_q(int tile) { return tile / Q_PIECE_TILES < Q_PIECES ? tile / Q_PIECE_TILES : Q_PIECES - 1; }
 
     // The scores of a block; `first`, `last`: whether it is that of the `tiles`-th tile.
-    __device__ void score(float (&x)[HEADS / 2], const Place<SLOTS>& place, bool first, bool last, uint32 tiles) {
+    __device__ void score(float (&x)[HEADS / 2], const PipelineState<SLOTS>& place, bool first, bool last, uint32 tiles) {
         uint32 a[KEY_BUFFERS][4][4], from = fragment_at + slot_at(place.slot);
-        barrier_wait(READY + 8 * place.slot, place.phase);
+        rows_ready[place.slot].wait(place.phase);
         load(a[0], from);
         pin(x);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {  // products of one tile, loads of the next
-            if (first && (tile == 0 || piece_of_q(tile) != piece_of_q(tile - 1))) barrier_wait(Q_READY + 8 * piece_of_q(tile), tiles % 2);
+            if (first && (tile == 0 || piece_of_q(tile) != piece_of_q(tile - 1))) q_ready[piece_of_q(tile)].wait(tiles % 2);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
@@ -65,18 +65,18 @@ struct Scores {
             if (tile + 1 == TILES) break;
             wgmma_wait<KEY_BUFFERS - 1>();
             int done = tile - (KEY_BUFFERS - 1);
-            if (last && done >= 0 && piece_of_q(done) != piece_of_q(done + 1)) warp_arrive(Q_FREE + 8 * piece_of_q(done));
+            if (last && done >= 0 && piece_of_q(done) != piece_of_q(done + 1)) q_free[piece_of_q(done)].arrive_warp();
             load(a[(tile + 1) % KEY_BUFFERS], from + (tile + 1) * 128);
         }
         wgmma_wait<0>();
         pin(x);
         if (last)
 #pragma unroll
-            for (int piece = piece_of_q(TILES - KEY_BUFFERS); piece < Q_PIECES; ++piece) warp_arrive(Q_FREE + 8 * piece);
+            for (int piece = piece_of_q(TILES - KEY_BUFFERS); piece < Q_PIECES; ++piece) q_free[piece].arrive_warp();
     }
 
     // Set the scores of absent keys to -inf.
-    __device__ void mask(float (&x)[HEADS / 2], const Place<SLOTS>& place) {
+    __device__ void mask(float (&x)[HEADS / 2], const PipelineState<SLOTS>& place) {
         if (problem.softmax_scale < 0.0f)
 #pragma unroll
             for (int i = 0; i < HEADS / 2; ++i) x[i] = -x[i];
@@ -155,7 +155,7 @@ struct Scores {
             above[2 + j % 2] = fmaxf(above[2 + j % 2], fmaf(highest[2 * j + 1], scale_log2, -reference[j].y));
         }
         bool raised = warpgroup_any(1, first || fmaxf(fmaxf(above[0], above[1]), fmaxf(above[2], above[3])) > RAISE);
-        barrier_wait(WEIGHTS_FREE + 8 * slot, n / WEIGHT_SLOTS % 2 ^ 1);
+        weights_free[slot].wait(n / WEIGHT_SLOTS % 2 ^ 1);
         if (lane == 0) sts32(RAISED_AT + 4 * slot, raised);
         if (raised) {
             raise(slot, first);
@@ -173,7 +173,7 @@ struct Scores {
             if (j % 2) stmatrix4_transposed(at + j / 2 * 2048, words[0], words[1], words[2], words[3]);
         }
         fence_proxy_async();
-        warp_arrive(WEIGHTS_READY + 8 * slot);
+        weights_ready[slot].arrive_warp();
     }
 
     // Compute the factors 1/l of a tile, its max_logits and its LSE. The values warpgroups write the latter two, because they
@@ -209,12 +209,12 @@ struct Scores {
                 sts_float(LOGITS_AT + parity * (2 * HEADS * 4) + HEADS * 4 + at, bad ? unsafe : lse);
             }
         }
-        warp_arrive(RESULT_READY + 8 * (tiles % 2));
+        result_ready[tiles % 2].arrive_warp();
     }
 
     __device__ void run() {
         TileWalk walk(problem);
-        Place<SLOTS> place;
+        PipelineState<SLOTS> place;
         place.slot = warp;
         uint32 n = 0;
         for (uint32 tiles = 0; walk.more(); ++tiles) {

@@ -30,7 +30,7 @@ struct Values {
     // Wait for the n-th block's weights, and rescale the sums if that block raised a reference.
     __device__ void await_weights(uint32 n, bool fresh) {
         uint32 slot = n % WEIGHT_SLOTS;
-        barrier_wait(WEIGHTS_READY + 8 * slot, n / WEIGHT_SLOTS % 2);
+        weights_ready[slot].wait(n / WEIGHT_SLOTS % 2);
         if (fresh || !__any_sync(~0u, lds32(RAISED_AT + 4 * slot))) return;
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
@@ -45,9 +45,9 @@ struct Values {
 
     // Add up the n-th block, the first of a tile if `fresh`. Slots are freed once their rows are in registers, except for those
     // of a tile's last block, which the epilogue reuses: `slots` returns them.
-    __device__ void add(uint32 n, bool fresh, bool last, Place<SLOTS>& place, uint32 (&slots)[BLOCK_SLOTS]) {
+    __device__ void add(uint32 n, bool fresh, bool last, PipelineState<SLOTS>& place, uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 a[2][4];  // fragments of V^T: 16 keys and 16 values
-        barrier_wait(READY + 8 * place.slot, place.phase);
+        rows_ready[place.slot].wait(place.phase);
         ldmatrix4_transposed(a[0], fragment_at + slot_at(place.slot));
         await_weights(n, fresh);
         uint64 weights = tile_descriptor(WEIGHTS_AT) + n % WEIGHT_SLOTS * (HEAD_TILE_BYTES >> 4);
@@ -61,12 +61,12 @@ struct Values {
             wgmma_commit();
             if (next == 0) {
                 slots[k] = place.slot;
-                if (!last) warp_arrive(FREE + 8 * place.slot);
-                place.advance();
+                if (!last) rows_free[place.slot].arrive_warp();
+                place.advance(1);
             }
             if (part + 1 == BLOCK_SLOTS * TILES_OF_WARP) break;
             if (part > 0) wgmma_wait<1>();
-            if (next == 0) barrier_wait(READY + 8 * place.slot, place.phase);
+            if (next == 0) rows_ready[place.slot].wait(place.phase);
             ldmatrix4_transposed(a[(part + 1) % 2], fragment_at + slot_at(place.slot) + 32 * next);
         }
         wgmma_wait<0>();
@@ -78,7 +78,7 @@ struct Values {
     // warp still needs this warp's values there.
     __device__ void finish(int tile, uint32 tiles, const uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 parity = tiles % 2;
-        barrier_wait(RESULT_READY + 8 * parity, tiles / 2 % 2);
+        result_ready[parity].wait(tiles / 2 % 2);
         float checks[4] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
 #pragma unroll
         for (int j = 0; j < HEADS / 8; j += 2) {
@@ -128,7 +128,7 @@ struct Values {
         }
         fence_proxy_async();  // before bulk copies overwrite the slots
 #pragma unroll
-        for (int k = 0; k < BLOCK_SLOTS; ++k) warp_arrive(FREE + 8 * slots[k]);
+        for (int k = 0; k < BLOCK_SLOTS; ++k) rows_free[slots[k]].arrive_warp();
     }
 
     __device__ void store_nothing(int tile) {
@@ -147,7 +147,7 @@ struct Values {
     }
 
     __device__ void run() {
-        Place<SLOTS> place;
+        PipelineState<SLOTS> place;
         uint32 n = 0, tiles = 0, slots[BLOCK_SLOTS];
         int next_length = length_of_tile(problem, blockIdx.x);
         for (int tile = blockIdx.x; tile < problem.tiles(); tile += gridDim.x) {
@@ -160,10 +160,10 @@ struct Values {
 #pragma unroll 1
             for (bool fresh = true; left; --left, ++n, fresh = false) {
                 add(n, fresh, left == 1, place, slots);
-                if (left > 1) warp_arrive(WEIGHTS_FREE + 8 * (n % WEIGHT_SLOTS));
+                if (left > 1) weights_free[n % WEIGHT_SLOTS].arrive_warp();
             }
             finish(tile, tiles++, slots);
-            warp_arrive(WEIGHTS_FREE + 8 * ((n - 1) % WEIGHT_SLOTS));  // only now: this also frees INV_SUM
+            weights_free[(n - 1) % WEIGHT_SLOTS].arrive_warp();  // only now: this also frees INV_SUM
         }
     }
 };

@@ -32,14 +32,14 @@
 // Barriers. One lane arrives for its warp, after all lanes.
 //
 //     barrier          arrivals of a phase                             waits                          guards
-//     Q_READY[stage]   33: the lanes of the query warp, when their     all consumers                  Q, weights and Info of a group
+//     q_ready[stage]   33: the lanes of the query warp, when their     all consumers                  Q, weights and Info of a group
 //                      copies have landed; lane 0 again; Q's bytes
-//     Q_FREE[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
-//     K_READY[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
+//     q_free[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
+//     k_ready[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
 //                      of rows and scales; else and CANDIDATES 33: its 16 / RINGS warps               tile, or of 64 keys of it
 //                      lanes, when scales have landed, lane 0 again,
 //                      keys' bytes
-//     K_FREE[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
+//     k_free[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
 //
 // No named barrier except that of __syncthreads, while the work range is computed.
 //
@@ -66,7 +66,7 @@ __device__ inline void consume(const Problem& problem) {
     uint32 parity = 0;
     for (uint32 q_count = 0;; ++q_count) {
         int q_stage = q_count % Q_STAGES;
-        barrier_wait(Q_READY + 8 * q_stage, q_count / Q_STAGES % 2);
+        q_ready[q_stage].wait(q_count / Q_STAGES % 2);
         uint32 info = INFO_AT + q_stage * sizeof(Info);
         int key = int(lds32(info)) + own_key, tiles = __shfl_sync(~0u, int(lds32(info + 4)), 0);
         if (!tiles) return;
@@ -85,7 +85,7 @@ __device__ inline void consume(const Problem& problem) {
         uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * Q_BYTES);
 #pragma unroll 1
         for (; tiles; --tiles, key += KEYS) {
-            barrier_wait(K_READY + 8 * stage, parity);
+            k_ready[stage].wait(parity);
             uint64 k_tile = tile_descriptor(K_AT + stage * K_BYTES + (PAGED ? 0 : key_group * TILE_BYTES));
             float x[PRODUCTS][COLUMNS];
 #pragma unroll
@@ -120,13 +120,13 @@ __device__ inline void consume(const Problem& problem) {
                 read_scale(in_stage + 8);
                 other_scale = scale, other_present = present;
                 read_scale(in_stage);
-                if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * stage);
+                if (PRODUCTS == 1) k_free[stage].arrive_warp();
 #pragma unroll
                 for (int query = 0; query < PASS; ++query) {
                     if (PRODUCTS == 2 && query == PASS / 2) {
                         wgmma_wait<0>();
                         pin(x[PRODUCTS - 1]);
-                        warp_arrive(K_FREE + 8 * stage);
+                        k_free[stage].arrive_warp();
                     }
                     int of_product = PASS / PRODUCTS;
                     sum_heads(x[query / of_product], HEADS / 2 * (query % of_product), weights[query], sums[0][query],
@@ -143,7 +143,7 @@ __device__ inline void consume(const Problem& problem) {
                     pin(x[PRODUCTS - 1]);
                 }
                 if (PAGED) read_scale(in_stage);
-                warp_arrive(K_FREE + 8 * stage);
+                k_free[stage].arrive_warp();
                 if (PRODUCTS == 1) sum_heads(x[0], 0, weights[0], low, high);
                 if (PASS == 2) {
                     float other_low, other_high;
@@ -161,7 +161,7 @@ __device__ inline void consume(const Problem& problem) {
             }
             if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, parity ^= 1;
         }
-        warp_arrive(Q_FREE + 8 * q_stage);
+        q_free[q_stage].arrive_warp();
     }
 }
 
@@ -180,12 +180,12 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
         if (!MXFP4) prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
-        for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
+        for (int i = 0; i < Q_STAGES; ++i) q_ready.init(i, 33), q_free.init(i, CONSUMERS / 32 * WARP_ARRIVALS);
         for (int i = 0; i < RINGS * K_STAGES; ++i) {
-            barrier_init(K_READY + 8 * i, PAGED && !CANDIDATES ? 1 : 33);  // copies_arrive: every lane
-            barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
+            k_ready.init(i, PAGED && !CANDIDATES ? 1 : 33);  // every lane: arrive_after_copies
+            k_free.init(i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barrier_init();
     }
     if (PAGED) __syncthreads();  // the barriers are initialised
     pdl_wait();

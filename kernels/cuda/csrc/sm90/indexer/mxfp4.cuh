@@ -128,7 +128,7 @@ struct Consumer {
     }
     // Wait for the keys of this stage and expand them.
     __device__ uint32 expand(uint32 (&a)[4][4]) {
-        barrier_wait(K_READY + 8 * stage, parity);
+        k_ready[stage].wait(parity);
         return expand_keys(K_AT + stage * K_BYTES + 16 * place, SCALES_AT + stage * RING_KEYS * 4 + place, PRESENT_AT + 4 * stage, a);
     }
     __device__ void start(float (&x)[COLUMNS], uint32 (&a)[4][4], int pass) const {
@@ -215,7 +215,7 @@ struct Consumer {
             if (tiles > 1) found_next = expand(next);
             finish(x);
             store(x, weights, 0, of_stage, found, logits, end);
-            warp_arrive(K_FREE + 8 * of_stage);
+            k_free[of_stage].arrive_warp();
             key += KEYS, --tiles;
         };
         uint32 even[4][4], odd[4][4], found_even = expand(even), found_odd;
@@ -241,7 +241,7 @@ struct Consumer {
         float weights[PASS][HEADS / 4];
         store(x, weights, pass, of_stage, of_tile, nullptr, 0);
         if (pass == PASSES - 1) {
-            warp_arrive(K_FREE + 8 * of_stage);
+            k_free[of_stage].arrive_warp();
             key += KEYS, --tiles;
         }
         finish(next);
@@ -275,12 +275,12 @@ __device__ inline void consume(const Problem& problem) {
 #pragma unroll 1
     for (uint32 count = 0;; ++count) {
         consumer.q_stage = count % Q_STAGES;
-        barrier_wait(Q_READY + 8 * consumer.q_stage, count / Q_STAGES % 2);
+        q_ready[consumer.q_stage].wait(count / Q_STAGES % 2);
         fence_proxy_async();  // products read what copies of the other proxy have written
         if (!consumer.begin()) return;
         if constexpr (PASSES == 1) consumer.score_group();
         else consumer.score_group_in_passes();
-        warp_arrive(Q_FREE + 8 * consumer.q_stage);
+        q_free[consumer.q_stage].arrive_warp();
     }
 }
 #endif

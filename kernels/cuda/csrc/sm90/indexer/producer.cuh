@@ -8,16 +8,16 @@
 constexpr uint64 POLICY = CANDIDATES || PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
 // Like tma_load, with POLICY.
-__device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
+__device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(POLICY) : "memory");
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(POLICY) : "memory");
 }
 // Start a bulk copy of `bytes` with POLICY. Size and both addresses are multiples of 16. The barrier counts the bytes when they
 // have landed.
-__device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
+__device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(POLICY) : "memory");
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier.address), "l"(POLICY) : "memory");
 }
 
 // A warp for each ring, and one for queries; with four rings the first ring's warp also loads queries.
@@ -33,9 +33,10 @@ struct Producer {
     // Load `count` queries of an entry from the j-th on. A group without tiles makes the consumers exit.
     __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
         int lane = threadIdx.x % 32, q_stage = turns / 2 % Q_STAGES;
-        barrier_wait(Q_FREE + 8 * q_stage, turns / (2 * Q_STAGES) % 2 ^ 1);
+        q_free[q_stage].wait(turns / (2 * Q_STAGES) % 2 ^ 1);
         turns += 2;
-        uint32 info = INFO_AT + q_stage * sizeof(Info), ready = Q_READY + 8 * q_stage;
+        uint32 info = INFO_AT + q_stage * sizeof(Info);
+        Barrier ready = q_ready[q_stage];
         if (lane < QUERIES) {
             int first = 0, end = 0;
             if (lane < count) problem.range_of(entry, j + lane, first, end);
@@ -48,7 +49,7 @@ struct Producer {
             sts32(info, first_key);
             sts32(info + 4, tiles);
             sts32(info + 8 + 8 * QUERIES, query);
-            barrier_arrive_expecting(ready, tiles && !MXFP4 ? QUERIES * Q_BYTES : 0);
+            ready.arrive_expecting(tiles && !MXFP4 ? QUERIES * Q_BYTES : 0);
         }
         __syncwarp();
         if (MXFP4) {
@@ -69,7 +70,7 @@ struct Producer {
             const float* from = present ? problem.weights + (query + i / HEADS) * problem.weights_stride + i % HEADS : problem.weights;
             copy_async<4>(WEIGHTS_AT + (q_stage * QUERIES * HEADS + i - i % HEADS + weight_at(i % HEADS)) * 4, from, present);
         }
-        copies_arrive(ready);
+        ready.arrive_after_copies();
     }
 
     __device__ void next_stage() {
@@ -97,14 +98,15 @@ struct Producer {
             int page = int(place.page);
 #pragma unroll 1
             for (int i = 0; i < 32 >> boxes_log && tiles; ++i, --tiles) {
-                uint32 ready = K_READY + 8 * stage, box = (i << boxes_log) + (lane % 8 << boxes_log) / 8;  // of this lane's 8 rows
+                Barrier ready = k_ready[stage];
+                uint32 box = (i << boxes_log) + (lane % 8 << boxes_log) / 8;  // of this lane's 8 rows
                 uint32 present = __ballot_sync(~0u, __shfl_sync(~0u, page, box) >= 0) & 0xff, rows = 0;
                 if (CANDIDATES) rows = __reduce_add_sync(~0u, lane / 8 == i ? int(uint32(seen) << 4 * (lane % 8)) : 0);
-                barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
+                k_free[stage].wait(turns % 2 ^ 1);
                 if (lane == 0) {
                     sts32(PRESENT_AT + 4 * stage, present | (CANDIDATES && rows != 0x88888888) << 8);
                     if (CANDIDATES) sts32(SEEN_AT + 4 * stage, rows);
-                    barrier_arrive_expecting(ready, __popc(present) * 8 * (ROW_BYTES + (CANDIDATES ? 0 : 4)));
+                    ready.arrive_expecting(__popc(present) * 8 * (ROW_BYTES + (CANDIDATES ? 0 : 4)));
                 }
                 __syncwarp();
                 if (CANDIDATES) bring_scales(i, page, place.row, ready);
@@ -124,14 +126,14 @@ struct Producer {
     }
     // Scales of the boxes of tile i, 32 bytes each: two lanes copy those of a box, of which lane 8 i and those after it have page
     // and row. Bulk copies of so few bytes would take as long as those of the rows.
-    __device__ void bring_scales(int i, int page, int row, uint32 ready) {
+    __device__ void bring_scales(int i, int page, int row, Barrier ready) {
         int lane = threadIdx.x % 32, from = 8 * i + lane / 2 % 8;
         page = __shfl_sync(~0u, page, from), row = __shfl_sync(~0u, row, from);
         if (lane < 16 && page >= 0) {
             const uint8* scales = problem.pages + page * problem.page_stride + int64(problem.block_size) * ROW_BYTES + row * 4;
             copy_async<16>(SCALES_AT + stage * RING_KEYS * 4 + 16 * lane, scales + lane % 2 * 16, true);
         }
-        copies_arrive(ready);
+        ready.arrive_after_copies();
     }
     // The candidate block at a column of a group, which is one query.
     __device__ int candidate_at(int group, int column) const {
@@ -141,16 +143,16 @@ struct Producer {
     __device__ void bring_tiles(int, int key, int tiles, int) {
         int lane = threadIdx.x % 32;
         for (int tile = 0; tile < tiles; ++tile, key += KEYS) {
-            uint32 ready = K_READY + 8 * stage;
-            barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
+            Barrier ready = k_ready[stage];
+            k_free[stage].wait(turns % 2 ^ 1);
 #pragma unroll
             for (int i = lane; i < KEYS; i += 32) {
                 bool present = key + i < problem.keys;
                 copy_async<4>(SCALES_AT + (stage * KEYS + i) * 4, problem.scales + (present ? key + i : 0), present);
             }
-            copies_arrive(ready);
+            ready.arrive_after_copies();
             if (lane == 0) {
-                barrier_arrive_expecting(ready, K_BYTES);
+                ready.arrive_expecting(K_BYTES);
                 tma_load(K_AT + stage * K_BYTES, k_map, 0, key, 0, ready);
             }
             next_stage();

@@ -39,9 +39,9 @@ struct Info {
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
-constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
-constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * RINGS * K_STAGES;  // [K_STAGES][RINGS], as all of keys
-constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows; bit 8 if a row is not seen
+constexpr Barriers<Q_STAGES> q_ready{BARRIERS_AT}, q_free{q_ready.end()};
+constexpr Barriers<RINGS * K_STAGES> k_ready{q_free.end()}, k_free{k_ready.end()};  // [K_STAGES][RINGS], as all of keys
+constexpr uint32 PRESENT_AT = k_free.end();   // of each stage: a bit for each eight of its rows; bit 8 if a row is not seen
 constexpr uint32 SEEN_AT = PRESENT_AT + 4 * RINGS * K_STAGES;     // CANDIDATES: four bits for each eight of its rows, how many are seen
 constexpr uint32 INFO_AT = SEEN_AT + (CANDIDATES ? 4 * RINGS * K_STAGES : 0);  // of each Q stage
 constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range

@@ -18,9 +18,9 @@ struct Row {
 // Consumer CONSUMER scores every other block, and computes values 256 CONSUMER .. + 255 of the result. Lane 4 g + c of warp w has
 // rows (heads) 16 w + g + 8 r of products: column 8 j + 2 c + e in element 4 j + 2 r + e.
 template <int CONSUMER> struct Consumer {
-    // Offsets in READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
-    static constexpr uint32 OWN = 8 * PIECES * CONSUMER, OTHER = 8 * PIECES * (CONSUMER ^ 1), LOW = 8 * CONSUMER, HIGH = 8 * (2 + CONSUMER);
-    static constexpr uint32 OWN_K = K_AT + CONSUMER * K_BYTES, OTHER_K = K_AT + (CONSUMER ^ 1) * K_BYTES;
+    // The buffer of the other consumer's blocks; this consumer's pieces of every block.
+    static constexpr uint32 OTHER = CONSUMER ^ 1, LOW = CONSUMER, HIGH = 2 + CONSUMER;
+    static constexpr uint32 OWN_K = K_AT + CONSUMER * K_BYTES, OTHER_K = K_AT + OTHER * K_BYTES;
     static constexpr uint32 COLUMNS = 4 * CONSUMER * TILE_BYTES;
 
     const SparseProblem& problem;
@@ -60,13 +60,13 @@ template <int CONSUMER> struct Consumer {
 
     // Start the PV products of the other consumer's block, the CTA's n-th, with that consumer's weights.
     __device__ void add_other(uint32 n) {
-        barrier_wait(WEIGHTS_READY + 8 * (CONSUMER ^ 1), n / 2 % 2);
+        weights_ready[OTHER].wait(n / 2 % 2);
         trace.note(WEIGHTS_ARRIVED);
-        uint32 at = REFERENCE_AT + 4 * HEADS * (CONSUMER ^ 1) + 4 * head;
+        uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
         float now[2] = {lds_float(at), lds_float(at + 32)};
         raise_to(now);
-        barrier_wait(READY + OTHER + LOW, n / 2 % 2);
-        barrier_wait(READY + OTHER + HIGH, n / 2 % 2);
+        k_ready[OTHER][LOW].wait(n / 2 % 2);
+        k_ready[OTHER][HIGH].wait(n / 2 % 2);
         pin(low), pin(high);
         uint64 weights = tile_descriptor(WEIGHTS_AT), columns = transposed_descriptor(OTHER_K + COLUMNS);
         wgmma_fence();
@@ -87,9 +87,9 @@ template <int CONSUMER> struct Consumer {
         for (int step = 0; step < 4; ++step) wgmma_rows(bf16{}, scores, q + 2 * step, k + 2 * step, TILE + step > 0);
     }
     template <int PIECE> __device__ void score_piece(float (&scores)[32], uint32 n, uint32 tiles) {
-        barrier_wait(Q_READY + 8 * PIECE, tiles % 2);
+        q_ready[PIECE].wait(tiles % 2);
         trace.note(Q_ARRIVED);
-        barrier_wait(READY + OWN + 8 * PIECE, n / 2 % 2);
+        k_ready[CONSUMER][PIECE].wait(n / 2 % 2);
         trace.note(ROWS_ARRIVED);
         wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
         score_tile<first_tile(PIECE)>(scores);
@@ -141,7 +141,7 @@ template <int CONSUMER> struct Consumer {
                       weights[step][1], weights[step][2], weights[step][3]);
         }
         fence_proxy_async();
-        warp_arrive(WEIGHTS_READY + 8 * CONSUMER);
+        weights_ready[CONSUMER].arrive_warp();
     }
 
     // Add the other consumer's last block of the `tiles`-th tile, and wait for its products.
@@ -150,10 +150,10 @@ template <int CONSUMER> struct Consumer {
         add_other(n);
         publish_totals(tiles);
         wgmma_wait<1>();
-        warp_arrive(FREE + OTHER + LOW);
+        k_free[OTHER][LOW].arrive_warp();
         wgmma_wait<0>();
         pin(low), pin(high);
-        warp_arrive(FREE + OTHER + HIGH);
+        k_free[OTHER][HIGH].arrive_warp();
         trace.note(LAST_DONE);
     }
 
@@ -169,9 +169,9 @@ template <int CONSUMER> struct Consumer {
         wgmma_commit();
         if (!FIRST) {
             wgmma_wait<2>();
-            warp_arrive(FREE + OTHER + LOW);
+            k_free[OTHER][LOW].arrive_warp();
             wgmma_wait<1>();
-            warp_arrive(FREE + OTHER + HIGH);
+            k_free[OTHER][HIGH].arrive_warp();
             trace.note(OTHER_DONE);
         }
         score_piece<1>(scores, n, tiles);
@@ -204,16 +204,16 @@ template <int CONSUMER> struct Consumer {
         wgmma_commit();
         trace.note(OWN_STARTED);
         wgmma_wait<1>();
-        warp_arrive(FREE + OWN + LOW);
+        k_free[CONSUMER][LOW].arrive_warp();
         wgmma_wait<0>();
         pin(low), pin(high);
-        warp_arrive(FREE + OWN + HIGH);
+        k_free[CONSUMER][HIGH].arrive_warp();
         trace.note(OWN_DONE);
     }
 
     __device__ void free_q() {
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) warp_arrive(Q_FREE + 8 * piece);
+        for (int piece = 0; piece < PIECES; ++piece) q_free[piece].arrive_warp();
     }
 
     // Publish the sums and maxima of this consumer's scores of a tile to the other consumer.
@@ -227,18 +227,18 @@ template <int CONSUMER> struct Consumer {
             rows[r].total = total;
             if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {total, rows[r].highest});
         }
-        warp_arrive(TOTALS_READY + 8 * slot);
+        totals_ready[slot].arrive_warp();
     }
 
     // Epilogue: combine both consumers' sums, and store the results of a tile.
     __device__ void finish(int tile, uint32 tiles) {
         trace.note(FINISH_BEGIN);
-        uint32 slot = 2 * (tiles % 2) + (CONSUMER ^ 1);
+        uint32 slot = 2 * (tiles % 2) + OTHER;
         float checks[8] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
 #pragma unroll
         for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]) + (checks[4] + checks[5]) + (checks[6] + checks[7]);
-        barrier_wait(TOTALS_READY + 8 * slot, tiles / 2 % 2);
+        totals_ready[slot].wait(tiles / 2 % 2);
         TileCoord at(problem, tile);
         float sum[2];
         float2 others[2];

@@ -23,29 +23,29 @@ constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
 //     barrier               arrivals of a phase                  waits                              guards
-//     READY[buffer][piece]  4: producer warps, when their rows   the consumer that scores the       rows of a piece; PRESENT, written
+//     k_ready[buffer][piece]  4: producer warps, when their rows   the consumer that scores the       rows of a piece; PRESENT, written
 //                           of the piece have landed             block: all pieces; the other one:  before the first
 //                                                                its two (CONSUMER, CONSUMER + 2)
-//     FREE[buffer][piece]   4: warps of the consumer that has    producer warps                     rows of a piece until their products
+//     k_free[buffer][piece]   4: warps of the consumer that has    producer warps                     rows of a piece until their products
 //                           the piece's values, after its PV                                        have ended; PRESENT
-//     Q_READY[piece]        with a map 1: producer warp `piece`, both consumers, before each block  Q's tiles of a piece
+//     q_ready[piece]        with a map 1: producer warp `piece`, both consumers, before each block  Q's tiles of a piece
 //                           and the bytes of its boxes; else     that they score
 //                           4: producer warps
-//     Q_FREE[piece]         8: warps of both consumers, after    the warp that loads the piece;     Q's tiles until their products have
+//     q_free[piece]         8: warps of both consumers, after    the warp that loads the piece;     Q's tiles until their products have
 //                           their last block of a tile is        without a map all producer warps   ended
 //                           scored; at once if they score none
-//     WEIGHTS_READY[c]      4: warps of consumer c               the other consumer                 WEIGHTS and REFERENCE[c] of c's block
-//     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
+//     weights_ready[c]      4: warps of consumer c               the other consumer                 WEIGHTS and REFERENCE[c] of c's block
+//     totals_ready[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
 //     named 2, 3            128: consumer 0; consumer 1          the same consumer                  WEIGHTS: its products with the last
 //                                                                                                   weights end before new ones are stored
 //
-// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed after WEIGHTS_READY, at
+// The consumer that scores a block does not arrive at k_free of the other's two pieces: these are freed after weights_ready, at
 // which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks alternately, and add up
 // the other's block before they store weights of their own. Neither consumer is more than a tile ahead: it waits for the
-// other's TOTALS_READY of a tile before it begins the next, so no phase of Q_FREE has two arrivals of a warp.
+// other's totals_ready of a tile before it begins the next, so no phase of q_free has two arrivals of a warp.
 
 struct SharedMemory {
-    uint64 ready[2][PIECES], free[2][PIECES];  // barriers [buffer][piece]
+    uint64 k_ready[2][PIECES], k_free[2][PIECES];  // barriers [buffer][piece]
     uint64 q_ready[PIECES], q_free[PIECES];
     uint64 weights_ready[2];                   // [consumer]
     uint64 totals_ready[2][2];                 // [tile % 2][consumer]
@@ -59,7 +59,9 @@ struct SharedMemory {
 };
 constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
-constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
-constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
+constexpr Barriers<2, PIECES> k_ready{SHARED_AT(k_ready)}, k_free{SHARED_AT(k_free)};
+constexpr Barriers<PIECES> q_ready{SHARED_AT(q_ready)}, q_free{SHARED_AT(q_free)};
+constexpr Barriers<2> weights_ready{SHARED_AT(weights_ready)};
+constexpr Barriers<4> totals_ready{SHARED_AT(totals_ready)};
 constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals), FLAGGED = SHARED_AT(flagged);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), K_BYTES = TILES * TILE_BYTES, WEIGHTS_AT = SHARED_AT(weights);

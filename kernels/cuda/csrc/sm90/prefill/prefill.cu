@@ -43,13 +43,13 @@ sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_c
     int group = threadIdx.x / 128;  // consumers come first
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i)
-            barrier_init(READY + 8 * i, PRODUCERS * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+            k_ready.init(i, PRODUCERS * WARP_ARRIVALS), k_free.init(i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < PIECES; ++i)
-            barrier_init(Q_READY + 8 * i, q_map.start ? WARP_ARRIVALS : PRODUCERS * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
-        for (int i = 0; i < 2; ++i) barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
+            q_ready.init(i, q_map.start ? WARP_ARRIVALS : PRODUCERS * WARP_ARRIVALS), q_free.init(i, 8 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) weights_ready.init(i, 4 * WARP_ARRIVALS);
         sts32(FLAGGED, 0);
-        for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < 4; ++i) totals_ready.init(i, 4 * WARP_ARRIVALS);
+        fence_barrier_init();
     }
     __syncthreads();
     pdl_wait();

@@ -46,24 +46,24 @@ struct Producer {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int rope = HAS_ROPE && warp == PIECES - 1;
         if (lane == 0) {
-            barrier_arrive_expecting(Q_READY + 8 * warp, (PIECE_TILES + rope) * TILE_BYTES);
+            q_ready[warp].arrive_expecting((PIECE_TILES + rope) * TILE_BYTES);
             for (int i = 0; i < PIECE_TILES + rope; ++i) {
                 int tile_of_q = i < PIECE_TILES ? first_tile(warp) + i : TILES - 1;
-                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp, EVICT_FIRST);
+                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, q_ready[warp], EVICT_FIRST);
             }
         } else if (WARP_ARRIVALS > 1) {
-            barrier_arrive(Q_READY + 8 * warp);
+            q_ready[warp].arrive();
         }
     }
 
     // Signal the pieces one by one, as their copies land.
-    __device__ void signal(uint32 barrier) const {
-        signal_piece<3>(barrier), signal_piece<2>(barrier + 8), signal_piece<1>(barrier + 16), signal_piece<0>(barrier + 24);
+    template <class Row> __device__ void signal(Row ready) const {
+        signal_piece<3>(ready[0]), signal_piece<2>(ready[1]), signal_piece<1>(ready[2]), signal_piece<0>(ready[3]);
     }
-    template <int PENDING> __device__ void signal_piece(uint32 barrier) const {
+    template <int PENDING> __device__ void signal_piece(Barrier barrier) const {
         copies_wait<PENDING>();
         fence_proxy_async();
-        warp_arrive(barrier);
+        barrier.arrive_warp();
     }
 
     // The same row by row, for queries without a tensor map.
@@ -72,10 +72,10 @@ struct Producer {
         Sources from = sources(reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            barrier_wait(Q_FREE + 8 * piece, tiles % 2 ^ 1);
+            q_free[piece].wait(tiles % 2 ^ 1);
             copy_piece(Q_AT, from, piece);
         }
-        signal(Q_READY);
+        signal(q_ready);
     }
 
     Trace trace;
@@ -98,7 +98,7 @@ struct Producer {
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
                 trace.note(SPACE_BEGIN);
-                barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
+                k_free[buffer][piece].wait(n / 2 % 2 ^ 1);
                 trace.note(SPACE_FREE);
                 copy_piece(K_AT + buffer * K_BYTES, from, piece);
                 trace.note(COPIES_STARTED);
@@ -107,11 +107,11 @@ struct Producer {
             if (warp + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
             if (first && q_map.start) {
                 trace.note(Q_SPACE_BEGIN);
-                barrier_wait(Q_FREE + 8 * warp, tiles % 2 ^ 1);
+                q_free[warp].wait(tiles % 2 ^ 1);
                 trace.note(Q_SPACE_FREE);
                 load_q(tile);
             }
-            signal(READY + 8 * PIECES * buffer);
+            signal(k_ready[buffer]);
             trace.note(COPIES_LANDED);
             if (first && !q_map.start) copy_q(tile, tiles);
             tiles += first;

@@ -35,7 +35,7 @@ template <int CONSUMER> struct Consumer {
     int warp, lane, head;
     float low[64], high[64];
     Row rows[2];
-    Place<VALUE_SLOTS> piece;  // the next of this consumer's pieces of V^T
+    PipelineState<VALUE_SLOTS> piece;  // the next of this consumer's pieces of V^T
 
     __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         head = 16 * warp + lane / 4;
@@ -63,20 +63,20 @@ template <int CONSUMER> struct Consumer {
 
     // Wait for V^T of the next of this consumer's pieces; its descriptor.
     __device__ uint64 next_piece() {
-        barrier_wait(VALUES_READY + 8 * (VALUE_SLOTS * CONSUMER + piece.slot), piece.phase);
+        values_ready[CONSUMER][piece.slot].wait(piece.phase);
         uint64 values = narrow_descriptor(VALUES_AT + CONSUMER * VALUE_SLOTS * VALUES_BYTES) + piece.slot * (VALUES_BYTES >> 4);
-        piece.advance();
+        piece.advance(1);
         return values;
     }
     // Free the two pieces before the next one. Their products have ended.
     __device__ void free_pieces() const {
-        warp_arrive(VALUES_FREE + 8 * (VALUE_SLOTS * CONSUMER + (piece.slot + 1) % VALUE_SLOTS));
-        warp_arrive(VALUES_FREE + 8 * (VALUE_SLOTS * CONSUMER + (piece.slot + 2) % VALUE_SLOTS));
+        values_free[CONSUMER][(piece.slot + 1) % VALUE_SLOTS].arrive_warp();
+        values_free[CONSUMER][(piece.slot + 2) % VALUE_SLOTS].arrive_warp();
     }
 
     // Start the products of the other consumer's weights of block n and V.
     __device__ void add_other(uint32 n) {
-        barrier_wait(WEIGHTS_READY + 8 * OTHER, n / 2 % 2);
+        weights_ready[OTHER].wait(n / 2 % 2);
         uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
         float now[2] = {lds_float(at), lds_float(at + 32)};
         raise_to(now);
@@ -110,8 +110,8 @@ template <int CONSUMER> struct Consumer {
     // Start the products of Q and K. Rows have landed by copies of other threads, which are visible to products once this thread,
     // which has seen them, has passed a fence.
     __device__ void score(float (&scores)[32], const OwnBlock& of) {
-        barrier_wait(Q_READY + 8 * (of.tiles % 2), of.tiles / 2 % 2);
-        barrier_wait(LANDED + 8 * (of.n % K_SLOTS), of.n / K_SLOTS % 2);
+        q_ready[of.tiles % 2].wait(of.tiles / 2 % 2);
+        landed[of.n % K_SLOTS].wait(of.n / K_SLOTS % 2);
         fence_proxy_async();
         uint64 q = tile_descriptor(Q_AT) + of.tiles % 2 * (OPERAND_BYTES >> 4), k = tile_descriptor(K_AT) + of.n % K_SLOTS * (OPERAND_BYTES >> 4);
         pin(scores);
@@ -236,7 +236,7 @@ template <int CONSUMER> struct Consumer {
             stmatrix4(WEIGHTS_AT + CONSUMER * WEIGHT_BYTES + row * 64 + (((2 * step + lane / 16) ^ (row / 2 % 4)) << 4), weights[step][0],
                       weights[step][1], weights[step][2], weights[step][3]);
         fence_proxy_async();
-        warp_arrive(WEIGHTS_READY + 8 * CONSUMER);
+        weights_ready[CONSUMER].arrive_warp();
     }
 
     // Process a block that this consumer scores. Unless it is the FIRST of a tile, the block before is the other consumer's: its
@@ -251,7 +251,7 @@ template <int CONSUMER> struct Consumer {
             wgmma_wait<0>();
         }
         pin(scores);
-        warp_arrive(K_FREE + 8 * (of.n % K_SLOTS));
+        k_free[of.n % K_SLOTS].arrive_warp();
         uint32 weights[2][4];
         float now[2], sum[2];
         weigh<FIRST>(scores, weights, now, sum, of);
@@ -281,7 +281,7 @@ template <int CONSUMER> struct Consumer {
             row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 2));
             if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {row.total, row.highest});
         }
-        warp_arrive(TOTALS_READY + 8 * slot);
+        totals_ready[slot].arrive_warp();
     }
 
     // Add the other consumer's last block of the `tiles`-th tile.
@@ -300,7 +300,7 @@ template <int CONSUMER> struct Consumer {
 #pragma unroll
         for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, fmaf(high[i], 0.0f, checks[i % 4]));
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]);
-        barrier_wait(TOTALS_READY + 8 * slot, tiles / 2 % 2);
+        totals_ready[slot].wait(tiles / 2 % 2);
         TileCoord at(problem, tile);
         float sum[2], highest[2];
 #pragma unroll
@@ -412,7 +412,7 @@ template <int CONSUMER> struct Consumer {
             }
             if (tiles) {  // by now the results of the tile before have been read
                 bulk_stores_read<0>();
-                warp_arrive(Q_FREE + 8 * ((tiles - 1) % 2));
+                q_free[(tiles - 1) % 2].arrive_warp();
             }
             for (; own < end; own += 2) take<false>({own, tiles, own + 2 >= end});
             if ((end - 1) % 2 == CONSUMER) publish_totals(tiles);

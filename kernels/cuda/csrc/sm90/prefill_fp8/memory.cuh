@@ -19,26 +19,26 @@ constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK
 // parity: a warp that waits for a phase knows that the phase before has completed, and that the next one cannot.
 //
 //     barrier               arrivals of a phase                  waits                              guards
-//     LANDED[n % 3]         64: threads of the copiers, when     the consumer that scores the       K and SCALES of block n
+//     landed[n % 3]         64: threads of the copiers, when     the consumer that scores the       K and SCALES of block n
 //                           their copies have landed             block; transposers
-//     K_FREE[n % 3]         4: that consumer, when its products  copiers                            K of block n
+//     k_free[n % 3]         4: that consumer, when its products  copiers                            K of block n
 //                           have ended; 4: transposers, when
 //                           they have read
-//     VALUES_READY[c][j % 3]  2: transposers of c                consumer c                         V^T of its piece j
-//     VALUES_FREE[c][j % 3] 4: consumer c, when its products     transposers of c                   the same
+//     values_ready[c][j % 3]  2: transposers of c                consumer c                         V^T of its piece j
+//     values_free[c][j % 3] 4: consumer c, when its products     transposers of c                   the same
 //                           have ended
-//     WEIGHTS_READY[c]      4: warps of consumer c               the other consumer                 WEIGHTS[c] and REFERENCE[c]
-//     Q_READY[t % 2]        2: converters                        both consumers, before each block  Q and Q_SCALE of tile t
+//     weights_ready[c]      4: warps of consumer c               the other consumer                 WEIGHTS[c] and REFERENCE[c]
+//     q_ready[t % 2]        2: converters                        both consumers, before each block  Q and Q_SCALE of tile t
 //                                                                that they score
-//     Q_FREE[t % 2]         8: warps of both consumers, when     converters, before they convert    the same; results of
+//     q_free[t % 2]         8: warps of both consumers, when     converters, before they convert    the same; results of
 //                           their results have been stored       those of tile t + 2                tile t, which replace Q
-//     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
+//     totals_ready[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
 //     named 2, 3            128: consumer 0; consumer 1          the same consumer                  nothing: the end of a tile
 //
 // WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores those of block n + 2 when it has those of block n + 1,
-// which the other consumer stores when its products with block n have ended. SCALES of block n + 8 are copied after K_FREE of
+// which the other consumer stores when its products with block n have ended. SCALES of block n + 8 are copied after k_free of
 // block n + 5, long after the softmax of block n. Neither consumer is more than a tile ahead: it waits for the other's
-// TOTALS_READY of a tile before it begins the next, so no phase of Q_FREE has two arrivals of a warp.
+// totals_ready of a tile before it begins the next, so no phase of q_free has two arrivals of a warp.
 
 struct SharedMemory {
     uint64 landed[K_SLOTS], k_free[K_SLOTS];
@@ -57,18 +57,9 @@ struct SharedMemory {
 };
 constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
-constexpr uint32 LANDED = SHARED_AT(landed), K_FREE = SHARED_AT(k_free), VALUES_READY = SHARED_AT(values_ready), VALUES_FREE = SHARED_AT(values_free);
-constexpr uint32 Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
-constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
+constexpr Barriers<K_SLOTS> landed{SHARED_AT(landed)}, k_free{SHARED_AT(k_free)};
+constexpr Barriers<2, VALUE_SLOTS> values_ready{SHARED_AT(values_ready)}, values_free{SHARED_AT(values_free)};
+constexpr Barriers<2> q_ready{SHARED_AT(q_ready)}, q_free{SHARED_AT(q_free)}, weights_ready{SHARED_AT(weights_ready)};
+constexpr Barriers<4> totals_ready{SHARED_AT(totals_ready)};
 constexpr uint32 SCALES_AT = SHARED_AT(scales), Q_SCALE_AT = SHARED_AT(q_scale), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), VALUES_AT = SHARED_AT(values), WEIGHTS_AT = SHARED_AT(weights);
-
-// A position in a ring, and the parity of its current phase.
-template <int SIZE> struct Place {
-    uint32 slot = 0, phase = 0;
-
-    __device__ void advance(uint32 by = 1) {
-        slot += by;
-        if (slot >= SIZE) slot -= SIZE, phase ^= 1;
-    }
-};

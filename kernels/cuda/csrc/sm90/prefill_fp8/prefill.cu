@@ -40,15 +40,15 @@ sparse_mla_prefill_fp8(const __grid_constant__ SparseProblem problem, const uint
     if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START) __trap();
     if (threadIdx.x == 0) {
         for (int i = 0; i < K_SLOTS; ++i)
-            barrier_init(LANDED + 8 * i, 32 * COPIERS), barrier_init(K_FREE + 8 * i, (4 + TRANSPOSERS) * WARP_ARRIVALS);
+            landed.init(i, 32 * COPIERS), k_free.init(i, (4 + TRANSPOSERS) * WARP_ARRIVALS);
         for (int i = 0; i < 2 * VALUE_SLOTS; ++i)
-            barrier_init(VALUES_READY + 8 * i, TRANSPOSERS / 2 * WARP_ARRIVALS), barrier_init(VALUES_FREE + 8 * i, 4 * WARP_ARRIVALS);
+            values_ready.init(i, TRANSPOSERS / 2 * WARP_ARRIVALS), values_free.init(i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) {
-            barrier_init(Q_READY + 8 * i, CONVERTERS * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
-            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
+            q_ready.init(i, CONVERTERS * WARP_ARRIVALS), q_free.init(i, 8 * WARP_ARRIVALS);
+            weights_ready.init(i, 4 * WARP_ARRIVALS);
         }
-        for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < 4; ++i) totals_ready.init(i, 4 * WARP_ARRIVALS);
+        fence_barrier_init();
     }
     pdl_wait();
     TileWalk first(problem);

@@ -34,16 +34,16 @@ struct Copier {
             for (int piece = 0; piece < PIECES; ++piece)  // the swizzle of rows 4 further differs by 4 chunks
                 copy_async<16>((to ^ i % 2 * 64) + i * 512 + piece * TILE_BYTES, from + 128 * piece, from_row >= 0);
         }
-        copies_arrive(LANDED + 8 * slot);
+        landed[slot].arrive_after_copies();
     }
 
     __device__ void run() const {
         BlockWalk walk(problem);
         if (!walk.more()) return;
-        Place<K_SLOTS> place;
+        PipelineState<K_SLOTS> place;
         int listed = listed_row(walk);
-        for (uint32 n = 0; walk.more(); ++n, place.advance()) {
-            barrier_wait(K_FREE + 8 * place.slot, place.phase ^ 1);
+        for (uint32 n = 0; walk.more(); ++n, place.advance(1)) {
+            k_free[place.slot].wait(place.phase ^ 1);
             copy(listed, n, place.slot);
             walk.advance();
             if (walk.more()) listed = listed_row(walk);
@@ -78,27 +78,26 @@ struct Transposer {
 
     __device__ void run() const {
         BlockWalk walk(problem);
-        Place<K_SLOTS> place;
-        Place<VALUE_SLOTS> values;
+        PipelineState<K_SLOTS> place;
+        PipelineState<VALUE_SLOTS> values;
         int row = 2 * (lane % 4);
         uint32 from_row = K_AT + 2 * consumer * TILE_BYTES + (32 * half + row) * 128 + ((lane / 4 ^ row) << 4);
         uint32 to_row = VALUES_AT + consumer * VALUE_SLOTS * VALUES_BYTES + lane * 64 + ((2 * half ^ (lane / 2 % 4)) << 4);
-        for (; walk.more(); walk.advance(), place.advance()) {
-            barrier_wait(LANDED + 8 * place.slot, place.phase);
+        for (; walk.more(); walk.advance(), place.advance(1)) {
+            landed[place.slot].wait(place.phase);
 #pragma unroll 1
-            for (int part = 0; part < 2; ++part, values.advance()) {
-                uint32 barrier = 8 * (VALUE_SLOTS * consumer + values.slot);
+            for (int part = 0; part < 2; ++part, values.advance(1)) {
                 uint32 from = from_row + place.slot * OPERAND_BYTES + part * TILE_BYTES, to = to_row + values.slot * VALUES_BYTES;
                 uint4 x[2][4];  // 16 keys each
                 load(x[0], from);
                 load(x[1], from + 2048);
-                barrier_wait(VALUES_FREE + barrier, values.phase ^ 1);
+                values_free[consumer][values.slot].wait(values.phase ^ 1);
                 store(x[0], to);
                 store(x[1], to ^ 16);
                 fence_proxy_async();
-                warp_arrive(VALUES_READY + barrier);
+                values_ready[consumer][values.slot].arrive_warp();
             }
-            warp_arrive(K_FREE + 8 * place.slot);
+            k_free[place.slot].arrive_warp();
         }
     }
 };

@@ -80,11 +80,11 @@ struct Converter {
     __device__ void run() const {
         TileWalk walk(problem);
         if (!walk.more()) return;
-        warp_arrive(Q_READY);  // the first tile's, by all warps
+        q_ready[0].arrive_warp();  // the first tile's, by all warps
         walk.advance();
         for (uint32 tiles = 1; walk.more(); ++tiles, walk.advance()) {
             uint32 buffer = tiles % 2;
-            barrier_wait(Q_FREE + 8 * buffer, tiles / 2 % 2 ^ 1);
+            q_free[buffer].wait(tiles / 2 % 2 ^ 1);
             SomeHeads<AT_ONCE> heads, next;
             next.load(problem, walk.tile, OWN * warp, lane);
 #pragma unroll 1
@@ -94,7 +94,7 @@ struct Converter {
                 heads.store(problem.softmax_scale, OWN * warp + i, buffer, lane);
             }
             fence_proxy_async();
-            warp_arrive(Q_READY + 8 * buffer);
+            q_ready[buffer].arrive_warp();
         }
     }
 };

@@ -48,13 +48,13 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         copies_commit();
         copies_wait<0>();
         fence_proxy_async();
-        warp_arrive(window + Q_READY);
-        barrier_wait(window + Q_READY, phases >> 2);
+        q_ready.in(window).arrive_warp();
+        q_ready.in(window).wait(phases >> 2);
         warpgroup_sync(2 + consumer);  // or the compiler treats what follows as divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
-    // Offsets in READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
-    constexpr uint32 own = 8 * PIECES * consumer, other = 8 * PIECES * (consumer ^ 1), low_piece = 8 * (1 + consumer), high_piece = 8 * (3 + consumer);
+    // The buffer of the other consumer's blocks; this consumer's pieces of every block.
+    constexpr uint32 other = consumer ^ 1, low_piece = 1 + consumer, high_piece = 3 + consumer;
     uint64 q_tile = tile_descriptor(Q_AT);
     uint64 own_k = tile_descriptor(K_AT + consumer * K_BYTES);
     uint64 own_columns = transposed_descriptor(K_AT + consumer * K_BYTES + 4 * consumer * TILE_BYTES);
@@ -82,12 +82,12 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     // Start the PV products of the other consumer's block `block` (of its blocks of this token), with that consumer's weights.
     auto add_other = [&](int block) {
         uint32 parity = ((phases >> (consumer ^ 1)) + block) % 2;
-        barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), parity);
+        weights_ready[other].in(window).wait(parity);
         float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
                         lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
         raise_to(now);
-        barrier_wait(window + READY + other + low_piece, parity);
-        barrier_wait(window + READY + other + high_piece, parity);
+        k_ready[other][low_piece].in(window).wait(parity);
+        k_ready[other][high_piece].in(window).wait(parity);
         pin(low), pin(high);
         wgmma_fence();
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         uint32 parity = ((phases >> consumer) + block / 2) % 2;
         float scores[32];
         auto score = [&](int piece) {
-            barrier_wait(window + READY + own + 8 * piece, parity);
+            k_ready[consumer][piece].in(window).wait(parity);
             wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
 #pragma unroll
             for (int step = 0; step < 4 * tile_count(piece); ++step) {
@@ -122,14 +122,14 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         for (int piece = EARLY_PIECES; piece < PIECES; ++piece) {
             score(piece);
             wgmma_commit();
-            if (WITH_OTHER && piece == EARLY_PIECES) wgmma_wait<2>(), warp_arrive(window + FREE + other + low_piece);
-            if (WITH_OTHER && piece == EARLY_PIECES + 1) wgmma_wait<2>(), warp_arrive(window + FREE + other + high_piece);
+            if (WITH_OTHER && piece == EARLY_PIECES) wgmma_wait<2>(), k_free[other][low_piece].in(window).arrive_warp();
+            if (WITH_OTHER && piece == EARLY_PIECES + 1) wgmma_wait<2>(), k_free[other][high_piece].in(window).arrive_warp();
         }
         wgmma_wait<0>();
         pin(scores), pin(low), pin(high);
 
         uint4 present = lds128(window + PRESENT_AT + 16 * consumer);
-        warp_arrive(window + FREE + own);
+        k_free[consumer][0].in(window).arrive_warp();
         if ((present.x & present.y & present.z & present.w) != 0x0f0f0f0f) {
             uint32 words[4] = {present.x, present.y, present.z, present.w};
 #pragma unroll
@@ -174,7 +174,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
                       weights[step][1], weights[step][2], weights[step][3]);
         }
         fence_proxy_async();
-        warp_arrive(window + WEIGHTS_READY + 8 * consumer);
+        weights_ready[consumer].in(window).arrive_warp();
 
         raise_to(now);
         total[0] += sum[0], total[1] += sum[1];
@@ -188,10 +188,10 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
             wgmma_columns(VALUE{}, high, weights[step], own_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         wgmma_commit();
         wgmma_wait<1>();
-        warp_arrive(window + FREE + own + low_piece);
+        k_free[consumer][low_piece].in(window).arrive_warp();
         wgmma_wait<0>();
         pin(low), pin(high);
-        warp_arrive(window + FREE + own + high_piece);
+        k_free[consumer][high_piece].in(window).arrive_warp();
     };
     if (consumer == 0 && blocks) take(Yes<false>{}, 0);
     for (int block = 2 - consumer; block < blocks; block += 2) take(Yes<true>{}, block);
@@ -199,7 +199,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         add_other((blocks - 1) / 2);
         wgmma_wait<0>();
         pin(low), pin(high);
-        warp_arrive(window + FREE + other + low_piece), warp_arrive(window + FREE + other + high_piece);
+        k_free[other][low_piece].in(window).arrive_warp(), k_free[other][high_piece].in(window).arrive_warp();
     }
 
 #pragma unroll
@@ -210,8 +210,8 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     }
     DenseWork work = load_work(window);  // again: its registers serve the products
     if (token == work.last_token()) pdl_release();  // the kernel that combines parts is launched while they are stored
-    warp_arrive(window + TOTALS_READY + 8 * consumer);
-    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), phases >> 2);
+    totals_ready[consumer].in(window).arrive_warp();
+    totals_ready[other].in(window).wait(phases >> 2);
     int part = work.part(token, range);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

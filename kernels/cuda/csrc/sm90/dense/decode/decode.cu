@@ -62,11 +62,13 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     int groups = (heads + HEADS - 1) / HEADS, role = threadIdx.x / 128, range = blockIdx.x / groups;
     DenseTokens tokens{lens, s_q, requests * s_q, columns, block_size, causal};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(window + READY + 8 * i, PRODUCERS), barrier_init(window + FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int buffer = 0; buffer < 2; ++buffer)
+            for (int i = 0; i < PIECES; ++i)
+                k_ready[buffer][i].in(window).init(PRODUCERS), k_free[buffer][i].in(window).init(4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i)
-            barrier_init(window + WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(window + TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
-        barrier_init(window + Q_READY, 8 * WARP_ARRIVALS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            weights_ready[i].in(window).init(4 * WARP_ARRIVALS), totals_ready[i].in(window).init(4 * WARP_ARRIVALS);
+        q_ready.in(window).init(8 * WARP_ARRIVALS);
+        fence_barrier_init();
     }
     if (threadIdx.x == 32) store_work(window, planned_work(division, tokens.count, ranges, range));
     __syncthreads();

@@ -28,12 +28,12 @@ struct RowProducer {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            uint32 ready = window + READY + 8 * (PIECES * buffer + piece);
-            barrier_wait(window + FREE + 8 * (PIECES * buffer + piece), parity);
+            Barrier ready = k_ready[buffer][piece].in(window);
+            k_free[buffer][piece].in(window).wait(parity);
             if (lane == 0) {
                 if (piece == 0) sts128(window + PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
-                barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
-                barrier_arrive(ready, PRODUCERS - 1);  // for all other producer threads
+                ready.arrive_expecting(tile_count(piece) * TILE_BYTES);
+                ready.arrive(PRODUCERS - 1);  // for all other producer threads
             }
             if (box.page >= 0) {
 #pragma unroll
@@ -60,8 +60,9 @@ struct RowProducer {
         }
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            uint32 ready = window + READY + 8 * (PIECES * buffer + piece), to = window + K_AT + buffer * K_BYTES + swizzled;
-            if (warp == 0) barrier_wait(window + FREE + 8 * (PIECES * buffer + piece), parity);
+            Barrier ready = k_ready[buffer][piece].in(window);
+            uint32 to = window + K_AT + buffer * K_BYTES + swizzled;
+            if (warp == 0) k_free[buffer][piece].in(window).wait(parity);
             warpgroup_sync(4);
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
@@ -78,8 +79,8 @@ struct RowProducer {
                 }
             }
             copies_commit();
-            if (piece) copies_wait<1>(), fence_proxy_async(), barrier_arrive(ready - 8);
-            if (piece == PIECES - 1) copies_wait<0>(), fence_proxy_async(), barrier_arrive(ready);
+            if (piece) copies_wait<1>(), fence_proxy_async(), Barrier{ready.address - 8}.arrive();  // of the piece before
+            if (piece == PIECES - 1) copies_wait<0>(), fence_proxy_async(), ready.arrive();
         }
     }
 };
