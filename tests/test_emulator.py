@@ -49,10 +49,10 @@ def test_a_late_copy_is_not_there_before(here):
 
 
 BULK = """
-    uint32 barrier = 1024 + 512;
-    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    Barrier barrier{1024 + 512};
+    if (threadIdx.x == 0) barrier.init(1);
     __syncwarp();
-    warp_arrive_expecting(barrier, 128);
+    barrier.arrive_warp_expecting(128);
     warp_copy_bulk(1024, in, 128, barrier);
     {wait}
     out[threadIdx.x] = lds_float(1024 + 4 * threadIdx.x);
@@ -61,14 +61,14 @@ BULK = """
 
 def test_a_bulk_copy_is_there_when_its_bytes_are_counted(here):
     for schedule in emulation.SCHEDULES.values():
-        out = launch(here, BULK.replace("{wait}", "barrier_wait(barrier, 0);"), schedule=schedule)
+        out = launch(here, BULK.replace("{wait}", "barrier.wait(0);"), schedule=schedule)
         np.testing.assert_array_equal(out[:32], np.arange(32))
     out = launch(here, BULK.replace("{wait}", ""), schedule=emulation.SCHEDULES["late"])
     assert np.isnan(out[:32]).all()
 
 
 WRONG = {
-    "barrier_init(1024, 1); __syncwarp(); barrier_wait(1024, 0);": "deadlock in block .*mbarrier 400",
+    "barrier_init(1024, 1); __syncwarp(); Barrier{1024}.wait(0);": "deadlock in block .*mbarrier 400",
     "if (threadIdx.x) __syncthreads();": "deadlock in block .*__syncthreads",
     "out[threadIdx.x] = in[100000 + threadIdx.x];": "where no array is",
     "out[int(threadIdx.x) - 100000] = 1.0f;": "where no array is",
@@ -76,12 +76,12 @@ WRONG = {
     "sts128(1032, {});": "misaligned",
     "extern __shared__ float memory[];\n memory[260] = 1.0f;": "past the end of shared memory",
     "copy_async<16>(1024u, in + 1, true);": "cp.async of 16 bytes .* misaligned",
-    "warp_copy_bulk(1024, in + 1, 128, 1536);": "cp.async.bulk of 128 bytes .* multiples of 16",
-    "warp_copy_bulk(2048 - 64, in, 128, 1536);": "of shared memory, which ends at 2048",
+    "warp_copy_bulk(1024, in + 1, 128, {1536});": "cp.async.bulk of 128 bytes .* multiples of 16",
+    "warp_copy_bulk(2048 - 64, in, 128, {1536});": "of shared memory, which ends at 2048",
     "if (threadIdx.x % 2) __syncwarp(); else __any_sync(~0u, 1);": "meet at",
     "__shfl_sync(1u, 1, 0);": "a warp's part",
-    "barrier_init(1024, 1); barrier_arrive(1024); barrier_arrive(1024, 2);": "more arrivals than",
-    "barrier_arrive(1024);": "no mbarrier",
+    "barrier_init(1024, 1); Barrier{1024}.arrive(); Barrier{1024}.arrive(2);": "more arrivals than",
+    "Barrier{1024}.arrive();": "no mbarrier",
     "__trap();": "__trap",
 }
 
@@ -134,11 +134,12 @@ SEND_ASYNC = """
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     const float* mine = in + 32 * rank + threadIdx.x;
     own_memory += rank << 24;
-    uint32 barrier = own_memory + 128, place = own_memory + 4 * threadIdx.x, there, barrier_there;
-    if (threadIdx.x == 0) barrier_init(barrier, 1), barrier_arrive_expecting(barrier, 128);
+    Barrier barrier{own_memory + 128};
+    uint32 place = own_memory + 4 * threadIdx.x, there, barrier_there;
+    if (threadIdx.x == 0) barrier.init(1), barrier.arrive_expecting(128);
     {begin}
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(1 - rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(1 - rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier.address), "r"(1 - rank));
     if (threadIdx.x % 2 == 0)
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
                      ::"r"(there), "r"(__float_as_uint(mine[0])), "r"(__float_as_uint(mine[1])), "r"(barrier_there)
@@ -148,7 +149,7 @@ SEND_ASYNC = """
 """
 
 
-def sending_async(begin=ARRIVE + WAIT, end="barrier_wait(barrier, 0);", read="place"):
+def sending_async(begin=ARRIVE + WAIT, end="barrier.wait(0);", read="place"):
     return SEND_ASYNC.replace("{begin}", begin).replace("{end}", end).replace("{read}", read)
 
 

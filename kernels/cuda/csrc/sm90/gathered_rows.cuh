@@ -41,6 +41,26 @@ struct BlockWalk : TileWalk {
     }
 };
 
+// Store the results of a tile without keys, by 256 threads: each half is a warpgroup. ROLLED: the loop is not unrolled.
+template <bool ROLLED> __device__ inline void store_nothing(const SparseProblem& problem, int tile, int half) {
+    TileCoord at(problem, tile);
+    int thread = threadIdx.x % 128 + 128 * half, heads = min(HEADS, problem.heads - at.first_head);
+    auto store_zeros = [&](int i) {
+        int head = at.first_head + i / (V_DIM / 8);
+        store16(problem.out + at.b * problem.out_stride_b + head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
+    };
+    if constexpr (ROLLED)
+#pragma unroll 1
+        for (int i = thread; i < heads * (V_DIM / 8); i += 256) store_zeros(i);
+    else
+        for (int i = thread; i < heads * (V_DIM / 8); i += 256) store_zeros(i);
+    if (thread < heads) {
+        int head = at.first_head + thread;
+        problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h] = infinity();
+        problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = -infinity();
+    }
+}
+
 // Rows of an array that a lane has looked up, for rows `lane` and `lane` + 32 of 64; negative if absent.
 struct LaneRows {
     int low, high;

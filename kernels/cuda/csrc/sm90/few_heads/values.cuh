@@ -131,21 +131,6 @@ struct Values {
         for (int k = 0; k < BLOCK_SLOTS; ++k) rows_free[slots[k]].arrive_warp();
     }
 
-    __device__ void store_nothing(int tile) {
-        TileCoord at(problem, tile);
-        int thread = threadIdx.x % 128 + 128 * half, heads = min(HEADS, problem.heads - at.first_head);
-#pragma unroll 1
-        for (int i = thread; i < heads * (V_DIM / 8); i += 256) {
-            int head = at.first_head + i / (V_DIM / 8);
-            store16(problem.out + at.b * problem.out_stride_b + head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
-        }
-        if (thread < heads) {
-            int head = at.first_head + thread;
-            problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h] = infinity();
-            problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = -infinity();
-        }
-    }
-
     __device__ void run() {
         PipelineState<SLOTS> place;
         uint32 n = 0, tiles = 0, slots[BLOCK_SLOTS];
@@ -154,7 +139,7 @@ struct Values {
             int left = blocks_of(uniform(next_length));
             next_length = length_of_tile(problem, tile + gridDim.x);
             if (!left) {
-                store_nothing(tile);
+                store_nothing<true>(problem, tile, half);
                 continue;
             }
 #pragma unroll 1

@@ -1,61 +1,40 @@
 // The consumers of sm90/prefill/prefill.cu.
 #pragma once
 #include "common/f16.cuh"
-#include "sm90/gathered_rows.cuh"
-#include "sm90/prefill/trace.cuh"
 #include "common/vectors.cuh"
+#include "sm90/prefill/trace.cuh"
+#include "sm90/prefill_consumer.cuh"
 
 // Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
 // which seldom happens after the first blocks.
 constexpr float RAISE = 8.0f;
 
-// Softmax state of a row, base 2.
-struct Row {
-    float reference, highest;
-    float total;  // of a consumer's own weights
+// The block of keys that a consumer scores.
+struct OwnBlock {
+    uint32 n, tiles;  // of the CTA; its tiles with keys before this one
+    bool last;        // of the tile, of those that this consumer scores
 };
 
-// Consumer CONSUMER scores every other block, and computes values 256 CONSUMER .. + 255 of the result. Lane 4 g + c of warp w has
-// rows (heads) 16 w + g + 8 r of products: column 8 j + 2 c + e in element 4 j + 2 r + e.
-template <int CONSUMER> struct Consumer {
+// Consumer CONSUMER computes values 256 CONSUMER .. + 255 of the result. Column 8 j + 2 c + e of products is in element 4 j + 2 r + e.
+template <int CONSUMER> struct Consumer : PrefillConsumer {
     // The buffer of the other consumer's blocks; this consumer's pieces of every block.
     static constexpr uint32 OTHER = CONSUMER ^ 1, LOW = CONSUMER, HIGH = 2 + CONSUMER;
     static constexpr uint32 OWN_K = K_AT + CONSUMER * K_BYTES, OTHER_K = K_AT + OTHER * K_BYTES;
     static constexpr uint32 COLUMNS = 4 * CONSUMER * TILE_BYTES;
 
-    const SparseProblem& problem;
     float scale_log2;  // of the scores' magnitude
-    int warp, lane, head;
-    float low[64], high[64];  // sums of 128 values each
-    Row rows[2];
-    uint32 seen;              // non-zero once a present key was scored
+    uint32 seen;       // non-zero once a present key was scored
     Trace trace;
 
-    __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+    __device__ explicit Consumer(const SparseProblem& p) : PrefillConsumer(p) {
         head = 16 * warp + lane / 4;
         // A scale of 0 would make the -inf score of a masked key NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
     }
 
     __device__ void begin() {
-#pragma unroll
-        for (int i = 0; i < 64; ++i) low[i] = high[i] = 0.0f;
-        rows[0] = rows[1] = {-infinity(), -infinity(), 0.0f};
+        PrefillConsumer::begin();
         seen = 0;
-    }
-
-    // Raise the references, and rescale the sums so far.
-    __device__ void raise_to(const float (&now)[2]) {
-        if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
-        float rescale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - now[r]);
-            rows[r].reference = now[r];
-            rows[r].total *= rescale[r];
-        }
-#pragma unroll
-        for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     }
 
     // Start the PV products of the other consumer's block, the CTA's n-th, with that consumer's weights.
@@ -148,7 +127,7 @@ template <int CONSUMER> struct Consumer {
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
         trace.note(LAST_BEGIN);
         add_other(n);
-        publish_totals(tiles);
+        publish(tiles);
         wgmma_wait<1>();
         k_free[OTHER][LOW].arrive_warp();
         wgmma_wait<0>();
@@ -157,15 +136,14 @@ template <int CONSUMER> struct Consumer {
         trace.note(LAST_DONE);
     }
 
-    // Process the CTA's n-th block, which this consumer scores, in the CTA's `tiles`-th tile with keys; `last` if it is the last
-    // one of the tile that this consumer scores. Unless it is the FIRST of a tile, the previous block is the other consumer's
+    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the previous block is the other consumer's
     // and is added up first, so that its rows are freed early.
-    template <bool FIRST> __device__ __forceinline__ void take(uint32 n, uint32 tiles, bool last) {
+    template <bool FIRST> __device__ __forceinline__ void take(const OwnBlock& of) {
         float scores[32];
         pin(scores);
         trace.note(SCORES_BEGIN);
-        if (!FIRST) add_other(n - 1);
-        score_piece<0>(scores, n, tiles);
+        if (!FIRST) add_other(of.n - 1);
+        score_piece<0>(scores, of.n, of.tiles);
         wgmma_commit();
         if (!FIRST) {
             wgmma_wait<2>();
@@ -174,16 +152,16 @@ template <int CONSUMER> struct Consumer {
             k_free[OTHER][HIGH].arrive_warp();
             trace.note(OTHER_DONE);
         }
-        score_piece<1>(scores, n, tiles);
-        score_piece<2>(scores, n, tiles);
-        score_piece<3>(scores, n, tiles);
+        score_piece<1>(scores, of.n, of.tiles);
+        score_piece<2>(scores, of.n, of.tiles);
+        score_piece<3>(scores, of.n, of.tiles);
         if (HAS_ROPE) score_tile<TILES - 1>(scores);
         wgmma_commit();
         trace.note(SCORES_STARTED);
         wgmma_wait<0>();
         pin(scores), pin(low), pin(high);
         trace.note(SCORES_DONE);
-        if (last) free_q();
+        if (of.last) free_q();
         mask(scores);
         uint32 weights[4][4];
         float now[2], sum[2];
@@ -214,20 +192,6 @@ template <int CONSUMER> struct Consumer {
     __device__ void free_q() {
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) q_free[piece].arrive_warp();
-    }
-
-    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer.
-    __device__ void publish_totals(uint32 tiles) {
-        uint32 slot = 2 * (tiles % 2) + CONSUMER;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float total = rows[r].total;
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            rows[r].total = total;
-            if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {total, rows[r].highest});
-        }
-        totals_ready[slot].arrive_warp();
     }
 
     // Epilogue: combine both consumers' sums, and store the results of a tile.
@@ -295,51 +259,16 @@ template <int CONSUMER> struct Consumer {
         }
     }
 
-    __device__ void store_nothing(int tile) {
-        TileCoord at(problem, tile);
-        int thread = threadIdx.x % 128 + 128 * CONSUMER, heads = min(HEADS, problem.heads - at.first_head);
-        for (int i = thread; i < heads * (V_DIM / 8); i += 256) {
-            int own_head = at.first_head + i / (V_DIM / 8);
-            store16(problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
+    __device__ void publish(uint32 tiles) { publish_totals<CONSUMER, false>(tiles); }
+    __device__ __forceinline__ uint32 take_first(uint32 n, uint32 end, uint32 tiles) {
+        if (n % 2 == CONSUMER) {
+            take<true>({n, tiles, n + 2 >= end});
+            return n + 2;
         }
-        if (thread < heads) {
-            int own_head = at.first_head + thread;
-            problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] = infinity();
-            problem.max_logits[at.b * problem.max_stride_b + own_head * problem.max_stride_h] = -infinity();
-        }
+        if (n + 1 >= end) free_q();
+        return n + 1;
     }
-
-    __device__ __forceinline__ void run() {
-        uint32 n = 0, tiles = 0;
-        int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
-        for (;;) {
-            int length = __reduce_max_sync(~0u, next_length);  // equal in all lanes, and so the compiler knows
-            next_length = length_of_tile(problem, tile + gridDim.x);
-            bool more = tile < problem.tiles();
-            if (more && !length) {
-                store_nothing(tile);
-                tile += gridDim.x;
-                continue;
-            }
-            if (n) {
-                if (n % 2 == CONSUMER) add_last_of_other(n - 1, tiles - 1);
-                finish(tile_before, tiles - 1);
-            }
-            if (!more) return trace.store();
-            trace.of_tile(tiles);
-            uint32 end = n + blocks_of(length), own = n;
-            warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
-            begin();
-            if (n % 2 == CONSUMER) {
-                take<true>(n, tiles, n + 2 >= end);
-                own += 2;
-            } else {
-                own += 1;
-                if (own >= end) free_q();
-            }
-            for (; own < end; own += 2) take<false>(own, tiles, own + 2 >= end);
-            if ((end - 1) % 2 == CONSUMER) publish_totals(tiles);
-            tile_before = tile, n = end, ++tiles, tile += gridDim.x;
-        }
-    }
+    __device__ void trace_tile(uint32 tiles) { trace.of_tile(tiles); }
+    __device__ void end() { trace.store(); }
+    __device__ __forceinline__ void run() { process_tiles<CONSUMER, false, int>(*this); }
 };

@@ -3,9 +3,9 @@
 #include "common/f16.cuh"
 #include "common/vectors.cuh"
 #include "sm90/bulk_copy.cuh"
-#include "sm90/gathered_rows.cuh"
 #include "sm90/prefill_fp8/memory.cuh"
 #include "sm90/prefill_fp8/products.cuh"
+#include "sm90/prefill_consumer.cuh"
 
 // Weights of V are exp2(score + e - reference + HEADROOM), where 2^e is the scale of a key's row: they are rounded to e4m3, of at
 // most 448. The reference is raised to the largest such sum when that is larger by more than RAISE.
@@ -13,53 +13,21 @@ constexpr float HEADROOM = 5.0f, RAISE = 3.75f;
 
 constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // of results in shared memory, half of a consumer's
 
-// Softmax state of a row, base 2. `highest` lacks the row's factor until a tile's last block.
-struct Row {
-    float reference, highest;
-    float total;  // of a consumer's own weights
-};
-
 // The block of keys that a consumer scores.
 struct OwnBlock {
     uint32 n, tiles;  // of the CTA; its tiles with keys before this one
     bool last;        // of the tile, of those that this consumer scores
 };
 
-// Consumer CONSUMER scores every other block, and computes values 256 CONSUMER .. + 255 of the result. Lane 4 g + c of warp w has
-// rows (heads) 16 w + g + 8 r of products. Scores: column 8 j + 2 c + e in element 4 j + 2 r + e. Sums: element 4 j + 2 r + e of
-// `low` has value 16 (2 c + e) + j, that of `high` 128 further (see Transposer).
-template <int CONSUMER> struct Consumer {
+// Consumer CONSUMER computes values 256 CONSUMER .. + 255 of the result. Scores: column 8 j + 2 c + e in element 4 j + 2 r + e. Sums:
+// element 4 j + 2 r + e of `low` has value 16 (2 c + e) + j, that of `high` 128 further (see Transposer). `highest` of a row lacks
+// the row's factor until a tile's last block.
+template <int CONSUMER> struct Consumer : PrefillConsumer {
     static constexpr uint32 OTHER = CONSUMER ^ 1;
 
-    const SparseProblem& problem;
-    int warp, lane, head;
-    float low[64], high[64];
-    Row rows[2];
     PipelineState<VALUE_SLOTS> piece;  // the next of this consumer's pieces of V^T
 
-    __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
-        head = 16 * warp + lane / 4;
-    }
-
-    __device__ void begin() {
-#pragma unroll
-        for (int i = 0; i < 64; ++i) low[i] = high[i] = 0.0f;
-        rows[0] = rows[1] = {-infinity(), -infinity(), 0.0f};
-    }
-
-    // Raise the references, and rescale the sums so far.
-    __device__ void raise_to(const float (&now)[2]) {
-        if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
-        float rescale[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - now[r]);
-            rows[r].reference = now[r];
-            rows[r].total *= rescale[r];
-        }
-#pragma unroll
-        for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
-    }
+    __device__ explicit Consumer(const SparseProblem& p) : PrefillConsumer(p) { head = 16 * warp + lane / 4; }
 
     // Wait for V^T of the next of this consumer's pieces; its descriptor.
     __device__ uint64 next_piece() {
@@ -269,25 +237,10 @@ template <int CONSUMER> struct Consumer {
         free_pieces();
     }
 
-    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer.
-    __device__ void publish_totals(uint32 tiles) {
-        uint32 slot = 2 * (tiles % 2) + CONSUMER;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            Row& row = rows[r];
-            row.total += __shfl_xor_sync(~0u, row.total, 1);
-            row.total += __shfl_xor_sync(~0u, row.total, 2);
-            row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 1));
-            row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 2));
-            if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {row.total, row.highest});
-        }
-        totals_ready[slot].arrive_warp();
-    }
-
     // Add the other consumer's last block of the `tiles`-th tile.
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
         add_other(n);
-        publish_totals(tiles);
+        publish(tiles);
         wgmma_wait<0>();
         pin(low), pin(high);
         free_pieces();
@@ -368,55 +321,23 @@ template <int CONSUMER> struct Consumer {
         bulk_stores_commit();
     }
 
-    __device__ void store_nothing(int tile) {
-        TileCoord at(problem, tile);
-        int thread = threadIdx.x % 128 + 128 * CONSUMER, heads = min(HEADS, problem.heads - at.first_head);
-#pragma unroll 1
-        for (int i = thread; i < heads * (V_DIM / 8); i += 256) {
-            int own_head = at.first_head + i / (V_DIM / 8);
-            store16(problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
+    __device__ void publish(uint32 tiles) { publish_totals<CONSUMER, true>(tiles); }
+    __device__ __forceinline__ uint32 take_first(uint32 n, uint32 end, uint32 tiles) {
+        uint32 own = n;
+        if (n % 2 == CONSUMER) {
+            take<true>({n, tiles, n + 2 >= end});
+            own += 2;
+        } else if (++own < end) {
+            take<false>({own, tiles, own + 2 >= end});
+            own += 2;
         }
-        if (thread < heads) {
-            int own_head = at.first_head + thread;
-            problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] = infinity();
-            problem.max_logits[at.b * problem.max_stride_b + own_head * problem.max_stride_h] = -infinity();
+        if (tiles) {  // by now the results of the tile before have been read
+            bulk_stores_read<0>();
+            q_free[(tiles - 1) % 2].arrive_warp();
         }
+        return own;
     }
-
-    __device__ __forceinline__ void run() {
-        uint32 n = 0, tiles = 0;
-        int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
-        for (;;) {
-            int length = uniform(next_length);
-            next_length = length_of_tile(problem, tile + gridDim.x);
-            bool more = tile < problem.tiles();
-            if (more && !length) {
-                store_nothing(tile);
-                tile += gridDim.x;
-                continue;
-            }
-            if (n) {
-                if (n % 2 == CONSUMER) add_last_of_other(n - 1, tiles - 1);
-                finish(tile_before, tiles - 1);
-            }
-            if (!more) return bulk_stores_read<0>();
-            uint32 end = n + blocks_of(length), own = n;
-            warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
-            begin();
-            if (n % 2 == CONSUMER) {
-                take<true>({n, tiles, n + 2 >= end});
-                own += 2;
-            } else if (++own < end) {
-                take<false>({own, tiles, own + 2 >= end});
-                own += 2;
-            }
-            if (tiles) {  // by now the results of the tile before have been read
-                bulk_stores_read<0>();
-                q_free[(tiles - 1) % 2].arrive_warp();
-            }
-            for (; own < end; own += 2) take<false>({own, tiles, own + 2 >= end});
-            if ((end - 1) % 2 == CONSUMER) publish_totals(tiles);
-            tile_before = tile, n = end, ++tiles, tile += gridDim.x;
-        }
-    }
+    __device__ void trace_tile(uint32) {}
+    __device__ void end() { bulk_stores_read<0>(); }
+    __device__ __forceinline__ void run() { process_tiles<CONSUMER, true, uint32>(*this); }
 };
