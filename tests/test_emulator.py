@@ -9,7 +9,7 @@ import emulation
 from cumla.kernels.cuda import compile as compiler
 from emulation import launches
 
-HEADER = compiler.source("sm90/bulk_copy.cuh")  # and hopper.cuh
+HEADER = compiler.source("sm90/hopper.cuh")
 ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps, with which the tensor memory accelerator copies boxes of an array (csrc/sm90/tma.cuh)."""
+"""Tensor maps, with which the tensor memory accelerator copies boxes of an array (csrc/sm90/hopper.cuh)."""
 
 import ctypes
 import functools

@@ -215,7 +215,7 @@ for ptx_type, c_type in TYPES.items():
                 f"auto to_ = reinterpret_cast<{c_type}*>({at.format('%0')}); {stored}"
             )
 
-# Products of warpgroups are macros of sm90/wgmma.cuh: `#name` in a statement is an argument of the macro.
+# Products of warpgroups are macros of sm90/hopper.cuh: `#name` in a statement is an argument of the macro.
 PRODUCT = (
     "{ .reg .pred p; setp.ne.b32 p, %#add, 0; "
     "wgmma.mma_async.sync.aligned.m64n#columnsk#depth.f32.#a_type.#b_type {}, OPERANDS, p, #__VA_ARGS__; }"

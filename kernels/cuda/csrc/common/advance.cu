@@ -3,7 +3,7 @@
 // Grid: a thread per sequence. Block: 128 threads. No shared memory. An int64 token that TOKEN cannot hold becomes -1.
 //
 // Macros: TOKEN, SAMPLED, POSITION, SLOT (each int64 or int).
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/pages.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -4,7 +4,7 @@
 //
 // Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #include "common/gathered_rows.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(128) dequantize_and_gather_k_cache(GatheredRows rows) {
     pdl_wait();

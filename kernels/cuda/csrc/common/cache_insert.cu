@@ -6,8 +6,8 @@
 // The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, MIN_EXPONENT (of such scales), ALIGNED.
-#include "common/pdl.cuh"
-#include "common/row_format.cuh"
+#include "common/device.cuh"
+#include "common/pages.cuh"
 
 constexpr int THREADS = 128, LANES = LAYOUT::head_dim > 128 ? 32 : 16, TOKENS = THREADS / LANES;  // lanes of a token
 constexpr int ROUNDS = (LAYOUT::head_dim + 8 * LANES - 1) / (8 * LANES);

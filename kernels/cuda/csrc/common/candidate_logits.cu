@@ -9,8 +9,8 @@
 // take tensor cores (sm80/index_scores.cu).
 //
 // Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4).
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 
 constexpr int DIM = 128, HALF = 64, KEYS = 64, HEADS = 32, THREADS = 128, CHUNK = 16;
 constexpr int KEY_STRIDE = KEYS + 4, HEAD_STRIDE = HEADS + 4;

@@ -7,7 +7,7 @@
 // The first two read or write each logit once and are bound by memory.
 //
 // Macros: THREADS.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/selection.cuh"
 
 constexpr int SEGMENT = 8192;  // blocks of a row that a CTA masks

@@ -1,6 +1,6 @@
 // Tokens of a neighbourhood that have a slot. Macro: PARTS (above 1, slots are loaded together).
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 template <class S> __device__ inline int64 slot_of(const S* slots, int token, int given, int64 there) {
     int64 slot = token < given ? int64(slots[token]) : -1;

@@ -1,7 +1,7 @@
 // Sets words to zero. It is a kernel launch, so that a recorded sequence of launches (interop/xla.py) includes it.
 //
 // Grid: any; grid-stride loop. Block: 256 threads. No shared memory.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
 clear(int* words, int count) {

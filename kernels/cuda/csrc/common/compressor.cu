@@ -19,7 +19,7 @@
 // AHEAD, WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
 #include "common/chosen_tokens.cuh"
 #include "common/packed.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/quads.cuh"
 #include "common/warp_row.cuh"
 

@@ -3,8 +3,7 @@
 // Grid: ceil(page units / CHUNK) CTAs per page; each copies CHUNK units. Block: 256 threads. No shared memory.
 //
 // Macros: UNIT, the type that pages are copied in (uint4, uint2, uint32, uint16 or uint8), CHUNK, PAIR (int64 or int).
-#include "common/pdl.cuh"
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = CHUNK / THREADS;

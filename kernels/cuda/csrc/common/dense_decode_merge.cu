@@ -7,7 +7,7 @@
 // splits are loaded together. With more splits, each of several sets takes some of them.
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/latent.cuh"
 
 constexpr int SET = LATENT_V / 4;  // threads that hold a head's values

@@ -5,9 +5,8 @@
 //
 // Macros: UNIT, the type that rows are copied in (uint4, uint2, uint32, uint16 or uint8); or, to dequantise e4m3
 // rows, OUTPUT (bf16, f16 or float) and ALIGNED (which also says that rows are a multiple of 8 values).
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/requests.cuh"
-#include "common/vectors.cuh"
 
 #ifdef OUTPUT
 

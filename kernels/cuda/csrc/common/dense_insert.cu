@@ -4,8 +4,8 @@
 // shared memory.
 //
 // Macros: INPUT (bf16, f16 or float), CACHE (bf16, f16 or e4m3), KV_C_DIM, SLOT (int64 or int), ALIGNED.
-#include "common/pdl.cuh"
-#include "common/row_format.cuh"
+#include "common/device.cuh"
+#include "common/pages.cuh"
 
 struct e4m3 { uint8 bits; };
 

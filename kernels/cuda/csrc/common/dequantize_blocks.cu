@@ -4,8 +4,7 @@
 // times its scale, rounded once.
 //
 // Macros: ALIGNED (whether rows start at multiples of 16 bytes and columns are a multiple of 16).
-#include "common/pdl.cuh"
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
 dequantize_blocks(const uint8* codes, int64 group_stride, int64 row_stride, const float* scales, int64 scale_group_stride,

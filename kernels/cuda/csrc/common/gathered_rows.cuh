@@ -6,7 +6,7 @@
 //
 // Macros: OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 
 struct GatheredRows {
     OUTPUT* out;

@@ -2,7 +2,7 @@
 //
 // Work that the host queues meanwhile then runs without gaps, so that two events of the stream time the device alone.
 // Grid and block: one thread. No shared memory. `opened` is in pinned host memory.
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 __device__ inline int64 nanoseconds() {
     int64 now;

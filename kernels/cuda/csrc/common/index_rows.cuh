@@ -2,7 +2,7 @@
 //
 // Macro: WIDE_ENTRIES (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #include "common/pages.cuh"
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 
 constexpr int THREADS = 64;             // per CTA
 constexpr int WIDTH = WIDE_ENTRIES ? 4 : 1;  // entries that a lane handles at a time

@@ -5,9 +5,9 @@
 // No shared memory.
 //
 // Macros: LAYOUT (INDEXER_FP8 or INDEXER_MXFP4), TO_E4M3 (MXFP4 keys only), ALIGNED.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/requests.cuh"
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 
 using Layout = LAYOUT;
 static_assert(Layout::scale_bytes == 4, "read and written as one word");

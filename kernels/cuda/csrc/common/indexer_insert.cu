@@ -8,8 +8,8 @@
 // scanned again.
 //
 // Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 
 using Layout = INDEXER_FP8;
 constexpr int PARTS = 2, LANES = INDEXER_FP8::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;

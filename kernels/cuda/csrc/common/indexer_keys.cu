@@ -3,8 +3,8 @@
 // Grid: a warp per row; gather_keys strides over the rows. Block: 128 threads. No shared memory.
 //
 // Macros: INPUT (type of the inserted keys), VALUE (of the cache), SLOT (int64 or int), LAYOUT.
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 #include "common/requests.cuh"
 
 constexpr int DIM = 128, THREADS = 128;

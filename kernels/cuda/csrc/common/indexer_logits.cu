@@ -8,8 +8,8 @@
 // Plain float32 arithmetic; queries of 16 bits and fewer take sm80/index_scores.cu and sm90/indexer/logits.cu.
 //
 // Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4), PAGED (a paged cache, or packed keys).
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 
 constexpr int DIM = 128, KEYS = 32, WARPS = 4, THREADS = 32 * WARPS;
 

@@ -8,7 +8,7 @@
 // paged_mqa_logits_metadata  one CTA that schedules the splits only.
 // compressed_slot_mapping  one token per thread.
 // build_indexer_chunk      a prefill chunk alone: `splits` CTAs per request divide its rows and queries.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/pages.cuh"
 
 constexpr int THREADS = 1024;  // many, because one CTA schedules all splits

@@ -3,7 +3,7 @@
 // Grid: a warp per row. Block: 128 threads. Shared memory: a row per warp, for RoPE's partners.
 //
 // Macros: LAYOUT, INPUT and WEIGHT (float or bf16), SLOT and POSITION (int64 or int), ALIGNED.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/warp_row.cuh"
 
 constexpr int WARPS = 4;

@@ -5,8 +5,8 @@
 //
 // Macros: INPUT, WEIGHT and TABLE (types of queries, weights and cosines), POSITION (int64 or int), OUTPUT (uint8 for
 // quantised queries, else float or bf16), Q_FORMAT of quantised queries (FP8, MXFP4 in e4m3 bytes, MXFP4_ROWS), ALIGNED.
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 
 enum { FP8, MXFP4, MXFP4_ROWS };
 constexpr int DIM = 128, ROPE = 64, LANES = DIM / 8, THREADS = 128;

@@ -20,7 +20,7 @@
 //
 // Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time), OUTPUT.
 #include "common/choice_by_reading.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 

@@ -36,7 +36,7 @@
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
 #include "common/guessed_bound.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/row_in_rounds.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"

@@ -22,7 +22,7 @@
 #include "common/choice_by_reading.cuh"
 #include "common/cluster_counts.cuh"
 #include "common/many_ties.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 

@@ -4,7 +4,7 @@
 //
 // Macros: THREADS, OUTPUT.
 #include "common/choice_by_reading.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,

@@ -7,7 +7,7 @@
 // Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #define WIDE_ENTRIES ALIGNED
 #include "common/combined_rows.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr int AT_ONCE = 16;  // loads of a lane in flight where slots are compacted: each takes a lookup
 

@@ -10,7 +10,7 @@
 // Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED, WIDE (rows
 // may be accessed 4 values at a time).
 #include "common/packed.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/quads.cuh"
 #include "common/requests.cuh"
 

@@ -3,7 +3,7 @@
 // Grid: a CTA per token and head. Block: threads stride over the values. No shared memory.
 //
 // Macros: VALUE (bf16, f16 or float).
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 __device__ inline void store(float* p, float x) { *p = x; }
 __device__ inline void store(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x, 0.0f)); }

@@ -3,8 +3,7 @@
 // Grid: a warp per 256 values of a head of a query. Block: 128 threads. No shared memory.
 //
 // Macros: VALUE (bf16, f16 or float), ALIGNED (rows start at multiples of 16 bytes).
-#include "common/pdl.cuh"
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 
 constexpr int THREADS = 128;
 constexpr int STEP = 32 * 8;  // values that a warp takes at a time

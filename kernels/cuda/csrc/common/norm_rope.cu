@@ -13,7 +13,7 @@
 //
 // Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ROUND_ROWS (rows are rounded
 // before they are quantised: norm_rope_and_insert), ALIGNED. Rows are bf16.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/warp_row.cuh"
 
 constexpr int VALUES = 512 / 32;

@@ -1,6 +1,6 @@
 // Packed sequences: queries and keys of all sequences are concatenated; and the tiles of queries they make.
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 

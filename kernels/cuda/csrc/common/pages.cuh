@@ -1,6 +1,10 @@
-// Pages of a paged cache: lookups in a block table, and values at any address.
+// Pages of a paged cache, and the rows in them: lookups in a block table, where rows and scales are, scales and values as numbers, values
+// as e2m1. Formats are the structs of layouts.cuh, which kernels/cuda/compile.py generates from cumla/layout.py.
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
+#include "layouts.cuh"
+
+// ---- block tables
 
 struct PageRow {
     int64 page;  // -1 if absent
@@ -68,4 +72,188 @@ template <class T> __device__ inline void write_at(uint8* to, T x) {
     if (reinterpret_cast<uint64>(to) % sizeof(T) == 0) *reinterpret_cast<T*>(to) = x;
     else
         for (int i = 0; i < int(sizeof(T)); ++i) to[i] = reinterpret_cast<const uint8*>(&x)[i];
+}
+
+// ---- rows and scales
+
+struct Token {
+    uint8* row;
+    uint8* scales;
+};
+
+// A scale as stored: a byte of UE8M0 or e4m3, or float32.
+template <class Layout> __device__ inline float stored_scale(uint32 stored) {
+    if (Layout::ue8m0) return ue8m0_scale(stored);
+    if (!Layout::e4m3_scales) return __uint_as_float(stored);
+    float scale, none;
+    e4m3x2_to_float(stored & 0xff, scale, none);
+    return scale;
+}
+
+// The row and scales at `at`. Page offsets are 64-bit, as the page stride may be large.
+template <class Layout>
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, PageRow at) {
+    uint8* base = pages + at.page * page_stride;
+    int64 scale_start = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
+    return {base + int64(at.row) * Layout::row_bytes, base + scale_start + int64(at.row) * Layout::scale_stride};
+}
+
+template <class Layout>
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
+    return token_at<Layout>(pages, page_stride, block_size, page_row_of(slot, block_size));
+}
+
+// ---- e2m1
+
+// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of the same values.
+__device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second) {
+    constexpr uint32 SMALL = 0x3c383000, LARGE = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    uint32 magnitudes = codes & 0x77777777, even = codes << 4 & 0x80808080, odd = codes & 0x80808080;
+    first = __byte_perm(SMALL, LARGE, magnitudes) | __byte_perm(even, odd, 0x5140);
+    second = __byte_perm(SMALL, LARGE, magnitudes >> 16) | __byte_perm(even, odd, 0x7362);
+}
+
+// Eight e2m1 codes, the first in the lowest bits, as four pairs of bfloat16 values.
+__device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
+    constexpr uint32 LOW_SMALL = 0xc0800000, LOW_LARGE = 0xc0804000;    // low bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    constexpr uint32 HIGH_SMALL = 0x3f3f3f00, HIGH_LARGE = 0x40404040;  // high bytes
+    uint32 even = codes << 4;  // each second code's sign is a byte's highest bit
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32 magnitudes = (codes & 0x77777777) >> 16 * i;
+        uint32 signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140) & 0x80808080;
+        uint32 low = __byte_perm(LOW_SMALL, LOW_LARGE, magnitudes), high = __byte_perm(HIGH_SMALL, HIGH_LARGE, magnitudes) | signs;
+        pairs[2 * i] = __byte_perm(low, high, 0x5140), pairs[2 * i + 1] = __byte_perm(low, high, 0x7362);
+    }
+}
+
+// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of 2^-6 times their values, subnormals too: exponent and
+// mantissa only move. Factors make up for it.
+__device__ inline void e2m1_to_small_e4m3(uint32 codes, uint32& first, uint32& second) {
+    constexpr uint32 SIGN = 0x80808080, MAGNITUDE = 0x1c1c1c1c;
+    uint32 even = (codes << 4 & SIGN) | (codes << 2 & MAGNITUDE), odd = (codes & SIGN) | (codes >> 2 & MAGNITUDE);
+    first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
+}
+
+// Sixteen bytes of codes as 32 e4m3 bytes, by one of these.
+template <class Convert> __device__ inline void expand_e2m1(uint4 codes, uint4& low, uint4& high, Convert convert) {
+    convert(codes.x, low.x, low.y), convert(codes.y, low.z, low.w);
+    convert(codes.z, high.x, high.y), convert(codes.w, high.z, high.w);
+}
+
+// ---- values
+
+// Eight neighbouring values of a row as stored, of which quantised ones have one scale.
+template <class Layout> struct StoredValues {
+    uint4 bytes;   // e4m3 in the low half, e2m1 in the lowest word, or bfloat16
+    uint32 scale;  // as it is in the cache
+};
+
+template <class Layout> __device__ inline StoredValues<Layout> load_stored(Token token, int first) {
+    if (first >= Layout::quantized_dim)
+        return {load16(token.row + Layout::rope_offset + 2 * (first - Layout::quantized_dim)), 0};
+    int tile = first / Layout::scale_tile;
+    if (Layout::e2m1_values) return {{load4(token.row + first / 2), 0, 0, 0}, token.scales[tile]};
+    uint2 bytes = load8(token.row + first);
+    return {{bytes.x, bytes.y, 0, 0}, Layout::ue8m0 || Layout::e4m3_scales ? token.scales[tile] : load4(token.scales + 4 * tile)};
+}
+
+// Quantised values, times a factor.
+template <class Layout> __device__ inline void dequantize8(const StoredValues<Layout>& stored, float factor, float (&x)[8]) {
+    if constexpr (Layout::e2m1_values) {
+        uint2 e4m3;
+        e2m1_to_e4m3(stored.bytes.x, e4m3.x, e4m3.y);
+        dequantize8(e4m3, factor, x);
+    } else {
+        dequantize8({stored.bytes.x, stored.bytes.y}, factor, x);
+    }
+}
+
+// ---- to scales and e2m1
+
+// The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
+// If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
+// exact, decides as the rounded quotient does.
+__device__ inline uint32 float_to_e2m1(float x, float unit) {
+    float y = fabsf(x);
+    uint32 code = (y > 0.25f * unit) + (y >= 0.75f * unit) + (y > 1.25f * unit) + (y >= 1.75f * unit) + (y > 2.5f * unit) +
+                  (y >= 3.5f * unit) + (y > 5.0f * unit);
+    return __float_as_uint(x) >> 28 & 8 | code;
+}
+
+// Smallest e with amax <= 6 * 2^e, at least `least`. Exact: 6 is 1.5 * 2^2.
+__device__ inline int e2m1_scale_exponent(float amax, int least) {
+    uint32 bits = __float_as_uint(amax);
+    int e = int(bits >> 23) - 127 - 2 + ((bits & 0x7fffff) > 0x400000);
+    return max(e, least);
+}
+
+// Smallest e with amax <= 448 * 2^e, at least `least`. Exact: 448 is 1.75 * 2^8.
+__device__ inline int scale_exponent(float amax, int least) {
+    uint32 bits = __float_as_uint(amax);
+    int e = int(bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
+    return max(e, least);
+}
+
+// The scale of a tile: a power of two, or an e4m3 number. NaN for a tile with a NaN, which e2m1 cannot hold; its codes are 0.
+struct E2m1Scale {
+    uint32 byte;    // as stored
+    float value;
+    float inverse;  // of a power of two
+    bool is_nan;
+};
+
+// A sixth, as precisely as an e4m3 number takes it.
+template <class Input> __device__ inline float sixth_of(Input, float x) { return div(x, 6.0f); }
+__device__ inline float sixth_of(bf16, float x) { return mul(x, 1.0f / 6.0f); }
+
+// For the tile's largest finite magnitude, which Input holds.
+template <class Layout, class Input = float> __device__ inline E2m1Scale e2m1_scale(float amax, bool has_nan, int min_exponent) {
+    if constexpr (Layout::ue8m0) {
+        int exponent = e2m1_scale_exponent(amax, min_exponent);
+        return {has_nan ? 255u : uint32(exponent + 127), power_of_two(exponent), power_of_two(-exponent), has_nan};
+    }
+    uint32 byte = float_to_e4m3x2(fmaxf(sixth_of(Input{}, amax), Layout::min_scale), 0.0f) & 0xff;
+    return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), 0.0f, has_nan};
+}
+
+// The codes of two values, given times 2^-14: one in the low four bits and one in those of the high half. As float16, an e2m1
+// number times 2^-14 has its code's bits, nine places further up, also where it is subnormal: the lowest nine are rounded off.
+__device__ inline uint32 e2m1_pair(float low, float high) {
+    constexpr uint32 SIX = 0x0e000e00, HALVES = 0x00010001;
+    uint32 pair = pack(f16{}, low, high), magnitudes;
+    asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmin.f16x2 %0, m, %2;\n}" : "=r"(magnitudes) : "r"(pair), "r"(SIX));
+    uint32 rounded = magnitudes + 0xff * HALVES + (magnitudes >> 9 & HALVES);
+    return (rounded >> 9 & 7 * HALVES) | (pair >> 12 & 8 * HALVES);
+}
+
+// Eight values to eight codes, those of x / scale, to nearest even. A bfloat16 number has 8 bits and a scale at most 4: a quotient
+// that is no midpoint of two e2m1 numbers is further than 2^-8 of it away. It stays on its side in float16, and a midpoint, which
+// float16 has, is found although the quotient is not quite exact: by a reciprocal that may be off by two units of its last bit.
+template <class Layout> __device__ inline uint32 e2m1_codes(bf16, const float* x, const E2m1Scale& scale) {
+    uint32 codes = 0;
+    constexpr float SMALLEST = 1.0f / 16384.0f;
+    float inverse = Layout::ue8m0 ? scale.inverse : mul(reciprocal_fast(scale.value), SMALLEST);
+    auto scaled = [&](float y) { return Layout::ue8m0 ? mul(mul(y, inverse), SMALLEST) : mul(y, inverse); };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes |= e2m1_pair(scaled(x[i]), scaled(x[i + 4])) << 4 * i;
+    return scale.is_nan ? 0 : codes;
+}
+
+// The same of values of more bits.
+template <class Layout, class Input> __device__ inline uint32 e2m1_codes(Input, const float* x, const E2m1Scale& scale) {
+    uint32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        uint32 code;
+        if (Layout::ue8m0) code = float_to_e2m1(mul(x[i], scale.inverse), 1.0f);
+        else code = sizeof(Input) == 4 ? float_to_e2m1(div(x[i], scale.value), 1.0f) : float_to_e2m1(x[i], scale.value);
+        codes |= code << 4 * i;
+    }
+    return scale.is_nan ? 0 : codes;
+}
+
+// Whether one of LANES neighbouring lanes has a NaN among its values. Called by a whole warp.
+template <int LANES> __device__ inline bool tile_has_nan(bool own, int lane) {
+    return __ballot_sync(~0u, own) & (LANES == 32 ? ~0u : ((1u << LANES % 32) - 1) << (lane & -LANES));
 }

@@ -8,7 +8,7 @@
 // WIDE_ENTRIES.
 #include "common/combined_rows.cuh"
 #include "common/gathered_rows.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr int WARPS = 4;
 

@@ -1,6 +1,6 @@
 // Four channels per thread, and their means weighted by a softmax. Macro: WIDE (rows may be read 4 values at a time).
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 struct alignas(16) Quad { float x[4]; };
 

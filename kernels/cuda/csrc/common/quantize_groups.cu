@@ -3,7 +3,7 @@
 // Grid: (tokens, groups, warps' 512 columns / 4). Block: 128 threads; 8 lanes of a warp have 128 values.
 //
 // Macros: ALIGNED.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/warp_row.cuh"
 
 using Row = WarpRow<16>;

@@ -1,6 +1,6 @@
 // Values of a cache's rows in bfloat16.
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 
 // Eight values of a row, of any format, rounded to bfloat16.
 template <class Layout> __device__ inline uint4 bf16x8_of_row(Token token, int first) {

@@ -3,7 +3,7 @@
 //
 // Macros: THREADS, DIGIT_BITS.
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 #include "common/prefix_sum.cuh"
 
 #ifndef DIGIT_BITS

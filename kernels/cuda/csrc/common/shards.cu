@@ -3,7 +3,7 @@
 // Grid of local_seq_lens, local_block_table and local_slot_mapping: an entry of the result per thread. Grid of
 // localise_indices: a CTA per token, which compacts the entries it keeps to the left. Block: 128 threads. Shared memory: only in
 // localise_indices, counts per warp.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/pages.cuh"
 
 constexpr int THREADS = 128;

@@ -1,7 +1,7 @@
 // A row of float32 values held by a warp, or by WARPS of them: lane l of warp w has the neighbouring values
 // [(32 w + l) * VALUES, (32 w + l + 1) * VALUES).
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 
 template <int VALUES, int WARPS = 1> struct WarpRow {
     static constexpr int DIM = 32 * VALUES * WARPS;

@@ -5,7 +5,7 @@
 // All lanes search for a row's request together: 32 boundaries of the search range at a time.
 //
 // Macros: SLOT (int64 or int).
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/pages.cuh"
 
 constexpr int C128A_RATIO = 128;

@@ -13,8 +13,7 @@
 // (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the preceding kernel has ended), FINITE
 // (whether no code is NaN), POWER_OF_TWO (whether scales are powers of two, 2^-100 to 2^7).
 #pragma once
-#include "common/async_copy.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr bool FINE = BLOCK_COLUMNS % 128 != 0;  // several scales in a chunk of 128 columns
 constexpr int WARPS = 8, THREADS = 32 * WARPS, HEIGHT = ROWS > 128 ? 2 : 1;  // HEIGHT: tiles of 16 rows of a warp

@@ -6,7 +6,7 @@
 //
 // Macros: QUERY, LAYOUT, HEADS and ALIGNED, see sm80/index_scores.cu.
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int DIM = 128, STEPS = DIM / 16, CHUNK_HEADS = HEADS == 64 ? 64 : 32;

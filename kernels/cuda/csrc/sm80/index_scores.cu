@@ -24,8 +24,8 @@
 // Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16, INDEXER_MXFP4),
 // HEADS (32 or 64: exactly so many, whose operands stay in registers; 0: any number), PAGED and CANDIDATES (which keys), ALIGNED
 // (whether rows of queries and keys are at multiples of 16 bytes, and scales of MXFP4 keys at multiples of 4).
-#include "common/row_format.cuh"
-#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/device.cuh"
 #include "sm80/index_operands.cuh"
 
 constexpr int WARPS = 4, KEYS = 32, STAGES = 3;

@@ -5,8 +5,7 @@
 //     b   column g, the same values:                         {2c}, {2c + 8}
 //     x   rows g and g + 8, columns 2 c and + 1:             g, g, g + 8, g + 8
 #pragma once
-#include "common/async_copy.cuh"
-#include "common/f16.cuh"
+#include "common/device.cuh"
 
 __device__ inline void mma(f16, float (&x)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -7,7 +7,7 @@
 // Shared memory: SHARED_BYTES, dynamic: a ring of tiles as stored, and two expanded tiles.
 //
 // Macros: HEADS (64), QUERY (uint8), LAYOUT (INDEXER_FP8), ALIGNED (1).
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "sm80/index_operands.cuh"
 #include "sm80/operands.cuh"
 

@@ -1,6 +1,6 @@
 // The four lanes that have a row of a product (mma.sync) share its maximum or sum, or exchange values of it.
 #pragma once
-#include "common/numbers.cuh"
+#include "common/device.cuh"
 
 __device__ inline float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));

@@ -12,11 +12,9 @@
 //
 // Macros: OUTPUT (bf16, float, or uint8: results are rounded to e4m3, with a scale for the 128 rows of a tile, a power of two, as
 // common/quantize_groups.cu rounds).
-#include "common/pdl.cuh"
-#include "common/row_format.cuh"
-#include "sm90/bulk_copy.cuh"
-#include "sm90/tma.cuh"
-#include "sm90/wgmma.cuh"
+#include "common/device.cuh"
+#include "common/pages.cuh"
+#include "sm90/hopper.cuh"
 
 constexpr int TOKENS = 128, ROWS = 128, DEPTH = 128, STAGES = 6, THREADS = 384;
 constexpr int X_BYTES = TOKENS * DEPTH, STAGE_BYTES = X_BYTES + ROWS * DEPTH, RING_BYTES = STAGES * STAGE_BYTES;

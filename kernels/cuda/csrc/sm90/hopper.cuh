@@ -1,10 +1,11 @@
-// Instructions of Hopper (sm_90a): shared memory, mbarriers, asynchronous copies, registers of a warpgroup.
+// Instructions of Hopper (sm_90a): shared memory, mbarriers, copies by the Tensor Memory Accelerator and in bulk, clusters, warpgroup
+// matrix products (wgmma).
 //
 // Shared memory is addressed by its 32-bit address throughout. Matrix operands in shared memory are tiles of
 // 64 rows of 128 bytes, 1024-aligned, whose 16-byte chunks are swizzled: chunk c of row r is at
 // r * 128 + ((c ^ (r & 7)) << 4).
 #pragma once
-#include "common/async_copy.cuh"
+#include "common/device.cuh"
 
 constexpr int TILE_BYTES = 64 * 128;
 
@@ -209,3 +210,193 @@ __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.sha
 
 template <int REGISTERS> __device__ inline void warpgroup_reg_alloc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> __device__ inline void warpgroup_reg_dealloc() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+// ---- clusters
+
+// All threads of a cluster arrive; threads that depend on the others' writes wait until all have arrived.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address in the cluster of `address` in the shared memory of CTA `rank`.
+__device__ inline uint32 cluster_address(uint32 address, int rank) {
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ inline Barrier cluster_barrier(Barrier barrier, int rank) { return {cluster_address(barrier.address, rank)}; }
+
+// Store to another CTA, whose barrier counts the bytes that have arrived. Both are addresses in the cluster.
+__device__ inline void store_async(uint32 to, uint2 x, Barrier barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier.address) : "memory");
+}
+__device__ inline void store_async(uint32 to, uint4 x, Barrier barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier.address) : "memory");
+}
+
+// ---- copies of boxes of an array by the Tensor Memory Accelerator
+//
+// Rows of a box are 128 bytes; they are swizzled in shared memory like matrix operands.
+
+// A tensor map, encoded by the driver for an array of three dimensions (tma.py). A kernel takes it as
+// `const __grid_constant__ TensorMap`, and its address has to be a multiple of 64. alignas(64) does not ensure that: the
+// compiler would align relative to a multiple of 64 before the parameters, so the first could be at 48, unlike in a struct.
+// Each kernel's parameter list ensures it instead (tests/kernels/test_launch.py).
+struct TensorMap {
+    const uint8* start;
+    int64 rest[15];
+};
+
+// Policy of the L2 cache for what is read once: that of createpolicy.fractional, L2::evict_first.
+[[maybe_unused]] constexpr uint64 EVICT_FIRST = 0x12f0000000000000;
+
+// Start a copy of the box at [z][y][x]. The barrier counts its bytes when they have landed.
+__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address) : "memory");
+}
+// The same with a policy of the L2 cache.
+__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier, uint64 policy) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(policy) : "memory");
+}
+__device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// ---- bulk copies of contiguous bytes
+
+// Start a copy of `bytes` for a warp whose lanes have the same arguments. Size and both addresses are multiples of 16. The
+// barrier counts the bytes when they have landed.
+__device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
+    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
+                 "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+                 ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier.address)) : "memory");
+}
+
+// Start a copy of `bytes` to global memory, by this thread; all are multiples of 16. What a thread has started so far becomes a
+// group. Shared memory may be written again when `bulk_stores_read` has returned.
+__device__ inline void bulk_store(void* target, uint32 source, uint32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(own(source)), "r"(bytes) : "memory");
+}
+__device__ inline void bulk_stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Wait until all but PENDING groups of this thread have been read from shared memory.
+template <int PENDING> __device__ inline void bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Load four 8x8 matrices of 16-bit values from the rows that lanes point to: 8 lanes a matrix.
+__device__ inline void ldmatrix4(uint32 (&x)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(own(address)) : "memory");
+}
+__device__ inline void ldmatrix4_transposed(uint32 (&x)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(own(address)) : "memory");
+}
+
+// ---- warpgroup matrix products
+//
+// A product has 64 rows and 8 to 128 columns. Operands are tiles in shared memory, given by their descriptors, or a fragment in
+// registers. The sums of a thread are x: lane 4 g + c of warp w has rows 16 w + g + 8 r, column 8 j + 2 c + e in
+// element 4 j + 2 r + e.
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// Keeps the compiler from moving accesses of these registers across this point.
+template <int N> __device__ inline void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Descriptor of a swizzled tile whose rows run along the reduced dimension; + 2 advances by 16 values.
+__device__ inline uint64 tile_descriptor(uint32 address) {
+    return (uint64(0x40000040) << 32) | (1u << 16) | (address >> 4);
+}
+
+// Descriptor of tiles that are read transposed: rows are the reduced dimension; 64 values of the result are a tile's width,
+// and the next 64 are in the next tile. + 128 advances by 16 rows.
+__device__ inline uint64 transposed_descriptor(uint32 address) {
+    return (uint64(0x40000040) << 32) | (uint32(TILE_BYTES >> 4) << 16) | (address >> 4);
+}
+
+// Operands of the statements: x comes first, in %0 and the following.
+#define SUMS_8(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define SUMS_16(x, i) SUMS_8(x, i), SUMS_8(x, i + 4)
+#define SUMS_32(x, i) SUMS_16(x, i), SUMS_16(x, i + 8)
+#define SUMS_64(x, i) SUMS_32(x, i), SUMS_32(x, i + 16)
+#define SUMS_96(x, i) SUMS_64(x, i), SUMS_32(x, i + 32)
+#define SUMS_128(x, i) SUMS_64(x, i), SUMS_64(x, i + 32)
+#define REGISTERS_8 "%0, %1, %2, %3"
+#define REGISTERS_16 REGISTERS_8 ", %4, %5, %6, %7"
+#define REGISTERS_32 REGISTERS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_64 REGISTERS_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_96 REGISTERS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_128 REGISTERS_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// x = a b (+ x, if `add`) with a in shared memory, or in registers. o1 to o6: the operands after x. The last arguments are PTX's:
+// factors of a and b, and for values of 16 bits whether each is transposed.
+#define WGMMA_OF_TILES(name, a_type, b_type, columns, depth, o1, o2, o3, ...) \
+    __device__ inline void name(a_type, float (&x)[columns / 2], uint64 a, uint64 b, int add) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o3 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type \
+                     " {" REGISTERS_##columns "}, %" #o1 ", %" #o2 ", p, " #__VA_ARGS__ ";\n}\n" \
+                     : SUMS_##columns(x, 0) : "l"(a), "l"(b), "r"(add)); \
+    }
+#define WGMMA_OF_REGISTERS(name, a_type, b_type, columns, depth, o1, o2, o3, o4, o5, o6, ...) \
+    __device__ inline void name(a_type, float (&x)[columns / 2], const uint32 (&a)[4], uint64 b, int add) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o6 ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type \
+                     " {" REGISTERS_##columns "}, {%" #o1 ", %" #o2 ", %" #o3 ", %" #o4 "}, %" #o5 ", p, " #__VA_ARGS__ ";\n}\n" \
+                     : SUMS_##columns(x, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    }
+// wgmma_rows: b is a tile of `columns` rows, 32 bytes of each (K-major). wgmma_columns: b is 16 rows of tiles of 64 columns
+// (MN-major). A tile of a is 64 rows, 32 bytes of each. b of e5m2 values is e4m3.
+#define WGMMA_OF_TYPE(type, columns, o1, o2, o3, o4, o5, o6) \
+    WGMMA_OF_TILES(wgmma_rows, type, type, columns, 16, o1, o2, o3, 1, 1, 0, 0) \
+    WGMMA_OF_TILES(wgmma_columns, type, type, columns, 16, o1, o2, o3, 1, 1, 0, 1) \
+    WGMMA_OF_REGISTERS(wgmma_rows, type, type, columns, 16, o1, o2, o3, o4, o5, o6, 1, 1, 0) \
+    WGMMA_OF_REGISTERS(wgmma_columns, type, type, columns, 16, o1, o2, o3, o4, o5, o6, 1, 1, 1)
+#define WGMMA(columns, o1, o2, o3, o4, o5, o6) \
+    WGMMA_OF_TYPE(bf16, columns, o1, o2, o3, o4, o5, o6) \
+    WGMMA_OF_TYPE(f16, columns, o1, o2, o3, o4, o5, o6) \
+    WGMMA_OF_TILES(wgmma_rows, e4m3, e4m3, columns, 32, o1, o2, o3, 1, 1) \
+    WGMMA_OF_REGISTERS(wgmma_rows, e4m3, e4m3, columns, 32, o1, o2, o3, o4, o5, o6, 1, 1) \
+    WGMMA_OF_REGISTERS(wgmma_rows, e5m2, e4m3, columns, 32, o1, o2, o3, o4, o5, o6, 1, 1)
+
+struct e4m3 {};
+struct e5m2 {};
+WGMMA(8, 4, 5, 6, 7, 8, 9)
+WGMMA(16, 8, 9, 10, 11, 12, 13)
+WGMMA(32, 16, 17, 18, 19, 20, 21)
+WGMMA(64, 32, 33, 34, 35, 36, 37)
+WGMMA(96, 48, 49, 50, 51, 52, 53)
+WGMMA(128, 64, 65, 66, 67, 68, 69)
+
+// ---- threads of a warpgroup
+
+// Synchronise the threads of a warpgroup by named barrier `id`, 1 to 15.
+__device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+// Whether x holds for any thread of a warpgroup.
+__device__ inline bool warpgroup_any(int id, bool x) {
+    uint32 y;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(y) : "r"(uint32(x)), "r"(id) : "memory");
+    return y;
+}
+
+// Transpose words among four lanes: lane c gets word c of each.
+__device__ inline void transpose_words(uint32 (&words)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        bool upper = lane & step;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32 &a = words[step == 1 ? 2 * i : i], &b = words[step == 1 ? 2 * i + 1 : i + 2];
+            uint32 got = __shfl_xor_sync(~0u, upper ? a : b, step);
+            a = upper ? got : a, b = upper ? b : got;
+        }
+    }
+}

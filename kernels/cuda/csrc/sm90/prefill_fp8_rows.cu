@@ -6,7 +6,7 @@
 // Grid: any; a warp takes every so many rows. Block: 256 threads. No shared memory.
 //
 // Macro: LAYOUT.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/rows_in_bf16.cuh"
 #include "sm90/prefill_fp8/e4m3_rows.cuh"
 

@@ -10,8 +10,7 @@
 //     empty[slot]  WARPS / PARTS: warps that take the chunk    the producer                 the chunk until its products have ended
 #define CHUNKS_IN_TURN 1
 #include "sm80/block_scaled.cuh"
-#include "sm90/tma.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/hopper.cuh"
 
 static_assert(ROWS == 64 || ROWS == 128 || ROWS == 256, "a warpgroup has one or two tiles of 64 rows");
 static_assert(ALIGNED, "TMA copies rows that start at multiples of 16 bytes");

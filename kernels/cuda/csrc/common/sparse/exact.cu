@@ -21,7 +21,7 @@
 // formats whose scales change within a slice (common/sparse/exact_mma_scores.cuh), and for two formats.
 #include "common/sparse/combine.cuh"
 #include "common/sparse/exact_unit.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr int WAITING = 8, CTAS = 2;  // on an SM
 

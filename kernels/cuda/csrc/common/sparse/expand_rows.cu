@@ -3,7 +3,7 @@
 // Grid: any; a warp takes every so many rows, 8 values a lane at a time. Block: 256 threads. No shared memory.
 //
 // Macro: LAYOUT.
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/rows_in_bf16.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -5,7 +5,7 @@
 // *work range*: consecutive blocks, which may begin and end inside a tile. A tile in several work ranges is a *split tile*;
 // its partial results are combined by common/sparse/combine.cuh.
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 
 #ifndef TILE_HEADS
 #define TILE_HEADS 64

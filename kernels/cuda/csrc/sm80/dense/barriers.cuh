@@ -1,7 +1,7 @@
 // Barriers of sm80/dense/decode.cu between the warps of the sums, which copy, and those of the scores. A step's rows have arrived; its
 // weights are written, and its rows no longer read by the scores; its weights are no longer read.
 #pragma once
-#include "common/async_copy.cuh"
+#include "common/device.cuh"
 
 constexpr int SUM_WARPS = 8, SCORE_WARPS = 4, THREADS = 32 * (SUM_WARPS + SCORE_WARPS);
 constexpr int ARRIVED_SLOTS = 4, WEIGHED_SLOTS = 2;

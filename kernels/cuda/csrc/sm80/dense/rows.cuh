@@ -8,8 +8,7 @@
 // sums the warp expands them there.
 #pragma once
 #include "common/dense/work.cuh"
-#include "common/pdl.cuh"
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 #include "sm80/dense/barriers.cuh"
 #include "sm80/operands.cuh"
 

@@ -4,7 +4,7 @@
 // What a tile needs arrives as *steps* of KEYS rows of 16-bit values. The first Q_STEPS steps of a tile are its queries, a head a row;
 // the others are keys. Steps count through the range, across tiles.
 #pragma once
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/sparse/work.cuh"
 #include "sm80/operands.cuh"
 

@@ -1,7 +1,7 @@
 // The end of a tile in sm80/sparse: log-sum-exp, the factor of the sums, and whether float16 was too
 // coarse for them.
 #pragma once
-#include "common/f16.cuh"
+#include "common/device.cuh"
 #include "common/sparse/work.cuh"
 #include "sm80/quad_lanes.cuh"
 

@@ -7,7 +7,7 @@
 // 512 e4m3 values with a factor for FACTOR_TILE of them, whatever its format, so that scores and sums are the same for both lists.
 #pragma once
 #include "common/sparse/work.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;

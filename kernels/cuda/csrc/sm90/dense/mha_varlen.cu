@@ -32,7 +32,7 @@
 // Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL, ACCUMULATE (whether `out`, of float, and `lse` hold attention
 // over earlier keys, to which these keys are added).
 #define ALIGNED 1
-#include "sm90/wgmma.cuh"
+#include "sm90/hopper.cuh"
 #include "common/packed.cuh"
 
 constexpr int QUERIES = 128, KEYS = 128, THREADS = 384;

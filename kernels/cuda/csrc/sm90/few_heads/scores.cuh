@@ -1,6 +1,6 @@
 // The scores warpgroup of sm90/few_heads/prefill.cu.
 #pragma once
-#include "common/f16.cuh"
+#include "common/device.cuh"
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 

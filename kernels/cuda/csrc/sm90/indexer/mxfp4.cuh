@@ -7,7 +7,7 @@
 // as they are loaded: four values 32 c + 8 s + 4 o become those that lane c has at 16 o of step s. While the last product of a
 // tile runs, or with one pass the only one, the keys of the next tile are expanded.
 #pragma once
-#include "common/row_format.cuh"
+#include "common/pages.cuh"
 #include "sm90/indexer/products.cuh"
 
 #if MXFP4

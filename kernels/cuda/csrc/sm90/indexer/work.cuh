@@ -2,10 +2,9 @@
 #pragma once
 #define ALIGNED 1
 #include "common/pages.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 #include "common/prefix_sum.cuh"
-#include "sm90/tma.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/hopper.cuh"
 
 constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = 640;
 static_assert(THREADS == CONSUMERS + 128, "and a warpgroup of producers");

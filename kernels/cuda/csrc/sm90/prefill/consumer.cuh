@@ -1,7 +1,6 @@
 // The consumers of sm90/prefill/prefill.cu.
 #pragma once
-#include "common/f16.cuh"
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 #include "sm90/prefill/trace.cuh"
 #include "sm90/prefill_consumer.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/gathered_rows.cuh"
 #include "sm90/prefill/trace.cuh"
-#include "sm90/tma.cuh"
+#include "sm90/hopper.cuh"
 
 // A warp copies a quarter of the rows of a block, piece by piece: 16 bytes a lane, so four rows of 128 bytes at a time.
 struct Producer {

@@ -1,8 +1,7 @@
 // The consumers of sm90/prefill_fp8/prefill.cu.
 #pragma once
-#include "common/f16.cuh"
-#include "common/vectors.cuh"
-#include "sm90/bulk_copy.cuh"
+#include "common/device.cuh"
+#include "sm90/hopper.cuh"
 #include "sm90/prefill_fp8/memory.cuh"
 #include "sm90/prefill_fp8/products.cuh"
 #include "sm90/prefill_consumer.cuh"

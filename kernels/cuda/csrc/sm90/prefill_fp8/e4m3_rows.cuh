@@ -1,7 +1,7 @@
 // Rows of 512 bfloat16 values as e4m3 with one scale, by a warp.
 #pragma once
-#include "common/f16.cuh"
-#include "common/row_format.cuh"
+#include "common/device.cuh"
+#include "common/pages.cuh"
 
 // 16 values of a lane: 8 lane .. + 7, and 256 further.
 struct HeadPart {

@@ -1,8 +1,8 @@
 // Constants that all roles of sm90/prefill_fp8/prefill.cu use: registers, barriers and the layout of shared memory.
 #pragma once
 #include "common/sparse/work.cuh"
-#include "sm90/wgmma.cuh"
-#include "common/pdl.cuh"
+#include "sm90/hopper.cuh"
+#include "common/device.cuh"
 
 constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
 constexpr int COPIERS = 2, CONVERTERS = 2, TRANSPOSERS = 4;  // warps

@@ -1,6 +1,6 @@
 // Products of e4m3 operands in shared memory.
 #pragma once
-#include "sm90/wgmma.cuh"
+#include "sm90/hopper.cuh"
 
 // Descriptor of rows of 64 bytes, 512-aligned, whose 16-byte chunks are swizzled: chunk c of row r is at
 // r * 64 + ((c ^ (r / 2 % 4)) << 4). + 2 advances by 32 values.

@@ -1,6 +1,6 @@
 // Conversion of a tile's Q to e4m3, head by head, by a warp.
 #pragma once
-#include "common/vectors.cuh"
+#include "common/device.cuh"
 #include "sm90/gathered_rows.cuh"
 #include "sm90/prefill_fp8/e4m3_rows.cuh"
 #include "sm90/prefill_fp8/memory.cuh"

@@ -1,10 +1,9 @@
 // Constants that all roles of sm90/dense/decode/decode.cu use: sizes, barriers and the layout of shared memory.
 #pragma once
 #define ALIGNED 1
-#include "sm90/tma.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/hopper.cuh"
 #include "common/latent.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr int HEADS = 64, KEYS = 64, THREADS = 384, PRODUCERS = 128;
 constexpr int TILES = LATENT_DIM / 64, ROPE_TILE = TILES - 1;
