@@ -9,8 +9,7 @@
 #pragma once
 #include "common/dense/work.cuh"
 #include "common/device.cuh"
-#include "sm80/dense/barriers.cuh"
-#include "sm80/operands.cuh"
+#include "sm80/steps.cuh"
 
 struct e4m3 { uint8 bits; };
 

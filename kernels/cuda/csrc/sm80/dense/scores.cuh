@@ -4,9 +4,7 @@
 // token, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes.
 #pragma once
 #include "sm80/dense/rows.cuh"
-#include "sm80/quad_lanes.cuh"
 
-constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
 constexpr int K_STEPS = LATENT_DIM / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
 constexpr int P_STRIDE = row_stride(KEYS);
 constexpr int SPLITS = 32 / KEYS;  // chains of products for the same scores: four chains hide a product's latency
@@ -91,9 +89,6 @@ struct Scores {
                 if (!(present >> (8 * n + 2 * c + i % 2) & 1)) x[n][i] = -infinity();
     }
 
-    // Value subtracted from a row's scores: any finite value while all are -infinity.
-    static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
-
     // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave float16's range.
     __device__ void weigh(int number) {
         int slot = number % WEIGHED_SLOTS;
@@ -101,33 +96,20 @@ struct Scores {
         float step_most[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            step_most[r] = -infinity();
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) step_most[r] = fmaxf(step_most[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+            find_largest(step_most[r], x, r);
             above |= step_most[r] - top[r] > LAZY;  // not so while both are -infinity
         }
         bool raise = __any_sync(~0u, above);
         if (raise) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float next = fmaxf(top[r], quad_max(step_most[r])), factor = exp2_approx(top[r] - base_of(next));
-                top[r] = next;
-                total[r] *= factor;
+                float factor = raise_row(top[r], total[r], step_most[r]);
                 if (c == 0) shared.factor[slot][16 * warp + 8 * r + g] = factor;
             }
         }
         if (lane == 0) shared.raised[slot][warp] = raise;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float base = base_of(top[r]);
-            uint8* to = shared.p[slot][16 * warp + 8 * r + g] + 4 * c;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) {
-                float low = exp2_approx(x[n][2 * r] - base), high = exp2_approx(x[n][2 * r + 1] - base);
-                total[r] += low + high;
-                *reinterpret_cast<uint32*>(to + 16 * n) = pack(VALUE{}, low, high);
-            }
-        }
+        for (int r = 0; r < 2; ++r) store_weights<VALUE>(shared.p[slot][16 * warp + 8 * r + g] + 4 * c, x, r, top[r], total[r]);
     }
 
     // After a token's last step: its LSE, and the factors of the sums.

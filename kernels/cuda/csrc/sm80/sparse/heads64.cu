@@ -42,14 +42,7 @@ struct Sums {
         int slot = number % WEIGHED_SLOTS;
         uint32 raised = *reinterpret_cast<const uint32*>(shared.raised[slot]);
         if (raised == 0) return;
-        int g = sum_thread() % 32 / 4;
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-            if (!(raised >> 8 * m & 1)) continue;
-            float low = shared.factor[slot][16 * m + g], high = shared.factor[slot][16 * m + 8 + g];
-#pragma unroll
-            for (int j = 0; j < VALUES / 8; ++j) o[m][j][0] *= low, o[m][j][1] *= low, o[m][j][2] *= high, o[m][j][3] *= high;
-        }
+        rescale_sums(o, raised, shared.factor[slot], sum_thread() % 32 / 4);
     }
 
     // O += P V of a step, V of float16 or bfloat16. Returns whether a value of bfloat16 is not zero.

@@ -7,7 +7,6 @@
 #include "sm80/sparse/heads64_steps.cuh"
 #include "sm80/sparse/results.cuh"
 
-constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
 constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
 constexpr int F16_K = LAYOUT::quantized_dim / 16;  // of float16, the others of bfloat16
 constexpr uint32 MAX_Q = 0x4580, MIN_Q = 0x3a80;   // bfloat16 bits of 2^12 and 2^-10: beyond these, float16 may be too coarse for Q or K
@@ -138,9 +137,6 @@ struct Scores {
                 if (!(present >> (8 * n + 2 * c + i % 2) & 1)) x[n][i] = -infinity();
     }
 
-    // Value subtracted from a row's scores: any finite value while all are -infinity.
-    static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
-
     // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave the range.
     __device__ void weigh(uint32 number) {
         int slot = number % WEIGHED_SLOTS, warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
@@ -148,9 +144,7 @@ struct Scores {
         float step_most[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            step_most[r] = -infinity();
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) step_most[r] = fmaxf(step_most[r], fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+            find_largest(step_most[r], x, r);
             most[r] = fmaxf(most[r], step_most[r]);
             above |= step_most[r] > top[r] + LAZY;
         }
@@ -158,24 +152,13 @@ struct Scores {
         if (raise) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float next = fmaxf(top[r], quad_max(step_most[r])), factor = exp2_approx(top[r] - base_of(next));
-                top[r] = next;
-                total[r] *= factor;
+                float factor = raise_row(top[r], total[r], step_most[r]);
                 if (c == 0) shared.factor[slot][16 * warp + 8 * r + g] = factor;
             }
         }
         if (lane == 0) shared.raised[slot][warp] = raise;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float base = base_of(top[r]);
-            uint8* to = shared.p[slot][16 * warp + 8 * r + g] + 4 * c;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) {
-                float low = exp2_approx(x[n][2 * r] - base), high = exp2_approx(x[n][2 * r + 1] - base);
-                total[r] += low + high;
-                *reinterpret_cast<uint32*>(to + 16 * n) = pack(f16{}, low, high);
-            }
-        }
+        for (int r = 0; r < 2; ++r) store_weights<f16>(shared.p[slot][16 * warp + 8 * r + g] + 4 * c, x, r, top[r], total[r]);
     }
 
     // After a tile's last step: LSE and maximum, and the factors of the sums.

@@ -6,15 +6,13 @@
 #pragma once
 #include "common/device.cuh"
 #include "common/sparse/work.cuh"
-#include "sm80/operands.cuh"
+#include "sm80/steps.cuh"
 
-constexpr int SUM_WARPS = 8, SCORE_WARPS = 4, THREADS = 32 * (SUM_WARPS + SCORE_WARPS);
 constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a warp and row: values and their bytes
 constexpr int AHEAD = STAGES - 1;        // steps by which copies precede sums
 constexpr int LEAD = STAGES > 3 ? 2 : 1;  // likewise for scores, which read rows after their expansion
 constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
 constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps have at most four tiles, and scores are up to a step apart
-constexpr int WEIGHED_SLOTS = 2;
 constexpr int Q_STEPS = HEADS / KEYS;
 constexpr int ROW_STRIDE = 2 * LAYOUT::head_dim;
 constexpr bool TWO_FORMATS = LAYOUT::row_bytes != EXTRA_LAYOUT::row_bytes || LAYOUT::scale_tile != EXTRA_LAYOUT::scale_tile;
@@ -40,54 +38,6 @@ __device__ inline uint32 place_in_row(uint32 row, uint32 byte) { return byte ^ r
 // Warps of scores come first.
 constexpr int SUMS_FROM = 32 * SCORE_WARPS;
 __device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; }  // among those of the sums
-
-// A barrier in shared memory for a step, at which warps arrive one by one. Unlike named barriers it lets each warp of a role run ahead
-// of the others: one lists a step, or expands rows, while the others go on.
-struct StepBarrier {
-    uint64 state;
-
-    __device__ void init(int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
-    // By all lanes of a warp.
-    __device__ void arrive() {
-        __syncwarp();
-        if (thread_index() % 32 == 0)
-            asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&state)) : "memory");
-    }
-    // Until all have arrived for the `round`th time, from 0 on.
-    __device__ void wait(uint32 round) {
-        asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(&state)),
-                     "r"(round & 1)
-                     : "memory");
-    }
-    // Whether they have. The answer takes long: ask ahead of other work.
-    __device__ bool passed(uint32 round) const {
-        uint32 answer;
-        asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-                     : "=r"(answer) : "r"(shared_address(&state)), "r"(round & 1) : "memory");
-        return answer;
-    }
-};
-
-// Between the sums, which copy, and the scores. A step's rows have arrived; its weights are written, and its rows no longer read by the
-// scores; its weights are no longer read. Each slot is used again only after all who wait have passed it.
-struct StepBarriers {
-    static constexpr int ARRIVED_SLOTS = 4;
-    StepBarrier arrived[ARRIVED_SLOTS], weighed[WEIGHED_SLOTS], summed[WEIGHED_SLOTS];
-
-    __device__ void init() {
-        for (int i = 0; i < ARRIVED_SLOTS; ++i) arrived[i].init(SUM_WARPS);
-        for (int i = 0; i < WEIGHED_SLOTS; ++i) weighed[i].init(SCORE_WARPS), summed[i].init(SUM_WARPS);
-    }
-    __device__ void arrive_arrived(uint32 step) { arrived[step % ARRIVED_SLOTS].arrive(); }
-    __device__ void arrive_weighed(uint32 step) { weighed[step % WEIGHED_SLOTS].arrive(); }
-    __device__ void arrive_summed(uint32 step) { summed[step % WEIGHED_SLOTS].arrive(); }
-    __device__ void wait_arrived(uint32 step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
-    __device__ void wait_weighed(uint32 step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
-    __device__ void wait_summed(uint32 step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
-    __device__ bool has_arrived(uint32 step) const { return arrived[step % ARRIVED_SLOTS].passed(step / ARRIVED_SLOTS); }
-    __device__ bool is_weighed(uint32 step) const { return weighed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
-    __device__ bool is_summed(uint32 step) const { return summed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
-};
 
 // The part of a tile that is in the CTA's work range.
 struct RangeTile {
@@ -191,7 +141,7 @@ struct StepRing {
 };
 
 constexpr int TILE_BYTES = 88, RANGE_BYTES = 16;
-constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_BYTES + 8 * (4 + 2 * WEIGHED_SLOTS) + 4 * SUM_WARPS;
+constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_BYTES + BARRIER_BYTES + 4 * SUM_WARPS;
 constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + SCORE_WARPS * KEYS * 4 + LIST_BYTES);
 static_assert(sizeof(RangeTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(StepRing) == RING_BYTES);
 
