@@ -5,8 +5,9 @@
 
 Compiles the programs of NEW's tests/support/programs.py by NVRTC from both checkouts and compares .text* and
 .nv.constant* sections, except .nv.constant4: it lists the addresses of all variables, of which each constexpr is one.
-FILE has a line `old<TAB>new` for each renamed function, kernel, macro or source file. Prints the sections that differ;
-exit status 1 if any does. Each checkout compiles in its own process.
+A load of such an address is compared by the variable's name. FILE has a line `old<TAB>new` for each renamed function,
+kernel, macro or source file. Prints the sections that differ; exit status 1 if any does. Each checkout compiles in its
+own process.
 """
 
 import argparse
@@ -20,20 +21,44 @@ import subprocess
 import sys
 
 COMPARED = re.compile(r"\.(text|nv\.constant(?!4))")
+LOADS_OF_CONSTANTS = (0xAB9, 0xB82)  # opcodes of ULDC and LDC
 
 
 def sections(cubin: bytes) -> dict[str, str]:
     """A hash of each section of code or constants of a 64-bit ELF file."""
     (start,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<3H", cubin, 58)
-    headers = [struct.unpack_from("<2I4Q", cubin, start + i * size) for i in range(count)]
-    at = headers[names][4]
+    headers = [struct.unpack_from("<2I4Q2I2Q", cubin, start + i * size) for i in range(count)]
+
+    def text(of: int, offset: int) -> str:
+        at = headers[of][4] + offset
+        return cubin[at : cubin.index(b"\0", at)].decode()
+
+    variables: dict[int, str] = {}  # by the offset of their address in .nv.constant4
+    for name_at, _, _, _, offset, length, link, *_ in headers:
+        if text(names, name_at) == ".rela.nv.constant4":
+            for at, info, _ in struct.iter_unpack("<QQq", cubin[offset : offset + length]):
+                (name_of,) = struct.unpack_from("<I", cubin, headers[link][4] + 24 * (info >> 32))
+                variables[at] = text(headers[link][6], name_of)
     found = {}
-    for name_at, _, _, _, offset, length in headers:
-        name = cubin[at + name_at : cubin.index(b"\0", at + name_at)].decode()
+    for name_at, _, _, _, offset, length, *_ in headers:
+        name = text(names, name_at)
         if COMPARED.match(name):
-            found[name] = hashlib.sha256(cubin[offset : offset + length]).hexdigest()
+            content = cubin[offset : offset + length]
+            found[name] = hashlib.sha256(named(content, variables) if "text" in name else content).hexdigest()
     return found
+
+
+def named(code: bytes, variables: dict[int, str]) -> bytes:
+    """Machine code with the names of variables in place of the offsets of their addresses in constant bank 4."""
+    parts = []
+    for low, high in struct.iter_unpack("<QQ", code):
+        offset = low >> 40 << 2 & 0xFFFC  # of an address of 8 bytes, or of its upper half
+        if low & 0xFFF in LOADS_OF_CONSTANTS and low >> 54 & 31 == 4 and offset & ~7 in variables:
+            low &= ~(0x3FFE << 40)
+            parts.append(variables[offset & ~7].encode())
+        parts.append(struct.pack("<QQ", low, high))
+    return b"".join(parts)
 
 
 def compile_all(programs: list[tuple[str, dict[str, str], str]]) -> dict[str, dict[str, str]]:
