@@ -400,3 +400,29 @@ __device__ inline void transpose_words(uint32 (&words)[4], int lane) {
         }
     }
 }
+
+// Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
+template <int N, int BY, int SIZE, class Combine> __device__ inline void exchange_halves(float (&x)[SIZE], int lane, Combine combine) {
+    bool upper = lane & BY;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        float low = x[i], high = x[i + N];
+        x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, BY));
+    }
+}
+
+// Reduce the columns of a product whose rows are keys over a warp's rows: lane 4 g + c has column 8 j + 2 c + e in element 2 j + e.
+// Stores a float per column to shared memory.
+template <int COLUMNS, class Combine> __device__ inline void reduce_rows(uint32 to, float (&x)[COLUMNS / 4], int lane, Combine combine) {
+    if constexpr (COLUMNS == 64) {
+        exchange_halves<8, 16>(x, lane, combine), exchange_halves<4, 8>(x, lane, combine), exchange_halves<2, 4>(x, lane, combine);
+        sts_float2(to + 2 * lane * 4, make_float2(x[0], x[1]));
+    } else if constexpr (COLUMNS == 32) {
+        exchange_halves<4, 16>(x, lane, combine), exchange_halves<2, 8>(x, lane, combine), exchange_halves<1, 4>(x, lane, combine);
+        sts_float(to + (lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2) * 4, x[0]);
+    } else {
+        exchange_halves<2, 16>(x, lane, combine), exchange_halves<1, 8>(x, lane, combine);
+        x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], 4));
+        if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
+    }
+}

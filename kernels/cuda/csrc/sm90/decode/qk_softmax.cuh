@@ -226,37 +226,12 @@ struct QkSoftmax {
         sync();
     }
 
-    // Reduce columns over the lanes with the same c (element 2 j + e: column 8 j + 2 c + e) to one value each, stored to shared
-    // memory as a float per head.
-    template <class Combine> __device__ void reduce_rows(uint32 to, float (&x)[HEADS / 4], Combine combine) {
-        if constexpr (HEADS == 64) {
-            exchange<8, 16>(x, combine), exchange<4, 8>(x, combine), exchange<2, 4>(x, combine);
-            sts_float2(to + 2 * lane * 4, make_float2(x[0], x[1]));
-        } else if constexpr (HEADS == 32) {
-            exchange<4, 16>(x, combine), exchange<2, 8>(x, combine), exchange<1, 4>(x, combine);
-            sts_float(to + (lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2) * 4, x[0]);
-        } else {
-            exchange<2, 16>(x, combine), exchange<1, 8>(x, combine);
-            x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], 4));
-            if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
-        }
-    }
-    // Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
-    template <int N, int BY, class Combine> __device__ void exchange(float (&x)[HEADS / 4], Combine combine) {
-        bool upper = lane & BY;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            float low = x[i], high = x[i + N];
-            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, BY));
-        }
-    }
-
     // Raise the running maxima to those of x, rescale the sums, and store the factors (ALPHA) for the PV warpgroups.
     __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
         float highest[HEADS / 4];
 #pragma unroll
         for (int i = 0; i < HEADS / 4; ++i) highest[i] = fmaxf(x[2 * i - i % 2], x[2 * i - i % 2 + 2]) * scale;
-        reduce_rows(HIGHEST_AT + warp * HEADS * 4, highest, [](float a, float b) { return fmaxf(a, b); });
+        reduce_rows<HEADS>(HIGHEST_AT + warp * HEADS * 4, highest, lane, [](float a, float b) { return fmaxf(a, b); });
         sync();
         if (HEADS >= 32 ? warp < HEADS / 32 : warp == 0 && lane < HEADS) {
             uint32 at = threadIdx.x % HEADS * 4;
@@ -336,7 +311,7 @@ struct QkSoftmax {
                 sts32(SEEN_AT + (parity * 4 + warp) * 4, seen);
                 seen = 0, ++scored;
             }
-            reduce_rows(SUMS_AT + (sums_slot(parity) * 4 + warp) * HEADS * 4, sums, [](float a, float b) { return a + b; });
+            reduce_rows<HEADS>(SUMS_AT + (sums_slot(parity) * 4 + warp) * HEADS * 4, sums, lane, [](float a, float b) { return a + b; });
             sums_full[parity].arrive_warp();
             parity ^= 1;
         }

@@ -89,27 +89,6 @@ struct Scores {
             if (!(present >> i / 2 % 2 * 16 & 1)) x[i] = -infinity();
     }
 
-    // Reduce values per head over the warp's keys, and store them to shared memory, [HEADS].
-    template <class Combine> __device__ void reduce(uint32 to, float (&x)[OWN], Combine combine) {
-        halve<OWN / 2, 16>(x, combine), halve<OWN / 4, 8>(x, combine);
-        if constexpr (HEADS == 32) {
-            halve<1, 4>(x, combine);
-            sts_float(to + (lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2) * 4, x[0]);
-        } else {
-            x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], 4));
-            if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
-        }
-    }
-    // Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
-    template <int N, int BY, class Combine> __device__ void halve(float (&x)[OWN], Combine combine) {
-        bool upper = lane & BY;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            float low = x[i], high = x[i + N];
-            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, BY));
-        }
-    }
-
     // Each of the first HEADS threads has one head.
     __device__ bool has_head() const { return threadIdx.x < HEADS; }
 
@@ -118,7 +97,7 @@ struct Scores {
         float most[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) most[i] = highest[i] * scale_log2;
-        reduce(HIGHEST_AT + warp * (HEADS * 4), most, [](float a, float b) { return fmaxf(a, b); });
+        reduce_rows<HEADS>(HIGHEST_AT + warp * (HEADS * 4), most, lane, [](float a, float b) { return fmaxf(a, b); });
         warpgroup_sync(1);
         if (has_head()) {
             uint32 at = threadIdx.x * 4;
@@ -182,8 +161,8 @@ struct Scores {
         float most[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; ++i) most[i] = highest[i] * scale_log2;
-        reduce(HIGHEST_AT + warp * (HEADS * 4), most, [](float a, float b) { return fmaxf(a, b); });
-        reduce(TOTALS_AT + warp * (HEADS * 4), totals, [](float a, float b) { return a + b; });
+        reduce_rows<HEADS>(HIGHEST_AT + warp * (HEADS * 4), most, lane, [](float a, float b) { return fmaxf(a, b); });
+        reduce_rows<HEADS>(TOTALS_AT + warp * (HEADS * 4), totals, lane, [](float a, float b) { return a + b; });
         bool any = warpgroup_any(1, seen);
         if (warp <= (HEADS - 1) / 32) {
             uint32 at = threadIdx.x % HEADS * 4;
