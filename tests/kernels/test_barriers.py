@@ -15,9 +15,12 @@ NAMED = re.compile(r"(?:warpgroup_(?:sync|any)\(|bar\.sync |bar\.red[\w.]* q, )(
 
 
 def files_of(kernel):
-    """The files of a kernel: all of its folder, unless other kernels are in it or below."""
+    """The files of a kernel: all of its folder, unless other kernels are in it or below; what it shares with another one."""
     others = [path for path in kernel.parent.rglob("*.cu") if path != kernel]
-    return [kernel] if others else sorted(kernel.parent.iterdir())
+    files = [kernel] if others else sorted(kernel.parent.iterdir())
+    shared = CSRC / "sm90" / "prefill_consumer.cuh"
+    is_included = any(f'#include "{shared.relative_to(CSRC)}"' in path.read_text() for path in files)
+    return [*files, shared] if is_included else files
 
 
 def names_in_table(source):
