@@ -15,7 +15,7 @@ NAMED = re.compile(r"(?:warpgroup_(?:sync|any)\(|bar\.sync |bar\.red[\w.]* q, )(
 
 
 def files_of(kernel):
-    """The files of a kernel: all of its folder, unless other kernels are in it or below; what it shares with another one."""
+    """The files of a kernel: all of its folder, unless others are in it or below; and a shared base."""
     others = [path for path in kernel.parent.rglob("*.cu") if path != kernel]
     files = [kernel] if others else sorted(kernel.parent.iterdir())
     shared = CSRC / "sm90" / "prefill_consumer.cuh"
