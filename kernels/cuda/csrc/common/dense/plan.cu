@@ -2,7 +2,7 @@
 //
 // Grid: a CTA for each range. Block: one warp, which reads all lengths.
 #include "common/dense/work.cuh"
-#include "common/pdl.cuh"
+#include "common/device.cuh"
 
 constexpr int THREADS = 32;
 
