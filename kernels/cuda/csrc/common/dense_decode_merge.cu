@@ -2,9 +2,10 @@
 //
 // `parts` (common/dense/work.cuh describes it) says how many a token has.
 //
-// Grid: a CTA per head of an entry of `parts`; with MAX_SETS 1 also fewer, which take these in turn. Block: up to MAX_SETS sets of four
-// warps; each thread has four values. Shared memory: sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
-// splits are loaded together. With more splits, each of several sets takes some of them.
+// Grid: a CTA per head of an entry of `parts`; with MAX_SETS 1 also fewer, which take these in turn. Block: up to
+// MAX_SETS sets of four warps; each thread has four values. Shared memory: sums of the other sets. Partial results are
+// in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE splits are loaded together. With
+// more splits, each of several sets takes some of them.
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
 #include "common/device.cuh"

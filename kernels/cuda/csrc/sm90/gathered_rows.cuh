@@ -4,8 +4,8 @@
 #include "common/sparse/work.cuh"
 #include "sm90/hopper.cuh"
 
-// Number of keys of a tile, 0 after the last tile. A CTA has every gridDim.x-th tile, so that CTAs process the heads of one token
-// at the same time.
+// Number of keys of a tile, 0 after the last tile. A CTA processes every gridDim.x-th tile, so that the head groups of
+// one token run at the same time and share its rows in L2.
 __device__ inline int length_of_tile(const SparseProblem& problem, int tile) {
     return tile < problem.tiles() ? problem.segments[0].length(tile / problem.groups, 0) : 0;
 }
@@ -61,17 +61,17 @@ template <bool ROLLED> __device__ inline void store_nothing(const SparseProblem&
     }
 }
 
-// Rows of an array that a lane has looked up, for rows `lane` and `lane` + 32 of 64; negative if absent.
+// Array rows for rows `lane` and `lane` + 32 of a block of 64; negative if absent.
 struct LaneRows {
     int low, high;
 
-    // The row that was looked up for row `first` + lane / 8: four rows, 8 lanes each.
+    // The array row of row `first` + lane / 8: four rows, 8 lanes each.
     __device__ int at(int first, int lane) const {
         return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
     }
 };
 
-// Indices of a block as listed, or -1 after the end. Loads within the list do not wait for its length.
+// Indices of a block, or -1 after the end of the list. Loads within the list do not wait for its length.
 __device__ inline LaneRows listed_rows(const BlockWalk& walk, int lane) {
     const Segment& list = walk.problem.segments[0];
     const int* indices = list.indices + walk.tile / walk.problem.groups * list.indices_stride_b;
@@ -84,8 +84,8 @@ __device__ inline LaneRows rows_there(const Segment& list, LaneRows listed) {
     return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
 }
 
-// Source addresses of a lane's 16 of each row's first 128 bytes: four rows at a time, 8 lanes each, from row `first` of 64 on.
-// Absent rows are not to be read.
+// Source addresses of a lane's 16 of each row's first 128 bytes: four rows at a time, 8 lanes each, from row `first` of
+// 64 on. Absent rows must not be read.
 template <int STEPS> struct RowSources {
     const uint8* at[STEPS];
     bool here[STEPS];

@@ -21,7 +21,7 @@ constexpr int TILE_BYTES = 64 * 128;
 #define SHARED_AT(member) (SHARED_START + uint32(__INTADDR__(&((SharedMemory*)0)->member)))
 #endif
 
-// x, equal in all lanes, such that the compiler knows that it is uniform.
+// x, which is equal in all lanes, as a value that the compiler treats as uniform.
 __device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
 
 __device__ inline uint4 lds128(uint32 address) {
@@ -65,19 +65,19 @@ __device__ inline void sts_float2(uint32 address, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(address)), "f"(x.x), "f"(x.y) : "memory");
 }
 
-// Store four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
+// Store four 8x8 matrices of 16-bit values, in the layout of an accumulator fragment, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-// The same, stored transposed: rows pointed to receive columns.
+// The same, transposed: each row that a lane points to receives a column.
 __device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- barriers in shared memory
 
-// With -DEVERY_LANE_ARRIVES every lane arrives for a warp instead of one, for racecheck, which attributes an arrival only to the lane
-// that makes it.
+// With -DEVERY_LANE_ARRIVES all 32 lanes of a warp arrive, for racecheck: it attributes an arrival to the arriving lane
+// alone.
 #ifdef EVERY_LANE_ARRIVES
 [[maybe_unused]] constexpr int WARP_ARRIVALS = 32;
 #else
@@ -88,7 +88,7 @@ __device__ inline void barrier_init(uint32 address, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(own(address)), "r"(arrivals) : "memory");
 }
 
-// An mbarrier. Copies that signal it have arrived when they have landed.
+// An mbarrier at a shared memory address.
 struct Barrier {
     uint32 address;
 
@@ -99,7 +99,7 @@ struct Barrier {
     __device__ void arrive(int count = 1) const {
         asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(own(address)), "r"(count) : "memory");
     }
-    // Arrive for one thread, and expect `bytes` of asynchronous copies.
+    // Arrive for one thread, and add `bytes` to the bytes that asynchronous copies must write in this phase.
     __device__ void arrive_expecting(uint32 bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own(address)), "r"(bytes) : "memory");
     }
@@ -121,7 +121,7 @@ struct Barrier {
             "}\n" ::"r"(own(address)) : "memory");
 #endif
     }
-    // The same, and expect `bytes` of asynchronous copies. All lanes have the same arguments.
+    // Like arrive_expecting, for a warp. All lanes have the same arguments.
     __device__ void arrive_warp_expecting(uint32 bytes) const {
 #ifdef EVERY_LANE_ARRIVES
         if (threadIdx.x % 32) return arrive();
@@ -156,7 +156,7 @@ struct Barrier {
             "}\n" ::"r"(own(address)), "r"(parity) : "memory");
 #endif
     }
-    // Like wait; also makes stores of the cluster's other CTAs visible.
+    // Like wait, and makes the stores of the other CTAs of the cluster visible.
     __device__ void wait_for_cluster(uint32 parity) const {
         asm volatile(
             "{\n"
@@ -168,10 +168,10 @@ struct Barrier {
     }
 };
 
-// Make initialised barriers visible to copies and to the cluster.
+// Make the initialisation of barriers visible to asynchronous copies and to the cluster.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Neighbouring barriers: COUNT, or COUNT rows of COLUMNS. An index is an int or a uint32.
+// An array of COUNT barriers, or of COUNT rows of COLUMNS barriers. An index is an int or a uint32.
 template <class Index> struct BarrierRow {
     uint32 address;
     Index first;
@@ -226,7 +226,7 @@ __device__ inline uint32 cluster_address(uint32 address, int rank) {
 
 __device__ inline Barrier cluster_barrier(Barrier barrier, int rank) { return {cluster_address(barrier.address, rank)}; }
 
-// Store to another CTA, whose barrier counts the bytes that have arrived. Both are addresses in the cluster.
+// Store to the shared memory of another CTA, whose barrier counts the bytes. Both addresses are cluster addresses.
 __device__ inline void store_async(uint32 to, uint2 x, Barrier barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
                  ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier.address) : "memory");
@@ -249,7 +249,7 @@ struct TensorMap {
     int64 rest[15];
 };
 
-// Policy of the L2 cache for what is read once: that of createpolicy.fractional, L2::evict_first.
+// L2 cache policy for data that is read once: createpolicy.fractional with L2::evict_first.
 [[maybe_unused]] constexpr uint64 EVICT_FIRST = 0x12f0000000000000;
 
 // Start a copy of the box at [z][y][x]. The barrier counts its bytes when they have landed.
@@ -257,7 +257,7 @@ __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int 
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address) : "memory");
 }
-// The same with a policy of the L2 cache.
+// The same with an L2 cache policy.
 __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier, uint64 policy) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
@@ -267,16 +267,17 @@ __device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile(
 
 // ---- bulk copies of contiguous bytes
 
-// Start a copy of `bytes` for a warp whose lanes have the same arguments. Size and both addresses are multiples of 16. The
-// barrier counts the bytes when they have landed.
+// Start a copy of `bytes` by one lane of a warp; all lanes have the same arguments. Size and both addresses are
+// multiples of 16. The barrier counts the bytes when they have landed.
 __device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
                  "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                  ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier.address)) : "memory");
 }
 
-// Start a copy of `bytes` to global memory, by this thread; all are multiples of 16. What a thread has started so far becomes a
-// group. Shared memory may be written again when `bulk_stores_read` has returned.
+// Start a copy of `bytes` to global memory by this thread; size and addresses are multiples of 16. bulk_stores_commit
+// makes a group of the copies that the thread has started. The shared memory may be overwritten after
+// `bulk_stores_read`.
 __device__ inline void bulk_store(void* target, uint32 source, uint32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(own(source)), "r"(bytes) : "memory");
 }
@@ -305,24 +306,25 @@ __device__ inline void ldmatrix4_transposed(uint32 (&x)[4], uint32 address) {
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// Keeps the compiler from moving accesses of these registers across this point.
+// Keep the compiler from moving accesses of these registers across this point.
 template <int N> __device__ inline void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Descriptor of a swizzled tile whose rows run along the reduced dimension; + 2 advances by 16 values.
+// Descriptor of a swizzled tile whose rows run along the reduced dimension (K-major); + 2 advances by 16 values of 16
+// bits.
 __device__ inline uint64 tile_descriptor(uint32 address) {
     return (uint64(0x40000040) << 32) | (1u << 16) | (address >> 4);
 }
 
-// Descriptor of tiles that are read transposed: rows are the reduced dimension; 64 values of the result are a tile's width,
-// and the next 64 are in the next tile. + 128 advances by 16 rows.
+// Descriptor of tiles that are read transposed (MN-major): their rows are the reduced dimension, and each tile has 64
+// columns of the result. + 128 advances by 16 rows.
 __device__ inline uint64 transposed_descriptor(uint32 address) {
     return (uint64(0x40000040) << 32) | (uint32(TILE_BYTES >> 4) << 16) | (address >> 4);
 }
 
-// Operands of the statements: x comes first, in %0 and the following.
+// Operands of the asm statements: the elements of x come first, from %0 on.
 #define SUMS_8(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
 #define SUMS_16(x, i) SUMS_8(x, i), SUMS_8(x, i + 4)
 #define SUMS_32(x, i) SUMS_16(x, i), SUMS_16(x, i + 8)
@@ -336,8 +338,8 @@ __device__ inline uint64 transposed_descriptor(uint32 address) {
 #define REGISTERS_96 REGISTERS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS_128 REGISTERS_96 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// x = a b (+ x, if `add`) with a in shared memory, or in registers. o1 to o6: the operands after x. The last arguments are PTX's:
-// factors of a and b, and for values of 16 bits whether each is transposed.
+// x = a b (+ x, if `add`), with a in shared memory or in registers. o1 to o6: numbers of the operands after x. The last
+// arguments are modifiers of the PTX instruction: factors of a and b, and for 16-bit values whether each is transposed.
 #define WGMMA_OF_TILES(name, a_type, b_type, columns, depth, o1, o2, o3, ...) \
     __device__ inline void name(a_type, float (&x)[columns / 2], uint64 a, uint64 b, int add) { \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o3 ", 0;\n" \
@@ -352,8 +354,8 @@ __device__ inline uint64 transposed_descriptor(uint32 address) {
                      " {" REGISTERS_##columns "}, {%" #o1 ", %" #o2 ", %" #o3 ", %" #o4 "}, %" #o5 ", p, " #__VA_ARGS__ ";\n}\n" \
                      : SUMS_##columns(x, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
     }
-// wgmma_rows: b is a tile of `columns` rows, 32 bytes of each (K-major). wgmma_columns: b is 16 rows of tiles of 64 columns
-// (MN-major). A tile of a is 64 rows, 32 bytes of each. b of e5m2 values is e4m3.
+// wgmma_rows: b is a tile of `columns` rows, 32 bytes of each (K-major). wgmma_columns: b is 16 rows of tiles of 64
+// columns (MN-major). A tile of a has 64 rows, 32 bytes of each. Where a is e5m2, b is e4m3.
 #define WGMMA_OF_TYPE(type, columns, o1, o2, o3, o4, o5, o6) \
     WGMMA_OF_TILES(wgmma_rows, type, type, columns, 16, o1, o2, o3, 1, 1, 0, 0) \
     WGMMA_OF_TILES(wgmma_columns, type, type, columns, 16, o1, o2, o3, 1, 1, 0, 1) \
@@ -379,7 +381,7 @@ WGMMA(128, 64, 65, 66, 67, 68, 69)
 
 // Synchronise the threads of a warpgroup by named barrier `id`, 1 to 15.
 __device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-// Whether x holds for any thread of a warpgroup.
+// Whether x is true for any thread of a warpgroup.
 __device__ inline bool warpgroup_any(int id, bool x) {
     uint32 y;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
@@ -387,7 +389,7 @@ __device__ inline bool warpgroup_any(int id, bool x) {
     return y;
 }
 
-// Transpose words among four lanes: lane c gets word c of each.
+// Transpose 4 x 4 words among four lanes: lane c receives word c of each lane.
 __device__ inline void transpose_words(uint32 (&words)[4], int lane) {
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
@@ -401,7 +403,7 @@ __device__ inline void transpose_words(uint32 (&words)[4], int lane) {
     }
 }
 
-// Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
+// Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other half with the received one.
 template <int N, int BY, int SIZE, class Combine> __device__ inline void exchange_halves(float (&x)[SIZE], int lane, Combine combine) {
     bool upper = lane & BY;
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the consumers of sm90/prefill/ and sm90/prefill_fp8/ have in common: softmax state, sums, and the loop over tiles. Included after
-// memory.cuh of either.
+// Base of the consumers of sm90/prefill/ and sm90/prefill_fp8/: softmax state, sums, and the loop over tiles. Include
+// it after the memory.cuh of the kernel.
 #pragma once
 #include "sm90/gathered_rows.cuh"
 
@@ -26,7 +26,7 @@ struct PrefillConsumer {
         rows[0] = rows[1] = {-infinity(), -infinity(), 0.0f};
     }
 
-    // Raise the references, and rescale the sums so far.
+    // Raise the references to `now`, and rescale the sums of earlier blocks.
     __device__ void raise_to(const float (&now)[2]) {
         if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
         float rescale[2];
@@ -40,8 +40,8 @@ struct PrefillConsumer {
         for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     }
 
-    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer. REDUCES: the maxima of four lanes are
-    // reduced first.
+    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer. REDUCES: the maxima are
+    // reduced over four lanes first.
     template <int CONSUMER, bool REDUCES> __device__ void publish_totals(uint32 tiles) {
         uint32 slot = 2 * (tiles % 2) + CONSUMER;
 #pragma unroll
@@ -69,7 +69,7 @@ struct PrefillConsumer {
         uint32 n = 0, tiles = 0;
         int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
         for (;;) {
-            int length = __reduce_max_sync(~0u, Length(next_length));  // equal in all lanes, and so the compiler knows
+            int length = __reduce_max_sync(~0u, Length(next_length));  // equal in all lanes; the reduction makes it uniform for the compiler
             next_length = length_of_tile(problem, tile + gridDim.x);
             bool more = tile < problem.tiles();
             if (more && !length) {
@@ -84,7 +84,7 @@ struct PrefillConsumer {
             if (!more) return consumer.end();
             consumer.trace_tile(tiles);
             uint32 end = n + blocks_of(length);
-            warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
+            warpgroup_sync(2 + CONSUMER);  // otherwise the compiler treats the following code as divergent, and serialises the products
             consumer.begin();
             for (uint32 own = consumer.take_first(n, end, tiles); own < end; own += 2) consumer.template take<false>({own, tiles, own + 2 >= end});
             if ((end - 1) % 2 == CONSUMER) consumer.publish(tiles);

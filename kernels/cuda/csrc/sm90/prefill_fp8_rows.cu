@@ -1,17 +1,18 @@
-// Rows of 512 values as e4m3, with one scale a row (prefill.cu): a power of two with an exponent of 4, 12, -4, ..., the least with
-// which no value overflows. So nearly all rows have the same scale, for which the kernel is faster. Exponents 7 above the least cost
-// values below 2^-8 of the largest some bits, which is at most 2^-10 of the largest. Values are rounded to bfloat16 first, which has
-// those of formats whose scales are powers of two.
+// Converts rows of 512 values to e4m3 with one scale for each row, for prefill_fp8/prefill.cu. A scale is a power of
+// two whose exponent is 4 plus a multiple of 8: the smallest one with which no value overflows. So nearly all rows have
+// the same scale, for which the kernel has a fast path. An exponent that is 7 too large costs values below 2^-8 of the
+// largest one some bits: at most 2^-10 of the largest value. Values are rounded to bfloat16 first, which is exact for
+// formats whose scales are powers of two.
 //
-// Grid: any; a warp takes every so many rows. Block: 256 threads. No shared memory.
+// Grid: any number of CTAs; warps stride over the rows. Block: 256 threads. No shared memory.
 //
 // Macro: LAYOUT.
 #include "common/device.cuh"
 #include "common/rows_in_bf16.cuh"
 #include "sm90/prefill_fp8/e4m3_rows.cuh"
 
-// A scale 2^e as a word: 2^e and e in bfloat16. Rows whose exponent is outside of +-44 make it NaN, and so the scores: numerators
-// and denominators of weights would no longer fit into float32 together.
+// A scale 2^e as a word: 2^e and e in bfloat16. For |e| > 44 it is NaN, which makes the scores NaN: numerators and
+// denominators of weights would no longer both fit into float32.
 constexpr int LEAST_ROW_EXPONENT = -44, ZERO_ROW_EXPONENT = -4;
 constexpr uint32 NAN_SCALE = 0x7fc00000;
 __device__ inline uint32 scale_word(int e) { return uint32(e + 127) << 23 | __float_as_uint(float(e)) >> 16; }

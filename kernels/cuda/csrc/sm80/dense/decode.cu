@@ -13,8 +13,8 @@
 //     weigh    P = 2^(S - top), where `top` is the maximum as of some step    scores
 //     mix      O += P V: 64 of the 512 values per warp, for all heads         sums
 //
-// Scores run up to LEAD steps ahead of the sums, so that each scheduler has a warp of scores and two of sums with different work. A score that
-// exceeds `top` by more than LAZY raises it, and the sums are rescaled before that step.
+// Scores run up to LEAD steps ahead of the sums, so that each scheduler has a warp of scores and two of sums with
+// different work. A score that exceeds `top` by more than LAZY raises it, and the sums are rescaled before that step.
 //
 // Rows of e4m3 are expanded in the ring, which is exact; their scale multiplies the softmax scale and the result.
 //

@@ -30,9 +30,9 @@ __device__ inline int thread_index() {
     return x & 511;  // not negative: divisions by powers of two are shifts
 }
 
-// Byte of a row in the ring. The 16-byte chunks of each 128 bytes are in an order that depends on the row: copies write whole lines of
-// shared memory, and the rows of a matrix are in different banks. Shared memory begins at a multiple of 128, so an exclusive or with 16, 32 or
-// 64 leads to another chunk of the 128 bytes.
+// Byte of a row in the ring. The 16-byte chunks of each 128 bytes are in an order that depends on the row: copies write
+// whole lines of shared memory, and the rows of a matrix are in different banks. Shared memory begins at a multiple of
+// 128, so an exclusive or with 16, 32 or 64 leads to another chunk of the 128 bytes.
 __device__ inline uint32 place_in_row(uint32 row, uint32 byte) { return byte ^ row % 8 * 16; }
 
 // Warps of scores come first.

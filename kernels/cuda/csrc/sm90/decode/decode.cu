@@ -25,15 +25,17 @@
 //     factors                        2,688 B   3,072 B
 //     bias, softmax state, scheduled tiles, barriers: 5,872 B. In all 201,072 B and 221,936 B (decode/memory.cuh)
 //
-// K and V are the same bytes, converted twice, both times in registers: cheap in float16 (one conversion instruction
-// and one multiplication for two values). The last 64 values of a row (RoPE) are bfloat16 and enter the scores unconverted.
+// K and V are the same bytes. Both the QK-softmax and the PV warpgroups convert them in registers, which is cheap in
+// float16: one conversion instruction and one multiplication for two values. The last 64 values of a row (RoPE) are
+// bfloat16 and enter the scores unconverted.
 //
-// The order within 16 tokens is permuted so that neither the QK-softmax nor the PV warpgroups have bank conflicts when they read
+// Each 16 tokens are permuted so that neither the QK-softmax nor the PV warpgroups have bank conflicts when they read
 // raw rows: token t is row permuted(t) of S^T and of P^T.
 //
-// Limits: the range of float16 is narrower than that of a cache and of q. A tile that leaves it (scales outside
-// [MIN_SCALE, MAX_SCALE], large or very small q, RoPE values of V that float16 lacks, a result that is not finite) is flagged
-// in `unsafe` for the exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
+// Limits: the range of float16 is narrower than that of a cache and of q. A tile outside that range (scales outside
+// [MIN_SCALE, MAX_SCALE], large or very small q, RoPE values of V that float16 cannot represent, a result that is not
+// finite) is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one. A float32 scale is
+// rounded to float16.
 //
 // Macros: LAYOUT, EXTRA_LAYOUT (formats.py lists the formats), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
 #if PARTS > 1

@@ -2,13 +2,13 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// A warp's part of the expansion: eight rows, four lanes a row. A row has landed with its scales in the first 32 bytes of its
-// place and its codes in the second half. Codes are expanded from the first on, so none is overwritten before it is read.
+// A warp expands eight rows with four lanes each. A raw row has its scales in the first 32 bytes and its codes in the
+// second half. Codes are expanded in order, so none is overwritten before it is read.
 struct Expander {
     int lane;
     uint32 row_at, factor_at;  // this lane's row in slot 0, and the first of the eight factors that it stores
 
-    // The part of warp `warp` of the eight of both PV.
+    // For warp `warp` of the eight warps of both PV warpgroups.
     __device__ Expander(int warp, int lane) : lane(lane) {
         int half = warp / 4, row = warp % 4 * 8 + lane / 4, n = permuted(row & 15);
         row_at = RAW_AT + (half * HALF + row) * RAW_BYTES;
@@ -16,7 +16,7 @@ struct Expander {
         if (EXPANDS) asm volatile("" : "+r"(row_at), "+r"(factor_at));
     }
 
-    // Blocks of a tile before those that are expanded.
+    // Number of FP8 blocks of a tile, which come first and are not expanded.
     __device__ static int fp8_blocks(ScheduledTile scheduled) {
         if (LAYOUT::e2m1_values || scheduled.summary().w & ScheduledTile::SECOND) return 0;
         return scheduled.list(0).w;
@@ -34,11 +34,11 @@ struct Expander {
         else if (lane == 0) raw_full[at.slot].arrive(ROW_ARRIVALS / 8);
     }
 
-    // A chunk of the lane's row.
+    // Address of a chunk of the lane's row.
     __device__ uint32 chunk_at(uint32 row, int chunk) const { return row + raw_offset(lane / 4, chunk) - lane / 4 * RAW_BYTES; }
 
     __device__ static void store_factors(uint2 scales, uint32 to) {
-        constexpr uint32 SIXTY_FOUR = 0x54005400;  // values are 2^-6 times their own
+        constexpr uint32 SIXTY_FOUR = 0x54005400;  // expanded values are 2^-6 times the values of the codes
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
             uint32 low, high;
@@ -50,14 +50,15 @@ struct Expander {
         }
     }
 
-    // A step of a lane takes 16 bytes of codes, the first those at `from`. Steps of odd rows are exchanged in the ring (slice_of).
+    // Each step of a lane expands 16 bytes of codes, the first ones at `from`. The slices of odd rows are exchanged in
+    // pairs (slice_of).
     __device__ static void store_values(uint4 codes, uint32 from, uint32 to) {
         constexpr int STEPS = RAW_BYTES / 128;
         static_assert(!EXPANDS || (RAW_BYTES % 128 == 0 && RAW_AT % 128 == 0));
 #pragma unroll 1
         for (int j = 0; j < STEPS; ++j) {
             if (j) codes = lds128(from);
-            __syncwarp();  // all lanes have read what is overwritten now
+            __syncwarp();  // all lanes have read the bytes that are overwritten next
             uint4 low, high;
             expand_e2m1(codes, low, high, e2m1_to_small_e4m3);
             sts128(to, low), sts128(to ^ 16, high);

@@ -8,7 +8,7 @@
 constexpr int HALF = 32;  // tokens that are gathered, and freed, together
 constexpr int SLICES = LAYOUT::quantized_dim / 64;
 constexpr int Q_SLICES = LAYOUT::head_dim / 64;
-constexpr int TAIL_TILES = Q_SLICES - SLICES;  // of 64 values that are bfloat16: none, RoPE, or all
+constexpr int TAIL_TILES = Q_SLICES - SLICES;  // tiles of 64 bfloat16 values: none, RoPE, or all
 constexpr bool TAIL = TAIL_TILES > 0, BF16_ROWS = SLICES == 0;
 constexpr bool ROPE_IN_V = LAYOUT::quantized_dim < V_DIM;
 constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row's quantised values in the ring
@@ -18,18 +18,20 @@ static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_di
 // Whether a cache has FP4 values, which the PV warpgroups expand to FP8 in the ring (expand.cuh).
 constexpr bool EXPANDS = LAYOUT::e2m1_values || EXTRA_LAYOUT::e2m1_values;
 
-// Values that share a factor in the ring, at most a slice: those of the finer of both formats.
+// Number of values that share a factor in the ring, at most a slice: the smaller scale tile of both formats.
 constexpr int FINER_TILE = LAYOUT::scale_tile < EXTRA_LAYOUT::scale_tile ? LAYOUT::scale_tile : EXTRA_LAYOUT::scale_tile;
 constexpr int FACTOR_TILE = FINER_TILE < 64 && !BF16_ROWS ? FINER_TILE : 64;
 constexpr int FACTORS = LAYOUT::quantized_dim / FACTOR_TILE;  // of a row
-// From a factor of all rows to the next; where warps store factors of several tiles at a time, without bank conflicts.
+// Distance from a factor of all rows to the next one; padded where warps store factors of several tiles at a time,
+// against bank conflicts.
 constexpr int FACTOR_STRIDE = HALF * 2 + (EXPANDS ? 8 : 0), FACTORS_BYTES = FACTORS * FACTOR_STRIDE;  // of half a block
 static_assert(FACTOR_TILE >= 16, "a lane of QK-softmax has one factor for its 16 values of a slice");
 
-constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products of bfloat16 rows are off by 2^-10 there
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; beyond it, float32 sums of products of bfloat16 rows have an error of more than 2^-10
 
-// float32 exponents of scales. Values with a scale of 2^-87 or less, as of a row that was never written, are negligible: to
-// scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and to results of at least MIN_RESULT.
+// float32 exponents of scales. Values with a scale of 2^-87 or less, such as a row that was never written, are
+// negligible for scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and for results of at least
+// MIN_RESULT.
 constexpr uint32 TINY_SCALE = 40, MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;
 constexpr float MAX_SOFTMAX_SCALE = 1 << 24, MIN_RESULT = 1.0f / 16384.0f;
 constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infinity, and 2^-10
@@ -47,16 +49,16 @@ __device__ inline int token_at_permuted(int n) {
     return (c ^ b) | b << 2 | (n & 8);
 }
 
-// Byte of 16-byte chunk `chunk` of raw row t, such that 4 tokens' 32-byte halves have no bank conflicts.
+// Offset of 16-byte chunk `chunk` of raw row t, swizzled so that the 32-byte halves of 4 tokens have no bank conflicts.
 __device__ inline uint32 raw_offset(int t, int chunk) {
     int swizzle = (t >> 1 & 1) << 1;
     if (RAW_BYTES % 128 == 0) swizzle |= (t & 1) << 2;
-    if (EXPANDS) swizzle ^= t & 1;  // a lane expands 16 bytes to 32: its first 16 of an even row, and of an odd one, have no conflict
+    if (EXPANDS) swizzle ^= t & 1;  // a lane expands 16 bytes to 32: the first 16 bytes of even rows and of odd rows have no conflict
     return t * RAW_BYTES + ((chunk ^ swizzle) << 4);
 }
 
-// Address of another slice of the row at `raw`, given that of its slice 0. Where a row is a multiple of 128
-// bytes, the swizzle of odd tokens exchanges neighbouring slices.
+// Address of a slice of a row; `raw` is the address of its slice 0. Where a row is a multiple of 128 bytes, the swizzle
+// of odd tokens exchanges neighbouring slices.
 __device__ inline uint32 slice_of(uint32 raw, int slice, int token) {
     if (RAW_BYTES % 128 == 0 && token & 1) return raw + ((slice ^ 1) - 1) * 64;
     return raw + slice * 64;
@@ -68,7 +70,7 @@ __device__ inline uint32 multiply(uint32 x, uint32 factor) {
     asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
     return y;
 }
-// Bytes of x, or of a zero word, chosen by the selector (prmt).
+// Bytes of x or of a zero word, by the selector (prmt).
 __device__ inline uint32 permuted(uint32 x, uint32 selector) {
     uint32 y;
     asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
@@ -82,11 +84,11 @@ __device__ inline uint32 pack_saturated(float low, float high) {
 }
 // The same of a bfloat16 pair.
 __device__ inline uint32 to_f16_saturated(uint32 x) { return pack_saturated(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000)); }
-// Raise `largest` to the magnitudes of a bfloat16 pair, each half by itself; its signs are arbitrary. NaN is kept.
+// Raise both halves of `largest` to the magnitudes of a bfloat16 pair; the signs are arbitrary. NaN stays NaN.
 __device__ inline void raise_to_bf16(uint32& largest, uint32 x) {
     asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x));
 }
-// Raise `largest` to the magnitudes of a float16 pair, each half by itself.
+// Raise both halves of `largest` to the magnitudes of a float16 pair.
 __device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
     asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmax.f16x2 %0, %0, m;\n}" : "+r"(largest) : "r"(x));
 }
@@ -104,15 +106,15 @@ __device__ inline void to_f16(uint32 bytes, uint32& low, uint32& high) {
 constexpr bool ONE_TILE = PARTS > 1;  // a CTA of a cluster has only one tile
 
 constexpr int RING = BF16_ROWS ? 2 : 3;  // blocks of raw rows
-// Two blocks of 576 bfloat16 values and Q leave 11 KiB: one slot for weights, no sums of a second tile.
+// Two blocks of 576 bfloat16 values and Q leave 11 KiB: one slot for weights, sums of one tile.
 constexpr bool TIGHT = BF16_ROWS && LAYOUT::head_dim > 512;
 constexpr int P_SLOTS = TIGHT ? 1 : 2, SUM_SLOTS = TIGHT ? 1 : 2;
 static_assert(!BF16_ROWS || (HEADS == 64 && PARTS == 1));
-constexpr int FREED_PARTS = BF16_ROWS ? 4 : 2;  // of a block, freed one by one
+constexpr int FREED_PARTS = BF16_ROWS ? 4 : 2;  // of a block, each freed by itself
 constexpr int TAIL_BYTES = (TAIL ? TAIL_TILES : 1) * 2 * HALF * 128;  // of a block's bfloat16 values, tile by tile
 constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
-constexpr int ROW_PRODUCERS = BF16_ROWS ? 3 : 2;  // warps: one for each half of a block, or for a third of the tiles
+constexpr int ROW_PRODUCERS = BF16_ROWS ? 3 : 2;  // warps: each has half of a block, or a third of the tiles
 
 constexpr int THREADS = 512;
 constexpr int QK_REGISTERS = BF16_ROWS ? 104 : 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = BF16_ROWS ? 56 : 40;
@@ -178,7 +180,7 @@ struct SharedMemory {
     uint64 sums_full[2], inv_sum_full[2];           // [tile % 2]
     // PARTS > 1: exchanged between the CTAs of a cluster.
     uint64 log_sums_full, parts_full;
-    float weight[HEADS];                            // weight of this part in the combined result
+    float weight[HEADS];                            // weight of this CTA in the combined result
     float kept[HEADS];                              // factor by which the sink reduces the combined result
     float log_sums[PARTS][HEADS];
 };
@@ -195,7 +197,7 @@ constexpr Barriers<2> sums_full{SHARED_AT(sums_full)}, inv_sum_full{SHARED_AT(in
 constexpr Barrier log_sums_full{SHARED_AT(log_sums_full)}, parts_full{SHARED_AT(parts_full)};
 constexpr uint32 WEIGHT_AT = SHARED_AT(weight), KEPT_AT = SHARED_AT(kept), LOG_SUMS_AT = SHARED_AT(log_sums);
 constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
-constexpr int LINES = HEADS / 4;                           // lines of a PV lane: 8 neighbouring values of a head each
+constexpr int LINES = HEADS / 4;                           // lines of a PV lane; a line is 8 neighbouring values of a head
 constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;    // lines that a CTA combines; the last CTAs may have fewer
 constexpr int LINE_BYTES = 256 * 16;                       // of all PV lanes, as float16
 constexpr int PART_BYTES = PART_LINES * LINE_BYTES;        // from each other CTA
@@ -205,15 +207,15 @@ constexpr uint32 SHARED_END = PARTS == 1 ? SHARED_AT(log_sums_full) : PARTS_IN_Q
 constexpr uint32 SHARED_BYTES = SHARED_END - SHARED_START;
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
 
-// Which of the sums are those of a tile.
+// The slot of a tile's sums.
 __device__ inline int sums_slot(int parity) { return SUM_SLOTS == 1 ? 0 : parity; }
 
 // Lines that a CTA of a cluster combines.
 __device__ inline int lines_of(int rank) { return max(0, min(PART_LINES, LINES - rank * PART_LINES)); }
 
-// A tile of this CTA, or its part of one, as the tile scheduler publishes it to all roles. Tile t + 1 is published once t - 1 is
-// scored. By then results of t - 3 are stored, because QK-softmax is at most P_SLOTS blocks ahead of PV. So SCHEDULED_TILES
-// entries need no barrier that frees them.
+// A tile of this CTA, or its split of one, as the tile scheduler publishes it to all roles. Tile t + 1 is published
+// after tile t - 1 has been scored. By then the results of tile t - 3 are stored, because QK-softmax is at most P_SLOTS
+// blocks ahead of PV. So the SCHEDULED_TILES entries need no barrier that frees them.
 struct ScheduledTile {
     uint32 at;
 

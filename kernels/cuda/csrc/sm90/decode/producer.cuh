@@ -14,8 +14,8 @@ template <class Layout> __device__ inline Token token_in(const Segment& list, in
             base + Layout::scale_start + list.block_size * Layout::scale_start_per_token + row * Layout::scale_stride};
 }
 
-// Whether float16 can represent the scale with these float32 bits to float16's precision: powers of two may be subnormal
-// there, and negligible scales may become zero.
+// Whether float16 can represent the scale with these float32 bits precisely. Powers of two may be subnormal in float16,
+// and negligible scales may become zero.
 __device__ inline bool fits_f16(uint32 bits) {
     uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
     return (exponent >= least && exponent <= MAX_SCALE) || exponent <= TINY_SCALE;
@@ -51,7 +51,7 @@ struct BlockCursor {
         left = int(list.z) - lane, list_blocks = list.w;
     }
 
-    // Volatile, or the compiler would move the load to where the index is used.
+    // Volatile, so that the compiler does not move the load to the use of the index.
     __device__ int fetch_index(int half) {
         int index = -1;
         if (left > HALF * half) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(index) : "l"(cursor + HALF * half));
@@ -72,21 +72,21 @@ struct BlockCursor {
     }
 };
 
-// Copy 16 bytes of a row, or zeros where `size` is 0: nothing is read then. (When all CTAs read the same zeros in global memory
-// for absent tokens, blocks with few keys were slower than full ones.) Unlike copy_async, this requests no whole L2 lines,
+// Copy 16 bytes of a row, or write zeros without a read where `size` is 0. (Reading zeros from global memory for absent
+// tokens made blocks with few keys slower than full ones.) Unlike copy_async, this does not request whole L2 lines,
 // because rows end within a line.
 __device__ inline void copy_of_row(uint32 to, const uint8* from, int size) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own(to)), "l"(from), "r"(size) : "memory");
 }
 
-// Start copying half a block of rows into a slot, BYTES of quantised values, from slice FIRST of their place on, and RoPE of
-// each: 4 lanes a row, 8 rows at a time. Lane i has the address of row i.
+// Start copying half a block of rows into a slot: BYTES of quantised values of each row, to slice FIRST and following,
+// and its RoPE values. 4 lanes copy a row, 8 rows at a time. Lane i has the address of row i.
 template <int BYTES, int FIRST = 0> __device__ inline void copy_rows(int slot, int half, int lane, uint64 address) {
-    int first = lane / 4, part = lane % 4;  // row of 8; part of 16 bytes, of 4 in each 64 of a row
+    int first = lane / 4, part = lane % 4;  // row of 8; 16-byte part of each 64 bytes of a row
     uint32 raw = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES) + raw_offset(first, part);
     uint32 rope = ROPE_AT + (2 * slot + half) * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
 #pragma unroll
-    for (int i = 0; i < HALF / 8; ++i) {  // rows t and t + 8 are 8 positions apart
+    for (int i = 0; i < HALF / 8; ++i) {  // row t + 8 is 8 positions after row t
         uint64 row = __shfl_sync(~0u, address, first + 8 * i);
         const uint8* from = reinterpret_cast<const uint8*>(row) + 16 * part;
         int size = row ? 16 : 0;
@@ -100,8 +100,8 @@ template <int BYTES, int FIRST = 0> __device__ inline void copy_rows(int slot, i
     }
 }
 
-// A warp copies one half of each block into the ring. The copies arrive at the barrier themselves, so the warp does not wait for
-// them.
+// A warp copies one half of each block into the ring. The copies arrive at the barrier when they have landed, so the
+// warp does not wait for them.
 struct RowProducer {
     BlockCursor upcoming;
     int half;
@@ -116,14 +116,15 @@ struct RowProducer {
             raw_landed[slot].arrive_after_copies();
         } else {
             copy_rows<Layout::quantized_bytes>(slot, half, upcoming.lane, address);
-            // This phase of raw_landed has no reader, but it must end before raw_full's does, or the slot's next reader would see it.
+            // No warp waits for this phase of raw_landed, but it must complete before the phase of raw_full; otherwise
+            // the next warp that waits for the slot would see it.
             if (EXPANDS && upcoming.lane == 0) raw_landed[slot].arrive(32);
 #pragma unroll
             for (int i = 0; i < COPY_ARRIVALS; ++i) raw_full[slot].arrive_after_copies();
         }
     }
 
-    // The scales of FP4 rows, to the start of the rows' places.
+    // Copy the scales of FP4 rows to the start of their raw rows.
     template <class Layout> __device__ void copy_scales(int slot, Token token) {
         uint32 rows = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES);
 #pragma unroll
@@ -138,7 +139,8 @@ struct RowProducer {
             bool second = upcoming.second;
             const Segment& list = upcoming.problem.segments[second];
             Token token = EXPANDS && second ? token_in<EXTRA_LAYOUT>(list, index) : token_in<LAYOUT>(list, index);
-            // The next tile may not be scheduled yet, so the last block of a tile is copied before asking for it.
+            // The next tile may not be scheduled yet, so the last block of a tile is copied before the next tile is
+            // opened.
             bool last = upcoming.tile_blocks == 1;
             if (!last) upcoming.next_block(), index = upcoming.fetch_index(half);
             raw_empty[at.slot][half].wait(at.phase ^ 1);
@@ -153,7 +155,7 @@ struct RowProducer {
     }
 };
 
-// Where rows are bfloat16, each of three warps copies a third of their tiles.
+// Producer of bfloat16 rows: each of three warps copies a third of the tiles of every row.
 struct TileProducer {
     static constexpr int TILES = (Q_SLICES + ROW_PRODUCERS - 1) / ROW_PRODUCERS;
 
@@ -162,7 +164,7 @@ struct TileProducer {
 
     __device__ TileProducer(const SparseProblem& problem, int w) : upcoming(problem), warp(w) {}
 
-    // As copy_rows, 16 rows from `first` of a half on.
+    // Start copying 16 rows, from row `first` of a half on.
     __device__ void copy(int slot, int half, int first, uint64 address) {
         int row_of_8 = upcoming.lane / 4, part = upcoming.lane % 4, n = permuted(row_of_8);
         uint32 to = ROPE_AT + slot * TAIL_BYTES + (half * HALF + first + n) * 128 + ((part ^ n) << 4);
@@ -220,7 +222,7 @@ struct TileProducer {
 struct ScaleProducer {
     BlockCursor upcoming;
 
-    // Loads of scales in flight.
+    // A token's scales, whose load is in flight.
     struct Pending {
         uint4 scales;
         bool present, packed;
@@ -244,9 +246,9 @@ struct ScaleProducer {
         }
     }
 
-    // Store a token's factors from `at` on. Returns whether float16 has all scales.
+    // Store a token's factors from `at` on. Returns whether float16 can represent all scales.
     __device__ static bool store(uint32 at, uint4 scales) {
-        constexpr int SHARED = BF16_ROWS ? 1 : LAYOUT::scale_tile / FACTOR_TILE;  // factors that have the same scale
+        constexpr int SHARED = BF16_ROWS ? 1 : LAYOUT::scale_tile / FACTOR_TILE;  // number of factors with the same scale
         uint32 words[4] = {scales.x, scales.y, scales.z, scales.w};
         bool all = true;
         if constexpr (!LAYOUT::e2m1_values && !BF16_ROWS)

@@ -9,12 +9,12 @@ struct Pv {
     int half, warp, lane;
     PipelineState<RING> raw;
     PipelineState<P_SLOTS> p_slot;
-    // Addresses of this lane's raw values in slot 0: for the tokens at positions 2 c + b of a group of 16, the values
-    // 8 g .. 8 g + 7 of this warp's 64. Positions + 8, groups and slots are constant distances away.
+    // Addresses of this lane's raw values in slot 0: for the tokens at positions 2 c + b of a group of 16, the values 8
+    // g .. 8 g + 7 of this warp's 64. Position + 8, the next group and the next slot are at constant distances.
     uint32 row_at[2], factor_at, columns_at;
     bool last;  // whether this warp has the last values, which may be RoPE
     Expander expander;
-    uint32 seen;  // bitwise or of a tile's raw values; for RoPE their largest magnitudes
+    uint32 seen;  // bitwise or of a tile's raw values; for RoPE the largest magnitudes
 
     __device__ Pv(const SparseProblem& p, int h)
         : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), expander(4 * h + warp, lane) {
@@ -27,14 +27,14 @@ struct Pv {
         }
         factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * FACTOR_STRIDE + c * 8;
         columns_at = 2 * c * 4;
-        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
+        // Keeps the compiler from rematerialising these from threadIdx, which is slower.
         asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
     }
 
     // Whether this warp's values are bfloat16; known to the compiler except where some of V's values are RoPE.
     __device__ bool is_bf16() const { return BF16_ROWS || (ROPE_IN_V && last); }
 
-    // A lane's raw values of a group of 16 tokens: one load has all 8 values, or 4 of RoPE.
+    // A lane's raw values of a group of 16 tokens: one load returns all 8 values, or 4 RoPE values.
     struct ValueRows {
         uint2 values[4];  // [b + 2 h]: the token at position 2 c + b + 8 h
         uint2 factors;
@@ -100,7 +100,7 @@ struct Pv {
         if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
     }
 
-    // This warp has a part of the block in registers.
+    // Free a part of the block, which this warp has in registers.
     __device__ void free_part(int part) { raw_empty[raw.slot][part].arrive_warp(); }
 
     // Add a block's values, converted a quarter of 16 tokens ahead of the products.
@@ -132,8 +132,8 @@ struct Pv {
         for (int j = 0; j < 4; ++j) pin(sums[j]);
     }
 
-    // The same for narrow tiles, whose sums leave registers for the values of a whole block: these are converted before the
-    // weights are ready.
+    // The same for tiles of fewer heads, whose sums leave registers for the values of a whole block: the values are
+    // converted before the weights are ready.
     __device__ void add_narrow_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[8][2][4];
         ValueRows rows[2];
@@ -174,7 +174,7 @@ struct Pv {
 #pragma unroll 1
             for (; left; --left) {
                 if constexpr (EXPANDS) {
-                    // The block that QK-softmax scores next: before the first block is added, the first.
+                    // Expand the block that QK-softmax scores next; before the first block is added, the first block.
                     if (fp8_blocks-- <= 0 && left > 1) {
                         PipelineState<RING> next = raw;
                         if (added >= 0) next.advance();
@@ -256,9 +256,10 @@ struct Pv {
         check<WHOLE>(summary.x, magnitudes);
     }
 
-    // Flag a tile whose results left the range: infinite or NaN (a sum of finite magnitudes stays finite), nearly 0 although V
-    // is not (float16 may have underflowed), or with RoPE values that float16 cannot represent. With NaN in RoPE, all scores
-    // of a whole tile are NaN, so its NaN results are kept. The warp votes, so that one lane flags the tile.
+    // Flag a tile whose results are out of range: infinite or NaN (a sum of finite magnitudes stays finite), nearly 0
+    // although V is not (float16 may have underflowed), or with RoPE values that float16 cannot represent. With NaN in
+    // RoPE, all scores of a whole tile are NaN, so its NaN results stay. The warp votes, so that one lane flags the
+    // tile.
     template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
         uint32 largest = is_bf16() ? max(seen & 0x7fff, seen >> 16 & 0x7fff) : 0;
         bool nan = WHOLE && largest > INFINITE_BF16, again = largest >= TOO_LARGE && !nan;
@@ -267,14 +268,14 @@ struct Pv {
         if (reason && lane == 0) problem.mark(tile, reason);
     }
 
-    // The lines of 8 values that CTA PART of a cluster combines. Their factors are read before the first line is sent;
-    // otherwise each line would wait for its own.
+    // The lines of 8 values that CTA PART of a cluster combines. All factors are read before the first line is sent;
+    // otherwise each line would wait for its factor.
     template <int PART> struct Lines {
         static constexpr int FIRST = PART * PART_LINES < LINES ? PART * PART_LINES : LINES;
         static constexpr int COUNT = FIRST + PART_LINES < LINES ? PART_LINES : LINES - FIRST;
         float x[COUNT ? COUNT : 1][8];
 
-        // Scaled for the combine. Adds the magnitudes of this part's results to `magnitudes`, before that scaling.
+        // Scaled for the combine. Adds the magnitudes of this CTA's unscaled results to `magnitudes`.
         __device__ Lines(const Pv& pv, const float (&sums)[4][HEADS / 2], float& magnitudes) {
             float inv_sum[COUNT ? COUNT : 1], weight[COUNT ? COUNT : 1];
 #pragma unroll
@@ -317,9 +318,10 @@ struct Pv {
         }
     };
 
-    // Store for a part of a cluster's tile. Each CTA combines some of the lines: this one sends the others' lines, to its next
-    // neighbour first, and adds received lines to its own in a fixed order. Lines are sent in float16, whose range they fit as
-    // the values did; down to 2^-14 its error is an eighth of bfloat16's, the results' type.
+    // Store the results of a cluster's tile. Each CTA combines some of the lines: it sends the lines of the other CTAs,
+    // to its next neighbour first, and adds the received lines to its own ones in a fixed order. Lines are sent in
+    // float16, whose range was checked for the values; down to 2^-14 its error is an eighth of the error of bfloat16,
+    // the type of results.
     __device__ void store_combined(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][HEADS / 2]) {
         int rank = blockIdx.x % PARTS;
         float magnitudes = 0.0f;

@@ -23,14 +23,14 @@ struct QkSoftmax {
         rope_at = ROPE_AT + warp / 2 * (HALF * 128) + (group + g) * 128 + ((2 * c ^ g) << 4);
         factor_at = FACTOR_AT + warp / 2 * FACTORS_BYTES + 16 * c / FACTOR_TILE * FACTOR_STRIDE + group * 2 + g / 2 * 8;
         p_at = P_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
-        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
+        // Keeps the compiler from rematerialising these from threadIdx, which is slower.
         asm volatile("" : "+r"(row_at), "+r"(rope_at), "+r"(factor_at), "+r"(p_at), "+r"(lane));
     }
 
     // All threads of the QK-softmax warpgroup.
     __device__ void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-    // Whether x holds for any thread of the QK-softmax warpgroup.
+    // Whether x is true for any thread of the QK-softmax warpgroup.
     __device__ bool any(bool x) {
         uint32 y;
         asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
@@ -64,7 +64,7 @@ struct QkSoftmax {
         }
     }
 
-    // The same for RoPE, which is not converted.
+    // Load the operands of RoPE, which is not converted.
     __device__ void load_rope(uint32 (&a)[4][4]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -75,7 +75,7 @@ struct QkSoftmax {
             }
     }
 
-    // Add a slice's products, and load the next slice. Products of the previous slice may still be in flight.
+    // Start the products of a slice, and load the next slice. Products of the previous slice may still be in flight.
     __device__ void multiply_slice(float (&x)[HEADS / 2], uint32 (&a)[4][4], KeyRows& rows, int slice) {
         convert(a, rows);
         if (slice + 1 < SLICES) load(rows, slice + 1);
@@ -89,7 +89,7 @@ struct QkSoftmax {
     // Compute a block's scores x, -inf for absent tokens, and load the columns' running maxima. While the last products run,
     // wait until the PV warpgroups have freed the slot for the weights.
     __device__ void score(float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], int parity) {
-        uint32 a[2][4][4];  // lives until the products have ended
+        uint32 a[2][4][4];  // must stay in registers until the products have ended
         raw_full[raw.slot].wait(raw.phase);
         if constexpr (BF16_ROWS) multiply_bf16_rows(x);
         else multiply_slices(x, a);
@@ -101,7 +101,7 @@ struct QkSoftmax {
         raw.advance();
     }
 
-    // Rows of bfloat16 values are multiplied as they are stored.
+    // bfloat16 rows are multiplied directly from shared memory.
     template <int N> __device__ void multiply_bf16_rows(float (&x)[N]) {
         fence_proxy_async();
         uint32 present = lds32(BIAS_AT + (2 * raw.slot + warp / 2) * 4), mine = present >> (warp % 2 * 16 + lane / 4);
@@ -118,7 +118,7 @@ struct QkSoftmax {
         wgmma_commit();
     }
 
-    // Those of FP8 values are converted slice by slice.
+    // FP8 rows are converted slice by slice.
     __device__ void multiply_slices(float (&x)[HEADS / 2], uint32 (&a)[2][4][4]) {
         KeyRows rows;
         if constexpr (TAIL) load_rope(a[0]);
@@ -159,13 +159,13 @@ struct QkSoftmax {
         copies_commit();
     }
 
-    // Apply a negative scale to what this thread has copied of Q. Beside bfloat16 rows it stays as it is otherwise.
+    // Wait for the copies of Q, and apply the sign of a negative softmax scale. For bfloat16 rows Q is not converted.
     __device__ void finish_q() {
         int thread = threadIdx.x % 128, chunk = thread % 8, row = thread / 8;
         uint32 at = Q_AT + row * 128 + ((chunk ^ (row & 7)) << 4);
         if (problem.softmax_scale < 0.0f)
 #pragma unroll 1
-            for (int i = 0; i < Q_SLICES * (HEADS / 16); ++i, at += 2048) {  // 16 rows further, and on to the next tile
+            for (int i = 0; i < Q_SLICES * (HEADS / 16); ++i, at += 2048) {  // the next 16 rows, and then the next tile
                 uint4 x = lds128(at);
                 sts128(at, {x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS});
             }
@@ -173,14 +173,15 @@ struct QkSoftmax {
         sync();
     }
 
-    // Wait for Q and store it in the order of the products, all but RoPE as float16: word 8 j + 2 i + h of a slice's 32 words
-    // goes to product i, its half h, position j (see load). In a row, one thread has the words with i < 2 and another the rest:
-    // they read every other chunk and write neighbouring chunks. Rows are assigned to lanes such that reads have no bank
-    // conflicts. A warp has 16 rows; with fewer than 64 rows, the slices are distributed over warps.
+    // Wait for Q and store it in the order of the products, as float16 except for RoPE: word 8 j + 2 i + h of a slice's
+    // 32 words goes to product i, half h, position j (see load). Two threads share a row: one has the words with i < 2,
+    // the other one the rest. They read alternate chunks and write neighbouring chunks. Rows are assigned to lanes so
+    // that reads have no bank conflicts. A warp has 16 rows; with fewer than 64 rows, the slices are distributed over
+    // warps.
     __device__ void arrange_q(ScheduledTile scheduled) {
         copies_wait<0>();
         if constexpr (BF16_ROWS) return finish_q();
-        sync();  // a thread arranges what others copied
+        sync();  // a thread arranges words that other threads copied
         constexpr int ROW_WARPS = HEADS / 16, TURN = 4 / ROW_WARPS;
         int part = lane % 2, row = 16 * (warp % ROW_WARPS) + (lane & 6) + lane / 8 % 2 + lane / 16 * 8;
         bool negative = problem.softmax_scale < 0.0f;
@@ -226,7 +227,8 @@ struct QkSoftmax {
         sync();
     }
 
-    // Raise the running maxima to those of x, rescale the sums, and store the factors (ALPHA) for the PV warpgroups.
+    // Raise the running maxima to the maxima of x, rescale the sums, and store the factors (ALPHA) for the PV
+    // warpgroups.
     __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
         float highest[HEADS / 4];
 #pragma unroll
@@ -277,7 +279,8 @@ struct QkSoftmax {
     }
 
     __device__ void run() {
-        // A negative scale's sign was applied to Q. A scale of 0 would make the -inf score of a masked token NaN.
+        // The sign of a negative scale was applied to Q. A scale of 0 would turn the -inf score of a masked token into
+        // NaN.
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
@@ -306,7 +309,7 @@ struct QkSoftmax {
                 softmax(x, top, sums, scale, first, parity);
                 first = false;
             }
-            if (SUM_SLOTS == 1 && scored) inv_sum_full[parity ^ 1].wait(scored - 1 >> 1 & 1);  // the last tile's are read
+            if (SUM_SLOTS == 1 && scored) inv_sum_full[parity ^ 1].wait(scored - 1 >> 1 & 1);  // the scheduler has read the last tile's sums
             if (BF16_ROWS) {
                 sts32(SEEN_AT + (parity * 4 + warp) * 4, seen);
                 seen = 0, ++scored;

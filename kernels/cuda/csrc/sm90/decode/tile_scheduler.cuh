@@ -2,8 +2,9 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// One warp publishes each tile while the previous one is processed, and computes the factors that normalise its sums. Work done
-// once per tile is here, because its instructions would cost the other roles time in the instruction cache.
+// One warp publishes each tile while the previous one is processed, and computes the factors that normalise the sums.
+// This warp does all work that occurs once per tile: in other roles its instructions would cost space in the
+// instruction cache.
 struct TileScheduler {
     const SparseProblem& problem;
     int lane;
@@ -24,8 +25,8 @@ struct TileScheduler {
             if (list.lengths) prefetch_to_l2(list.lengths + at.b * list.lengths_stride_b + at.s * list.lengths_stride_s);
     }
 
-    // Publish the next tile, which has no blocks after the last one. Returns its number of blocks. The place of the FIRST is found
-    // before the preceding kernel has ended, which may still write lengths.
+    // Publish the next tile; after the last one, a tile without blocks. Returns its number of blocks. The FIRST tile is
+    // located before the preceding kernel, which may still write lengths, has ended.
     template <bool FIRST> __device__ int put() {
         WorkTile work;
         bool more = range.more();
@@ -76,7 +77,7 @@ struct TileScheduler {
         uint4 summary = scheduled.summary(), lse_and_head = scheduled.lse_and_head();
         bool mine = 2 * lane < HEADS;
         int row = mine ? 2 * lane : 0, heads = summary.z;
-        bool whole = PARTS > 1 || summary.w & ScheduledTile::WHOLE;  // a cluster combines its parts
+        bool whole = PARTS > 1 || summary.w & ScheduledTile::WHOLE;  // a cluster combines its CTAs' results
         float sink[2] = {-infinity(), -infinity()};
         if (problem.attn_sink && whole)
 #pragma unroll
@@ -120,7 +121,7 @@ struct TileScheduler {
         if (__any_sync(~0u, large || (any && (empty[0] || empty[1]))) && lane == 0) problem.mark(tile);
     }
 
-    // Weight of this CTA's part in the combined result of a cluster's tile. Replaces lse2 by the LSE over all parts.
+    // Weight of this CTA in the combined result of a cluster's tile. Replaces lse2 by the LSE over all CTAs.
     __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&inv_sum)[2]) {
         float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2], kept[2];
 #pragma unroll

@@ -4,14 +4,14 @@
 #include "sm90/prefill/trace.cuh"
 #include "sm90/prefill_consumer.cuh"
 
-// Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
-// which seldom happens after the first blocks.
+// Weights are exp2(score - reference). The reference is raised to the running maximum when the maximum exceeds it by
+// more than RAISE, which is rare after the first blocks.
 constexpr float RAISE = 8.0f;
 
 // The block of keys that a consumer scores.
 struct OwnBlock {
-    uint32 n, tiles;  // of the CTA; its tiles with keys before this one
-    bool last;        // of the tile, of those that this consumer scores
+    uint32 n, tiles;  // its number in the CTA; number of earlier tiles with keys
+    bool last;        // the last block of the tile that this consumer scores
 };
 
 // Consumer CONSUMER computes values 256 CONSUMER .. + 255 of the result. Column 8 j + 2 c + e of products is in element 4 j + 2 r + e.
@@ -27,7 +27,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     __device__ explicit Consumer(const SparseProblem& p) : PrefillConsumer(p) {
         head = 16 * warp + lane / 4;
-        // A scale of 0 would make the -inf score of a masked key NaN.
+        // A scale of 0 would turn the -inf score of a masked key into NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
     }
 
@@ -36,7 +36,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         seen = 0;
     }
 
-    // Start the PV products of the other consumer's block, the CTA's n-th, with that consumer's weights.
+    // Start the PV products of block n, which the other consumer scored, with its weights.
     __device__ void add_other(uint32 n) {
         weights_ready[OTHER].wait(n / 2 % 2);
         trace.note(WEIGHTS_ARRIVED);
@@ -69,7 +69,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         trace.note(Q_ARRIVED);
         k_ready[CONSUMER][PIECE].wait(n / 2 % 2);
         trace.note(ROWS_ARRIVED);
-        wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
+        wgmma_fence();  // repeated, because the compiler treats the code after a wait as divergent
         score_tile<first_tile(PIECE)>(scores);
         score_tile<first_tile(PIECE) + 1>(scores);
     }
@@ -88,7 +88,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             if (!(words[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) scores[i] = -infinity();
     }
 
-    // The softmax of a block: weights in bfloat16, in registers for this consumer and in shared memory for the other.
+    // The softmax of a block. Stores the weights in bfloat16 in registers for this consumer, and in shared memory for
+    // the other one.
     __device__ void weigh(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -122,7 +123,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         weights_ready[CONSUMER].arrive_warp();
     }
 
-    // Add the other consumer's last block of the `tiles`-th tile, and wait for its products.
+    // Add the last block of the `tiles`-th tile, which the other consumer scored, and wait for the products.
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
         trace.note(LAST_BEGIN);
         add_other(n);
@@ -135,8 +136,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         trace.note(LAST_DONE);
     }
 
-    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the previous block is the other consumer's
-    // and is added up first, so that its rows are freed early.
+    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the PV products of the previous
+    // block, which the other consumer scored, start first, so that its rows are freed early.
     template <bool FIRST> __device__ __forceinline__ void take(const OwnBlock& of) {
         float scores[32];
         pin(scores);
@@ -197,7 +198,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
     __device__ void finish(int tile, uint32 tiles) {
         trace.note(FINISH_BEGIN);
         uint32 slot = 2 * (tiles % 2) + OTHER;
-        float checks[8] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
+        float checks[8] = {};  // NaN if a value is not finite; several accumulators shorten the dependent chains
 #pragma unroll
         for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]) + (checks[4] + checks[5]) + (checks[6] + checks[7]);
@@ -210,7 +211,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             others[r] = lds_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r);
             sum[r] = rows[r].total + others[r].x;
             check = fmaf(sum[r], 0.0f, check);
-            // All scores are -inf although keys are present: the scores are out of range.
+            // All scores are -inf although keys are present: the scores overflowed.
             if (seen && rows[r].reference == -infinity()) check = 1.0f;
             // Scores so large that float32 cannot resolve their differences.
             if (fabsf(rows[r].reference) > MAX_PRECISE_SCORE && rows[r].reference != -infinity()) check = 1.0f;
@@ -243,7 +244,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         trace.note(FINISH_END);
     }
 
-    // Store 128 values of row r: of every four neighbouring chunks of 8 values this lane stores one, at `out` + 32 i.
+    // Store 128 values of row r. Four lanes transpose their words, so that each stores one of four neighbouring chunks
+    // of 8 values, at `out` + 32 i.
     __device__ void store_row(bf16* out, const float (&x)[64], int r, float factor, bool here) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -4,13 +4,14 @@
 #include "sm90/hopper.cuh"
 #include "common/device.cuh"
 
-constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; beyond it, float32 sums of products have an error of more than 2^-10
 constexpr int PRODUCERS = 4;  // warps
 constexpr int THREADS = 384, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
 static_assert(THREADS == 256 + 32 * PRODUCERS, "and two warpgroups of consumers");
 
-// Q and a block of keys are stored as tiles of 64 values. A *piece* is two tiles: it is copied and signalled as a whole, and
-// freed when the consumer that has these values of the result has used it. Pieces are loaded in the order of their use:
+// Q and a block of keys are stored as tiles of 64 values. A *piece* is two tiles: it is copied and signalled as a
+// whole, and freed after the PV products of the consumer that computes these values of the result. Pieces are loaded in
+// the order of their use:
 //
 //     0  values 0..127 (consumer 0)      1  values 256..383 (consumer 1)
 //     2  values 128..255 (consumer 0)    3  values 384..511 (consumer 1)

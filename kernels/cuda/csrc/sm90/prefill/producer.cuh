@@ -4,7 +4,8 @@
 #include "sm90/prefill/trace.cuh"
 #include "sm90/hopper.cuh"
 
-// A warp copies a quarter of the rows of a block, piece by piece: 16 bytes a lane, so four rows of 128 bytes at a time.
+// A warp copies a quarter of the rows of a block, piece by piece. A lane copies 16 bytes, so the warp copies 128 bytes
+// of four rows at a time.
 struct Producer {
     static constexpr int ROWS = BLOCK / PRODUCERS, STEPS = ROWS / 4;
 
@@ -31,7 +32,7 @@ struct Producer {
     // Start copies of this warp's rows of a tile at `target`; zeros for absent rows.
     __device__ void copy_tile(uint32 target, const Sources& from, int tile) const {
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i)  // the swizzle of rows 4 further differs by 4 chunks
+        for (int i = 0; i < STEPS; ++i)  // the swizzle of row + 4 differs by 4 chunks
             copy_async<16>(target + tile * TILE_BYTES + (to ^ i % 2 * 64) + i * 512, from.at[i] + tile * 128, from.here[i]);
     }
     __device__ void copy_piece(uint32 target, const Sources& from, int piece) const {
@@ -40,8 +41,8 @@ struct Producer {
         copies_commit();
     }
 
-    // Start TMA copies of this warp's piece of a tile's Q: as many pieces as warps. The boxes signal their own completion. Q leaves the L2
-    // cache first: rows, which are read again, stay.
+    // Start TMA copies of this warp's piece of a tile's Q; there is one piece for each warp. The copies signal the
+    // barrier themselves. Q is evicted from L2 first, because only rows are read again.
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int rope = HAS_ROPE && warp == PIECES - 1;
@@ -66,7 +67,7 @@ struct Producer {
         barrier.arrive_warp();
     }
 
-    // The same row by row, for queries without a tensor map.
+    // Copy Q row by row, for queries without a tensor map.
     __device__ void copy_q(int tile, uint32 tiles) const {
         const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
         Sources from = sources(reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));

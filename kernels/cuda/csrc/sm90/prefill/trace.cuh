@@ -1,4 +1,5 @@
-// With -DTRACE: when the roles of sm90/prefill/prefill.cu pass which point, for benchmarks/prefill_trace.py. Without, no code.
+// With -DTRACE: records when each role of sm90/prefill/prefill.cu passes each point, for benchmarks/prefill_trace.py.
+// Without it: no code.
 #pragma once
 #include "sm90/prefill/memory.cuh"
 

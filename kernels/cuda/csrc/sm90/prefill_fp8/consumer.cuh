@@ -6,16 +6,17 @@
 #include "sm90/prefill_fp8/products.cuh"
 #include "sm90/prefill_consumer.cuh"
 
-// Weights of V are exp2(score + e - reference + HEADROOM), where 2^e is the scale of a key's row: they are rounded to e4m3, of at
-// most 448. The reference is raised to the largest such sum when that is larger by more than RAISE.
+// Weights of V are exp2(score + e - reference + HEADROOM), where 2^e is the scale of the key's row. They are rounded to
+// e4m3, whose largest value is 448. The reference is raised to the largest score + e when that exceeds it by more than
+// RAISE.
 constexpr float HEADROOM = 5.0f, RAISE = 3.75f;
 
-constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // of results in shared memory, half of a consumer's
+constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // of a row of results in shared memory: half of the consumer's values
 
 // The block of keys that a consumer scores.
 struct OwnBlock {
-    uint32 n, tiles;  // of the CTA; its tiles with keys before this one
-    bool last;        // of the tile, of those that this consumer scores
+    uint32 n, tiles;  // its number in the CTA; number of earlier tiles with keys
+    bool last;        // the last block of the tile that this consumer scores
 };
 
 // Consumer CONSUMER computes values 256 CONSUMER .. + 255 of the result. Scores: column 8 j + 2 c + e in element 4 j + 2 r + e. Sums:
@@ -28,20 +29,20 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     __device__ explicit Consumer(const SparseProblem& p) : PrefillConsumer(p) { head = 16 * warp + lane / 4; }
 
-    // Wait for V^T of the next of this consumer's pieces; its descriptor.
+    // Wait for the next piece of V^T of this consumer, and return its descriptor.
     __device__ uint64 next_piece() {
         values_ready[CONSUMER][piece.slot].wait(piece.phase);
         uint64 values = narrow_descriptor(VALUES_AT + CONSUMER * VALUE_SLOTS * VALUES_BYTES) + piece.slot * (VALUES_BYTES >> 4);
         piece.advance(1);
         return values;
     }
-    // Free the two pieces before the next one. Their products have ended.
+    // Free the last two pieces, whose products have ended.
     __device__ void free_pieces() const {
         values_free[CONSUMER][(piece.slot + 1) % VALUE_SLOTS].arrive_warp();
         values_free[CONSUMER][(piece.slot + 2) % VALUE_SLOTS].arrive_warp();
     }
 
-    // Start the products of the other consumer's weights of block n and V.
+    // Start the PV products of block n with the other consumer's weights.
     __device__ void add_other(uint32 n) {
         weights_ready[OTHER].wait(n / 2 % 2);
         uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
@@ -54,13 +55,13 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 #pragma unroll
         for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, low, weights + 2 * step, values + 2 * step, 1);
         values = next_piece();
-        wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
+        wgmma_fence();  // repeated, because the compiler treats the code after a wait as divergent
 #pragma unroll
         for (int step = 0; step < 2; ++step) wgmma_rows(e4m3{}, high, weights + 2 * step, values + 2 * step, 1);
         wgmma_commit();
     }
 
-    // Start the products of this consumer's weights.
+    // Start the PV products with this consumer's weights.
     __device__ void add_own(const uint32 (&weights)[2][4]) {
         pin(low), pin(high);
         uint64 values = next_piece();
@@ -74,8 +75,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         wgmma_commit();
     }
 
-    // Start the products of Q and K. Rows have landed by copies of other threads, which are visible to products once this thread,
-    // which has seen them, has passed a fence.
+    // Start the products of Q and K. Other threads copied the rows; the fence of this thread makes their writes, which
+    // the barrier made visible to it, visible to the products.
     __device__ void score(float (&scores)[32], const OwnBlock& of) {
         q_ready[of.tiles % 2].wait(of.tiles / 2 % 2);
         landed[of.n % K_SLOTS].wait(of.n / K_SLOTS % 2);
@@ -96,7 +97,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         factor[0] = lds_float(at), factor[1] = lds_float(at + 32);
     }
 
-    // Keys of one scale, all present, as nearly all blocks have. `largest` becomes that of this lane's scores, `scores` stay as they are.
+    // Fast path: all keys present, one scale. Sets `largest` to the maxima of this lane's scores; `scores` are
+    // unchanged.
     __device__ void score_alike(const float (&scores)[32], float (&largest)[2], const float (&factor)[2], float scale, float exponent) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -108,7 +110,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         }
     }
 
-    // Keys of any scales; -inf for absent ones. `scores` become those in units of the softmax, with the scales' exponents added.
+    // General path: scores times the factors, plus the exponents of the key scales; -inf for absent keys. Sets
+    // `largest` to the maxima of this lane.
     __device__ void score_each(float (&scores)[32], float (&largest)[2], const float (&factor)[2], uint32 scales_at) {
         largest[0] = largest[1] = -infinity();
 #pragma unroll
@@ -126,7 +129,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         }
     }
 
-    // Weights of scores of either kind, and their sums without the keys' scales.
+    // Weights after score_alike and after score_each, and their sums divided by the key scales.
     __device__ void weigh_alike(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent, float inverse) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -158,8 +161,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
     // 2^-e of a scale 2^e.
     __device__ static float inverse_of(uint32 word) { return __uint_as_float(0x7f000000 - (word & 0xffff0000)); }
 
-    // The softmax of a block: weights in e4m3, in registers for this consumer and in shared memory for the other. Products that are
-    // under way, with the other consumer's block, have ended when it returns.
+    // The softmax of a block. Stores the weights in e4m3 in registers for this consumer, and in shared memory for the
+    // other one. Waits for the products of the other consumer's block, which run meanwhile.
     template <bool FIRST> __device__ __forceinline__ void weigh(float (&scores)[32], uint32 (&weights)[2][4], float (&now)[2], float (&sum)[2], const OwnBlock& of) {
         uint32 scales = SCALES_AT + of.n % SCALE_SLOTS * (4 * BLOCK), scales_at = scales + 8 * (lane % 4), word = lds32(scales);
         uint2 some = lds64(scales + 8 * lane);
@@ -206,8 +209,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         weights_ready[CONSUMER].arrive_warp();
     }
 
-    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the block before is the other consumer's: its
-    // products with V start after those of Q and K, and run during the softmax.
+    // Process a block that this consumer scores. Unless it is the FIRST of a tile, the PV products of the previous
+    // block, which the other consumer scored, start after the QK products and run during the softmax.
     template <bool FIRST> __device__ __forceinline__ void take(const OwnBlock& of) {
         float scores[32];
         score(scores, of);
@@ -236,7 +239,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         free_pieces();
     }
 
-    // Add the other consumer's last block of the `tiles`-th tile.
+    // Add the last block of the `tiles`-th tile, which the other consumer scored.
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
         add_other(n);
         publish(tiles);
@@ -248,7 +251,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
     // Epilogue: combine both consumers' sums, and store the results of a tile.
     __device__ void finish(int tile, uint32 tiles) {
         uint32 slot = 2 * (tiles % 2) + OTHER;
-        float checks[4] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
+        float checks[4] = {};  // NaN if a value is not finite; several accumulators shorten the dependent chains
 #pragma unroll
         for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, fmaf(high[i], 0.0f, checks[i % 4]));
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]);
@@ -279,7 +282,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         }
         uint32 to = Q_AT + tiles % 2 * OPERAND_BYTES + CONSUMER * (OPERAND_BYTES / 2) + 16 * warp * ROW_BYTES;
         bf16* out = problem.out + at.b * problem.out_stride_b + (at.first_head + 16 * warp + lane) * problem.out_stride_h + 256 * CONSUMER;
-        bool stores = lane < 16 && at.first_head + 16 * warp + lane < problem.heads;  // of a warp's rows this lane stores one
+        bool stores = lane < 16 && at.first_head + 16 * warp + lane < problem.heads;  // each lane stores one row of the warp
         stage_row(to, low, 0, sum[0]), stage_row(to, low, 1, sum[1]);
         store_rows(out, to, stores);
         bulk_stores_read<0>();
@@ -288,7 +291,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         store_rows(out + 128, to, stores);
     }
 
-    // Row r of this lane's 128 values to shared memory: 32 of them, or 4 chunks of 16 bytes, in an order without bank conflicts.
+    // Write this lane's 32 values of row r to shared memory: 4 chunks of 16 bytes, in an order without bank conflicts.
     __device__ void stage_row(uint32 to, const float (&x)[64], int r, float factor) {
         uint4 chunks[4];
 #pragma unroll
@@ -312,7 +315,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         a = {really ? b.x : a.x, really ? b.y : a.y, really ? b.z : a.z, really ? b.w : a.w};
         b = {really ? before.x : b.x, really ? before.y : b.y, really ? before.z : b.z, really ? before.w : b.w};
     }
-    // Start to store a warp's rows.
+    // Start bulk stores of a warp's rows.
     __device__ void store_rows(bf16* out, uint32 from, bool stores) {
         fence_proxy_async();
         __syncwarp();
@@ -330,7 +333,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             take<false>({own, tiles, own + 2 >= end});
             own += 2;
         }
-        if (tiles) {  // by now the results of the tile before have been read
+        if (tiles) {  // by now the bulk stores have read the results of the previous tile
             bulk_stores_read<0>();
             q_free[(tiles - 1) % 2].arrive_warp();
         }

@@ -9,14 +9,16 @@ constexpr int COPIERS = 2, CONVERTERS = 2, TRANSPOSERS = 4;  // warps
 constexpr int THREADS = 512, PRODUCER_REGISTERS = 48, CONSUMER_REGISTERS = 208;
 static_assert(THREADS == 256 + 32 * (COPIERS + CONVERTERS + TRANSPOSERS), "and two warpgroups of consumers");
 
-// Q and a block of keys are stored as tiles of 64 rows of 128 values, a *piece*, swizzled as wgmma operands. V^T is stored by
-// pieces, too: 128 rows of 64 bytes, a value each of the block's keys (products.cuh). Consumer c has the pieces 2 c and 2 c + 1,
-// its piece number j is piece j % 2 of these of block j / 2. Weights have 64 rows of 64 bytes.
+// Q and a block of keys are stored as tiles of 64 rows of 128 values, swizzled as wgmma operands; such a tile is a
+// *piece*. A piece of V^T has 128 rows of 64 bytes: row v has value v of all keys of the block (products.cuh). Consumer
+// c has the pieces 2 c and 2 c + 1 of each block; its j-th piece is piece j % 2 of block j / 2. Weights have 64 rows of
+// 64 bytes.
 constexpr int PIECES = 4, K_SLOTS = 3, VALUE_SLOTS = 3, SCALE_SLOTS = 8;
 constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK, WEIGHT_BYTES = HEADS * BLOCK;
 
-// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count). Waits are by
-// parity: a warp that waits for a phase knows that the phase before has completed, and that the next one cannot.
+// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
+// Waits are by parity: when a warp waits for a phase, the previous phase has completed and the next one cannot
+// complete.
 //
 //     barrier               arrivals of a phase                  waits                              guards
 //     landed[n % 3]         64: threads of the copiers, when     the consumer that scores the       K and SCALES of block n
@@ -35,10 +37,11 @@ constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK
 //     totals_ready[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
 //     named 2, 3            128: consumer 0; consumer 1          the same consumer                  nothing: the end of a tile
 //
-// WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores those of block n + 2 when it has those of block n + 1,
-// which the other consumer stores when its products with block n have ended. SCALES of block n + 8 are copied after k_free of
-// block n + 5, long after the softmax of block n. Neither consumer is more than a tile ahead: it waits for the other's
-// totals_ready of a tile before it begins the next, so no phase of q_free has two arrivals of a warp.
+// WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores its weights of block n + 2 after it has
+// received the weights of block n + 1, which the other consumer stores after its products with block n. SCALES of block
+// n + 8 are copied after k_free of block n + 5, long after the softmax of block n. Neither consumer is more than a tile
+// ahead: it waits for totals_ready of the other one before it begins the next tile, so no phase of q_free has two
+// arrivals of a warp.
 
 struct SharedMemory {
     uint64 landed[K_SLOTS], k_free[K_SLOTS];

@@ -1,9 +1,10 @@
 // Sparse MLA prefill over gathered e4m3 rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, the LSE and
 // max_logits. Q is bfloat16, and converted here; products are of e4m3 values.
 //
-// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale 2^e_k (prefill_fp8_rows.cu),
-// row h of Q a scale of its own. Scores are S = scale_h 2^e_k Q8 K8^T. As FP8 products reduce over keys, e_k is moved from V to the
-// weights: P = exp2(S + e_k - reference), rounded to e4m3; the sum of weights is that of P 2^-e_k before rounding.
+// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale
+// 2^e_k (prefill_fp8_rows.cu), row h of Q a scale of its own. Scores are S = scale_h 2^e_k Q8 K8^T. As FP8 products
+// reduce over keys, e_k is moved from V to the weights: P = exp2(S + e_k - reference), rounded to e4m3; the sum of
+// weights is that of P 2^-e_k before rounding.
 //
 // Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ...
 // Block: 512 threads.
@@ -23,8 +24,8 @@
 //     weights, 2 blocks                  8
 //     in all                           222
 //
-// A consumer scores its block before it adds the other's, which it needs for its own reference: the softmax of one consumer runs
-// beside the other's products.
+// A consumer scores its block before it adds the other consumer's block, whose reference it needs. So the softmax of
+// one consumer overlaps the products of the other one.
 //
 // Limits: one list of keys; 512 values a row. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum or a
 // result is not finite (which NaN scales ensure for rows and queries out of range), or if its highest score exceeds MAX_PRECISE_SCORE.

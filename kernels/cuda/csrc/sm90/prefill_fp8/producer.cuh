@@ -4,7 +4,8 @@
 #include "sm90/prefill_fp8/products.cuh"
 #include "sm90/gathered_rows.cuh"
 
-// A warp copies half of a block's rows: four at a time, 128 bytes of each. Copies signal by themselves when they have landed.
+// A warp copies half of a block's rows: 128 bytes of four rows at a time. The copies arrive at the barrier when they
+// have landed.
 struct Copier {
     static constexpr int ROWS = BLOCK / COPIERS, STEPS = ROWS / 4;
 
@@ -12,7 +13,7 @@ struct Copier {
     const uint32* row_scales;
     int warp, lane;
 
-    // Index of this lane's row as listed, or -1 after the end.
+    // Index of this lane's row in the list, or -1 after the end.
     __device__ int listed_row(const BlockWalk& walk) const {
         const Segment& list = problem.segments[0];
         int at = walk.block * BLOCK + ROWS * warp + lane;
@@ -31,7 +32,7 @@ struct Copier {
             int from_row = __shfl_sync(~0u, own, 4 * i + row);
             const uint8* from = list.pages + max(from_row, 0) * list.page_stride + chunk * 16;
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece)  // the swizzle of rows 4 further differs by 4 chunks
+            for (int piece = 0; piece < PIECES; ++piece)  // the swizzle of row + 4 differs by 4 chunks
                 copy_async<16>((to ^ i % 2 * 64) + i * 512 + piece * TILE_BYTES, from + 128 * piece, from_row >= 0);
         }
         landed[slot].arrive_after_copies();
@@ -51,11 +52,12 @@ struct Copier {
     }
 };
 
-// A warp transposes half of the keys of its consumer's pieces, 32 of them and 128 values at a time. Lane 4 g + c reads four of 16
-// keys, 2 c + i % 2 + i / 2 * 8, and values 16 g .. + 15.
+// A warp transposes half of the keys of its consumer's pieces: 32 keys and 128 values at a time. Of each 16 keys, lane
+// 4 g + c reads keys 2 c + i % 2 + i / 2 * 8, values 16 g .. + 15.
 //
-// V^T has value 16 g + j of 128 in row 8 j + g, and in a row the keys of each 16 in the order of lanes, so that stmatrix stores
-// them as they are in registers. Weights have the same order of keys, and results that of values (consumer.cuh).
+// Row 8 j + g of V^T has value 16 g + j of 128. In a row, each 16 keys are in the order of lanes, so that stmatrix
+// stores them as they are in registers. Weights have the same order of keys, and results the same order of values
+// (consumer.cuh).
 struct Transposer {
     const SparseProblem& problem;
     int consumer, half, lane;

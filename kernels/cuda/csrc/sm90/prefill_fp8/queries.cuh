@@ -18,20 +18,21 @@ __device__ inline void sts64(uint32 address, uint2 x) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(own(address)), "r"(x.x), "r"(x.y) : "memory");
 }
 
-// What the values of a head are multiplied by, and the factor of its scores: positive, because a negative softmax scale is moved to
-// the values. NaN if a value is not finite, or if scores might not be.
+// The factor of the values of a head, and the factor of its scores. The latter is positive: the sign of a negative
+// softmax scale goes to the values. It is NaN if a value is not finite, or if scores might not be.
 struct HeadScale {
     float of_values, of_scores;
 };
 __device__ inline HeadScale scale_of_head(float softmax_scale, uint32 largest) {
     int e = scale_exponent(__uint_as_float(largest << 16), LEAST_EXPONENT);
-    // A scale of 0 would make the -inf score of a masked key NaN.
+    // A scale of 0 would turn the -inf score of a masked key into NaN.
     float scale = softmax_scale == 0.0f ? 1e-30f : fabsf(softmax_scale) * LOG2_E * power_of_two(e);
     if (!(largest < 0x7f80 && scale < 0x1p50f)) scale = __uint_as_float(0x7fc00000);
     return {softmax_scale < 0.0f ? -power_of_two(-e) : power_of_two(-e), scale};
 }
 
-// `COUNT` heads of a tile from `first` on. All loads come before all maxima, and these before all stores, so that they overlap.
+// `COUNT` heads of a tile from `first` on. All loads precede all reductions, and these precede all stores, so that they
+// overlap.
 template <int COUNT> struct SomeHeads {
     HeadPart x[COUNT];
 
