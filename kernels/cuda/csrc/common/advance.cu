@@ -1,4 +1,4 @@
-// One step forward of a decode batch: a sampled token becomes the next input.
+// Advance a decode batch by one step: sampled tokens become the next inputs.
 //
 // Grid: a thread per sequence. Block: 128 threads. No shared memory. An int64 token that TOKEN cannot hold becomes -1.
 //
@@ -17,7 +17,7 @@ advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens,
     TOKEN token = 0;
     int position = 0, slot = -1;
     if (i < num_queries) {
-        position = seq_lens[i * lens_stride];  // of the sampled token: the first one after the sequence
+        position = seq_lens[i * lens_stride];  // of the sampled token, which follows the sequence
         int64 sampled = sampled_token_ids[i * sampled_stride];
         token = TOKEN(sampled);
         if (token != sampled) token = -1;  // an int64 that int cannot hold

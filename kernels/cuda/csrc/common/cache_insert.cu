@@ -1,9 +1,9 @@
 // Quantise rows to FP8 or FP4 and insert them into a paged cache.
 //
-// Grid: a warp per token, or half a warp if a row has 128 values. Block: 128 threads. No shared memory. Each lane holds 8
-// neighbouring values of a row in each of its rounds (a round is 32 lanes x 8 values), so a tile of 16 to 128 values is in 2 to
-// 16 lanes and its largest magnitude takes 1 to 4 shuffles. Reads of a row are 512 contiguous bytes per round, writes 256 or 128.
-// The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
+// Grid: a warp per token, or half a warp if a row has 128 values. Block: 128 threads. No shared memory. Each lane holds
+// 8 neighbouring values of a row in each round (32 lanes x 8 values), so a tile of 16 to 128 values is in 2 to 16 lanes
+// and its largest magnitude takes 1 to 4 shuffles. A round reads 512 contiguous bytes and writes 256 or 128. Values
+// that stay 16-bit come from a second array, `rope`, which may be a part of the first.
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, MIN_EXPONENT (of such scales), ALIGNED.
 #include "common/device.cuh"
@@ -34,7 +34,7 @@ __device__ inline float largest_of_tile(float largest) {
     return largest;
 }
 
-// Whether this half of a warp has no token; of whole warps such a one has ended.
+// Whether this half of a warp has no token. A warp without a token has exited.
 __device__ inline bool is_absent(Token token) { return LANES < 32 && token.row == nullptr; }
 
 // A tile's largest finite magnitude, and whether it has a NaN. Called by every lane of the warp.
@@ -50,7 +50,8 @@ template <class Input> __device__ inline Tile tile_of(Raw8<Input>, const float (
     for (int i = 0; i < 8; ++i) own_nan |= x[i] != x[i];
     return {amax, LAYOUT::e2m1_values && tile_has_nan<TILE_LANES>(own_nan, threadIdx.x % 32)};
 }
-// Magnitudes of bfloat16 values are ordered as their bits are. Infinities and NaN are above all, and looked for if there is one.
+// Magnitudes of bfloat16 values have the order of their bits. Infinities and NaN are the largest; if there is one, the
+// values are scanned again.
 __device__ inline Tile tile_of(Raw8<bf16> raw, const float (&x)[8]) {
     uint32 largest = largest_of_8(raw.words);
     largest = max(largest & 0xffff, largest >> 16);
@@ -93,7 +94,7 @@ __device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
 
 constexpr bool BYTE_SCALES = LAYOUT::ue8m0 || LAYOUT::e4m3_scales;
 
-// Store scales of a byte four at a time: neighbouring tiles' lanes gather them.
+// Store one-byte scales four at a time, gathered from the lanes of neighbouring tiles.
 __device__ inline void store_byte_scales(Token token, int lane, const uint32 (&scales)[ROUNDS]) {
     constexpr int WORD_LANES = 4 * TILE_LANES;
     static_assert(!BYTE_SCALES || LAYOUT::scale_bytes % 4 == 0);
@@ -131,7 +132,7 @@ quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, i
     int64 slot = there ? slot_mapping[token] : -1;
     Raw8<INPUT> raw[ROUNDS];
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {  // loaded before the slot is known, although it may skip the row
+    for (int round = 0; round < ROUNDS; ++round) {  // loaded before the slot is known; an absent slot discards the row
         int first = 8 * (LANES * round + lane);
         raw[round] = {};
         if (!there) continue;

@@ -1,12 +1,12 @@
-// Indexer scores of the positions of float32 queries' candidate blocks, in a paged cache:
-// logits = scale * sum of weights * relu(q . k).
+// Indexer scores of float32 queries for the positions of their candidate blocks, in a paged cache: logits = scale * sum
+// of weights * relu(q . k).
 //
 // Grid: (tiles of 64 candidate positions, queries), both strided. Block: 128 threads; a thread has 4 positions and 4 heads, 16
 // threads have the tile's positions, and 8 groups of them 32 heads.
 // Shared memory: 28 KiB, static: half of the values of the tile's keys and of 32 heads, as float32, and the keys' addresses.
 //
-// Float32 arithmetic: each value that is read from shared memory takes part in four products. Queries and keys of 16 bits and fewer
-// take tensor cores (sm80/index_scores.cu).
+// Float32 arithmetic: each value read from shared memory enters four products. Queries and keys of at most 16 bits use
+// tensor cores (sm80/index_scores.cu).
 //
 // Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4).
 #include "common/pages.cuh"
@@ -15,7 +15,7 @@
 constexpr int DIM = 128, HALF = 64, KEYS = 64, HEADS = 32, THREADS = 128, CHUNK = 16;
 constexpr int KEY_STRIDE = KEYS + 4, HEAD_STRIDE = HEADS + 4;
 
-// CHUNK values of a key from value d on, e2m1 ones scaled.
+// CHUNK values of a key from value d on; e2m1 values are scaled.
 __device__ inline void read_chunk(const Token& token, int d, float (&x)[CHUNK]) {
     if constexpr (LAYOUT::e2m1_values) {
         float scale = ue8m0_scale(token.scales[d / LAYOUT::scale_tile]);
@@ -103,7 +103,7 @@ candidate_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_str
 #pragma unroll
                 for (int a = 0; a < 4; ++a) {
                     int head = first_head + own_heads + a;
-                    if (head >= heads) continue;  // where a product of NaN keys and no query would be NaN
+                    if (head >= heads) continue;  // otherwise the product of NaN keys and an absent query would be NaN
                     float weight = weights[query * weights_stride + head];
 #pragma unroll
                     for (int b = 0; b < 4; ++b) {

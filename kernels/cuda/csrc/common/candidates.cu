@@ -1,8 +1,8 @@
-// Candidate blocks: the largest logit of each block of columns of a row, a mask of the columns outside of chosen blocks, and the
-// positions of columns of candidates.
+// Candidate blocks: the largest logit of each block of columns of a row, a mask of the columns outside the selected
+// blocks, and the positions of candidate columns.
 //
-// Grid: CTAs over blocks or segments of a row, and rows; both strided. Block: THREADS threads.
-// Shared memory: of the mask a bit for each block of a segment, 1 KiB, static.
+// Grid: CTAs over blocks or segments of a row, and rows; both strided. Block: THREADS threads. Shared memory: for the
+// mask, a bit for each block of a segment, 1 KiB, static.
 //
 // The first two read or write each logit once and are bound by memory.
 //
@@ -73,7 +73,7 @@ apply_candidate_mask(float* logits, int64 stride, int width, int64 num_rows, con
     }
 }
 
-// In place: columns of candidates' logits to positions.
+// Convert columns of candidate logits to positions, in place.
 extern "C" __global__ void __launch_bounds__(THREADS)
 candidate_positions(int* indices, int64 stride, int topk, int64 num_rows, const int* candidates, int64 candidates_stride,
                     int block) {

@@ -1,19 +1,19 @@
-// Top-k selection that stores nothing of a row: a CTA reads the row four times or, if equal logits compete, seven times.
-// It writes in order, and so can leave out rows without a slot.
+// Top-k selection that stores no part of a row: a CTA reads the row four times or, if equal logits compete, seven
+// times. It writes columns in order, and so can omit rows without a slot.
 //
 // Macro: THREADS.
 #pragma once
 #include "common/chosen_rows.cuh"
 #include "common/selection.cuh"
 
-// Write the columns of a chunk that are kept, one per thread, after `written` others.
+// Write the selected columns of a chunk, one per thread, after `written` earlier ones.
 __device__ inline void write_chunk(Scratch& shared, ColumnsOfRow out, bool keep, int column, int& written, int&) {
     int total, to = written + sum_before(shared, keep, total);
     if (keep) out.columns[to] = column;
     written += total;
     __syncthreads();
 }
-// The same, and the slots of the columns that have one after `mapped` others.
+// The same, and the slots of the columns that have one, after `mapped` earlier ones.
 __device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written,
                                    int& mapped) {
     write_chunk(shared, ColumnsOfRow{out.columns}, keep, column, written, mapped);

@@ -1,7 +1,8 @@
-// Output of a top-k selection among a row's columns: the chosen columns, ascending, then -1; with ToSlots also the slots of
-// these rows in a paged cache, as compute_compact_topk_indices_and_lens (common/indices.cu) finds them from the columns.
+// Output of a top-k selection among the columns of a row: the selected columns, ascending, then -1. With ToSlots also
+// their slots in a paged cache, equal to the result of compute_compact_topk_indices_and_lens (common/indices.cu).
 //
-// Macro: OUTPUT (ToColumns or ToSlots), the kernel's parameter. Both give a row's output the same member functions.
+// Macro: OUTPUT (ToColumns or ToSlots), the kernel's parameter. Both give the output of a row the same member
+// functions.
 #pragma once
 #include "common/pages.cuh"
 
@@ -31,8 +32,8 @@ struct SlotsOfRow {
     int num_pages;
     BlockSize block_size;
 
-    // Whether a page of the first `length` rows is absent, among the pages that this thread of `threads` checks. A block
-    // whose last slot may exceed int32 counts as absent.
+    // Whether a page of the first `length` rows is absent, among the pages that this one of `threads` threads checks. A
+    // block whose last slot may exceed int32 counts as absent.
     __device__ bool lacks_page(int length, int thread, int threads) const {
         int needed = length > 0 ? int(block_size.page_of(length - 1)) + 1 : 0;
         uint32 beyond = block_size.page_of(INT32_LIMIT);
@@ -49,7 +50,7 @@ struct SlotsOfRow {
     // Writes columns whose pages are all present; neighbours use one lookup.
     struct Writer {
         const SlotsOfRow* row = nullptr;
-        uint32 page = ~0u, moved = 0;  // the last column's page, and slot minus column of its rows
+        uint32 page = ~0u, moved = 0;  // page of the last column, and slot minus column of its rows
 
         __device__ void look_up(int column) {
             uint32 needed = row->block_size.page_of(column);

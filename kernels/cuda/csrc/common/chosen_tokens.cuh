@@ -1,4 +1,4 @@
-// Tokens of a neighbourhood that have a slot. Macro: PARTS (above 1, slots are loaded together).
+// Iterates over neighbouring tokens that have a slot. Macro: PARTS (if above 1, slots are loaded together).
 #pragma once
 #include "common/device.cuh"
 
@@ -7,7 +7,8 @@ template <class S> __device__ inline int64 slot_of(const S* slots, int token, in
     return slot < there ? slot : -1;
 }
 
-// Those of up to 128 tokens, every `stride`-th from `first` on, that have a slot: they complete a row or save a state.
+// The tokens with a slot among up to 128 tokens, every `stride`-th from `first` on. They complete a row or save a
+// state.
 struct Tokens {
     int first, stride;
     uint32 left[4];
@@ -19,7 +20,7 @@ struct Tokens {
         bool has[4];
 #if PARTS > 1
         S slot[4] = {-1, -1, -1, -1};
-        if (given > 0)  // loaded together: a branch for each would wait for each
+        if (given > 0)  // loaded together: with a branch for each load, loads would wait for each other
 #pragma unroll
             for (int i = 0; i < 4; ++i) slot[i] = slots[min(first + (32 * i + lane) * stride, given - 1)];
 #pragma unroll

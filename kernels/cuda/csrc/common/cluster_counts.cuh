@@ -1,9 +1,10 @@
-// Bins counted by all CTAs of a cluster, each in its own shared memory: the bin with the k-th number.
+// Finds the bin of the k-th number among bins that all CTAs of a cluster have counted, each in its own shared memory.
 //
-// A CTA adds its sums of groups of 128 bins to every other one's (send_groups). After a cluster's barrier each finds the k-th's
-// group in these, reads the group's bins of all CTAs, and finds the bin. So one barrier suffices.
+// A CTA adds its sums of groups of 128 bins to the sums of every other CTA (send_groups). After a cluster barrier each
+// CTA finds the group of the k-th number, reads the bins of this group from all CTAs, and finds the bin. So one barrier
+// suffices.
 //
-// Macro: BLOCKS, the CTAs of a cluster; 1 leaves the cluster's functions out.
+// Macro: BLOCKS (CTAs of a cluster; with 1, the functions of clusters are not defined).
 #pragma once
 #include "common/selection.cuh"
 
@@ -15,7 +16,7 @@ static_assert(GROUPS % 32 == 0 && BLOCKS <= WARPS && GROUP / RUN >= BLOCKS && GR
 
 struct Counted {
     uint32 groups[GROUPS];             // sums over the cluster, 0 at first
-    alignas(16) uint32 bins[BLOCKS][GROUP];  // of the k-th's group, by CTA
+    alignas(16) uint32 bins[BLOCKS][GROUP];  // of the group of the k-th number, by CTA
 };
 
 __device__ inline uint32 rank_in_cluster() {
@@ -47,8 +48,8 @@ __device__ inline uint4 read_there(const uint32* here, uint32 rank) {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Adds this CTA's sums of groups to those of all CTAs, without the last bin, which is cleared. Called by all threads, after a
-// barrier and before a cluster's.
+// Adds this CTA's sums of groups to the sums of all CTAs, except the last bin, which is cleared. Called by all threads,
+// after a barrier and before a cluster barrier.
 __device__ inline void send_groups(Counted& counted, uint32* bins) {
     constexpr int LANES_OF_GROUP = GROUP / RUN;
     if (threadIdx.x == THREADS - 1) bins[BINS - 1] = 0;
@@ -64,8 +65,8 @@ __device__ inline void send_groups(Counted& counted, uint32* bins) {
     if (rank < BLOCKS && sum) add_there(counted.groups[threadIdx.x / LANES_OF_GROUP], rank, sum);
 }
 
-// The place of the rest-th among numbers whose counts the lanes of a warp have, PER each, lane 0 the first; -1 if they are
-// fewer. Subtracts those before it from `rest`.
+// The bin of the rest-th number, where each lane of a warp has PER neighbouring counts, lane 0 the first; -1 if there
+// are fewer numbers. Subtracts the numbers of earlier bins from `rest`.
 template <int PER> __device__ inline int place_of(const uint32 (&counts)[PER], int& rest) {
     int own = 0, found = -1, left = 0;
 #pragma unroll
@@ -85,12 +86,12 @@ template <int PER> __device__ inline int place_of(const uint32 (&counts)[PER], i
 }
 
 struct ClusterDigit {
-    int digit, needed, here;  // as find_digit has them; or digit is -1
+    int digit, needed, here;  // as returned by find_digit; digit is -1 if there is none
     int earlier;              // how many of `here` are counted by CTAs of lower rank
-    int most;                 // the most that one CTA counted of them
+    int most;                 // the largest number of them that one CTA has counted
 };
 
-// Called by all threads, after send_groups and a cluster's barrier. The result is valid in warp 0.
+// Called by all threads, after send_groups and a cluster barrier. The result is valid in warp 0.
 __device__ inline ClusterDigit digit_of_cluster(Counted& counted, const uint32* bins, uint32 rank, int rest) {
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
     int group = -1;

@@ -1,4 +1,4 @@
-// The rows of a gathered prefill workspace that a token attends to: its top-k, then its window. A warp takes a token.
+// The rows of a gathered prefill workspace that a token attends to: first its top-k, then its window. A warp per token.
 //
 // Macro: WIDE_ENTRIES (index_rows.cuh).
 #pragma once
@@ -19,7 +19,7 @@ struct CombinedRows {
     int compress_ratio;
     int topk;
     int row_stride;  // rows of a request
-    int swa_start;   // the first of them that is not compressed
+    int swa_start;   // the first row of the window
     int width;
 };
 
@@ -50,11 +50,11 @@ struct Gathered {
         swa_base = int(base + x.swa_start + gathered);
     }
 
-    // The row of the window's entry `rank`, or -1.
+    // The row of entry `rank` of the window, or -1.
     __device__ int window_row(int rank) const { return rank >= swa_first && rank < swa_end ? swa_base + rank : -1; }
 };
 
-// Write the first num_topk entries of a row, of which the lane has loaded its first ones, and its window.
+// Write the first num_topk entries of a row, of which the lane has loaded its first entries, and its window.
 __device__ inline void write_combined(const CombinedRows& x, int token, const Gathered& rows, int num_topk,
                                       LoadedIndices (&entries)[STEPS]) {
     const int* local = x.topk_indices + token * x.topk_stride;
@@ -82,13 +82,14 @@ __device__ inline void write_combined(const CombinedRows& x, int token, const Ga
 
 __device__ inline void combine(const CombinedRows& x, int token) {
     LoadedIndices entries[STEPS];
-    // Before the number of valid ones is known.
+    // Loaded before the number of valid entries is known.
     load_steps(entries, x.topk_indices + token * x.topk_stride, lane_id() * WIDTH, x.topk);
     Gathered rows(x, token);
     write_combined(x, token, rows, int(min(rows.complete, uint32(x.topk))), entries);
 }
 
-// The same with the present entries of any column, in order. Mostly they are a row's first ones, and are written as above.
+// The same with the present entries of any columns, in order. Usually they are the first entries of the row, and are
+// written as above.
 __device__ inline void combine_compact(const CombinedRows& x, int token) {
     const int* local = x.topk_indices + token * x.topk_stride;
     int* row = x.combined_indices + token * x.combined_stride;
@@ -97,7 +98,7 @@ __device__ inline void combine_compact(const CombinedRows& x, int token) {
     Gathered rows(x, token);
     const uint32 seen = min(rows.complete, uint32(x.swa_start));
     if (x.topk <= STEPS * STEP) {
-        int present = 0, last = 0;  // how many are present, and one past the last one
+        int present = 0, last = 0;  // number of present entries, and one past the last one
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll

@@ -1,18 +1,19 @@
 // The compressor of V4: save states, pool windows, RMSNorm, RoPE, insert.
 //
-// Grid: one launch for one compressor, or for a layer's and its indexer's. Some CTAs save states, a token per warp. Others pool
-// windows: a CTA, or a cluster of PARTS CTAs, takes neighbouring tokens and processes the tokens that complete a row in turn.
-// Block: First::THREADS threads. A thread has 4 channels; GROUPS threads split a window's positions.
-// Shared memory: the groups' partial means, and sums of squares; dynamic for PARTS > 1.
+// Grid: one launch for one compressor, or for the compressors of a layer and its indexer. Some CTAs save states, a
+// token per warp. Others pool windows: a CTA, or a cluster of PARTS CTAs, takes neighbouring tokens and processes the
+// tokens that complete a row one after another. Block: First::THREADS threads. A thread has 4 channels; GROUPS threads
+// split a window's positions. Shared memory: the groups' partial means, and sums of squares; dynamic for PARTS > 1.
 //
-// To pool a window, a thread loads AHEAD positions before it uses the first. The lanes of a warp look up one position each:
-// positions of this step are in kv_score, earlier ones in the pages of states. The first warps merge the groups' means, then
-// normalise, rotate and insert their part of the row; a cluster's CTAs exchange their sums of squares.
+// To pool a window, a thread loads AHEAD positions before it uses the first. Each lane of a warp looks up one position:
+// positions of this step are in kv_score, earlier ones in the pages of states. The first warps merge the means of all
+// groups, then normalise, rotate and insert their part of the row; the CTAs of a cluster exchange their sums of
+// squares.
 //
-// For long windows (clusters), positions are always in ALL_GROUPS groups and channels in ALL_PARTS parts, and sums are added up
-// in that order for any GROUPS and PARTS: a row is bit-identical in a batch of any size. There, pooling CTAs come first, and
-// the neighbouring states to save go to different warps. For short windows, saving CTAs come first, so that the kernel's end
-// does not wait for them.
+// For long windows (clusters), positions are always divided into ALL_GROUPS groups and channels into ALL_PARTS parts,
+// and sums are added in that order for any GROUPS and PARTS: a row is bit-identical in a batch of any size. Pooling
+// CTAs then come first, and neighbouring states are saved by different warps. For short windows, saving CTAs come
+// first, so that the end of the kernel does not wait for them.
 //
 // Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 if there is one), INPUT and WEIGHT (float or
 // bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS,
@@ -34,7 +35,8 @@ static_assert(ALL_GROUPS % GROUPS == 0 && (PARTS == 1 || ALL_PARTS % PARTS == 0)
 template <class L> struct Way {
     using Layout = L;
     static constexpr int DIM = L::head_dim, THREADS_OF_GROUP = DIM / 4 / PARTS, THREADS = GROUPS * THREADS_OF_GROUP;
-    // Threads that hold a row's channels in a CTA; if they are less than a warp, several of its lanes hold the same.
+    // Threads of a CTA that hold the channels of a row. If they are less than a warp, several lanes hold the same
+    // channels.
     static constexpr int HOLDERS = THREADS_OF_GROUP < 32 ? 32 : THREADS_OF_GROUP, WARPS = HOLDERS / 32;
     static constexpr int COPIES = HOLDERS / THREADS_OF_GROUP, PLACES = PARTS > 1 ? ALL_PARTS : WARPS;
     static constexpr int THREADS_OF_PART = PARTS > 1 ? DIM / 4 / ALL_PARTS : THREADS_OF_GROUP;
@@ -58,7 +60,7 @@ struct Rows {
     int block_size, unused;
 };
 
-// Arguments common to all compressors.
+// Arguments of all compressors.
 struct Step {
     const STATE_SLOT* state_slots;
     const SLOT* slots;
@@ -115,8 +117,8 @@ __device__ inline int remainder_of(int64 position) { return int((position % RATI
 __device__ inline int remainder_of(int position) { return (position % RATIO + RATIO) % RATIO; }
 
 #if GROUPS > 1
-// Merges the means of all groups for a thread's channels. The groups are divided into SIDES; each copy of a thread takes one,
-// or a single copy takes all.
+// Merges the means of all groups for the channels of a thread. The groups are divided into SIDES: each copy of a thread
+// merges one side, or a single copy merges all.
 template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_OF_GROUP]) {
     constexpr int THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES;
     constexpr int SIDES = PARTS > 1 ? 32 / W::THREADS_OF_PART : COPIES;
@@ -181,7 +183,8 @@ template <class W> __device__ inline void save_states(const Rows& rows, const St
     }
 }
 
-// Where a lane's position of a window is: at `source`, in kv_score if `here`. If not found, `source` is any valid row.
+// Location of a lane's position of a window: at `source`, which is in kv_score if `here`. If not found, `source` is any
+// valid row.
 struct Place {
     const void* source;
     bool found, here;
@@ -199,7 +202,7 @@ __device__ inline Place place_of(const Rows& rows, const Step& step, int token, 
     return {rows.state + entry * rows.state_page + page.row * rows.state_row, true, false};
 }
 
-// Pool the tokens from `first` on that complete a row: part `part` of its channels.
+// Pool the tokens from `first` on that complete a row, for part `part` of its channels.
 template <class W>
 __device__ inline void pool(const Rows& rows, const Step& step, int first, int part, float (*places)[W::PLACES]) {
 #if PARTS > 1
@@ -213,8 +216,8 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
     int channel_read = channel;  // a copy that stays in a register, see below
     bool holds = threadIdx.x < W::HOLDERS;
 #if PARTS > 1
-    cluster_arrive();  // so that no CTA writes to one that has not started: see RowSum
-    // For all tokens, loaded together before the token is known.
+    cluster_arrive();  // so that no CTA writes to a CTA that has not started: see RowSum
+    // Loaded for all tokens together, before the token is known.
     POSITION some_positions[4];
     int some_requests[4];
 #pragma unroll
@@ -247,7 +250,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
     int known = first;
 #endif
     for (; token >= 0; token = tokens.next()) {
-        // Keeps the compiler from storing values derived from `channel`: it rematerialises them, and saves registers.
+        // Makes the compiler rematerialise values derived from `channel` instead of keeping them in registers.
         if (PARTS > 1) asm volatile("" : "+r"(channel));
         if (token != known) position = step.positions[token], request = step.requests[token];
         bool present = request >= 0 && request < step.num_requests;
@@ -291,7 +294,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
                         kv[i] = read4(values), score[i] = read4(values + CHANNELS);
                     }
                 }
-                // The row of biases, which goes back with the positions.
+                // The row of biases, which belongs to the position.
                 int bias_row = remainder_of(remainder - from - its);
                 const float* bias_at = rows.bias + bias_row * rows.bias_stride;
 #pragma unroll
@@ -354,8 +357,8 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 #define CLUSTER
 #endif
 
-// CTAs that save states of the first compressor, then of the second, then CTAs that pool rows of either. For long windows,
-// which have one compressor: CTAs that pool, then CTAs that save.
+// CTAs that save states of the first compressor, then of the second one, then CTAs that pool rows of both. For long
+// windows, which have one compressor: CTAs that pool, then CTAs that save.
 extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 512 / First::THREADS)
 compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
 #if PARTS > 1

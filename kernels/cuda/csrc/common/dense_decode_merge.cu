@@ -1,11 +1,11 @@
 // Combine the partial results of dense MLA decode.
 //
-// `parts` (common/dense/work.cuh describes it) says how many a token has.
+// `parts` has the number of partial results of each token (common/dense/work.cuh).
 //
-// Grid: a CTA per head of an entry of `parts`; with MAX_SETS 1 also fewer, which take these in turn. Block: up to
+// Grid: a CTA per head of an entry of `parts`; with MAX_SETS 1 also fewer CTAs, which stride over them. Block: up to
 // MAX_SETS sets of four warps; each thread has four values. Shared memory: sums of the other sets. Partial results are
-// in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE splits are loaded together. With
-// more splits, each of several sets takes some of them.
+// in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE splits are loaded together. More
+// splits are divided among several sets.
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
 #include "common/device.cuh"
@@ -31,7 +31,7 @@ struct PartSum {
     }
 };
 
-__device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN without keys
+__device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // avoids NaN without keys
 
 // One head of a token that is divided: {token, range of its first part, number of its parts}.
 __device__ inline void merge(uint4 entry, int head, const float* partial_out, const float* partial_lse, int s_q, int heads, VALUE* out,
@@ -51,7 +51,7 @@ __device__ inline void merge(uint4 entry, int head, const float* partial_out, co
         float log_sums[AT_ONCE];
         float4 x[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {  // volatile: otherwise the last load waits for the first
+        for (int i = 0; i < AT_ONCE; ++i) {  // volatile, so that the last load does not wait for the first
             log_sums[i] = -infinity(), x[i] = {};
             if (first + i >= splits) continue;
             int64 row = i * part_heads + (first + i == 0) * heads;
@@ -62,7 +62,7 @@ __device__ inline void merge(uint4 entry, int head, const float* partial_out, co
         }
         float before = sum.top;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) sum.top = fmaxf(sum.top, log_sums[i]);  // NaN is in the total instead
+        for (int i = 0; i < AT_ONCE; ++i) sum.top = fmaxf(sum.top, log_sums[i]);  // a NaN reaches the total instead
         float base = base_of(sum.top);
         sum.scale(expf(before - base));
 #pragma unroll
@@ -98,7 +98,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4
                  VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
                  int64 lse_stride_h, int64 lse_stride_s) {
     pdl_release();
-    // The division is older than the decode, whose CTAs have all seen it when this kernel starts. Partial results are not.
+    // The division precedes the decode, so it is complete when this kernel starts. Partial results are not.
     bool any = false;
     for (int i = threadIdx.x; i < entries; i += blockDim.x) any |= parts[i].z > 1;
     any = __syncthreads_or(any);

@@ -1,7 +1,7 @@
 // Gather rows of several requests from a cache of plain rows into a dense workspace.
 //
-// Grid: up to MAX_BLOCKS CTAs that stride over the rows, because only the device knows their number and a workspace may have
-// many more. Block: 128 threads, a row per warp. No shared memory.
+// Grid: up to MAX_BLOCKS CTAs that stride over the rows: only the device knows the number of rows, and a workspace may
+// have many more. Block: 128 threads, a row per warp. No shared memory.
 //
 // Macros: UNIT, the type that rows are copied in (uint4, uint2, uint32, uint16 or uint8); or, to dequantise e4m3
 // rows, OUTPUT (bf16, f16 or float) and ALIGNED (which also says that rows are a multiple of 8 values).

@@ -1,4 +1,4 @@
-// e4m3 weights with a float32 scale for each block, as bfloat16: for products of many tokens by cuBLAS.
+// Dequantise e4m3 weights with a float32 scale for each block to bfloat16, for products of many tokens by cuBLAS.
 //
 // Grid: (rows, groups, parts of a row). Block: 128 threads; each takes 16 values at a time, which share a scale. A value is its code
 // times its scale, rounded once.

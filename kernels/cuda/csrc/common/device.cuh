@@ -1,5 +1,5 @@
-// What kernels for all devices are written with: number formats and their arithmetic without host headers, accesses of eight values,
-// asynchronous copies, programmatic dependent launch.
+// Shared by the kernels of all devices: number formats and their arithmetic without host headers, accesses of eight
+// values, asynchronous copies, programmatic dependent launch.
 //
 // float32 arithmetic that must not flush subnormals is written in PTX: CuPy compiles with -ftz=true.
 #pragma once
@@ -12,7 +12,8 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 using int64 = long long;
 
-// The device whose instructions convert e4m3: this one, or one that it stands in for (kernels/cuda/device.py).
+// The compute capability whose instructions convert e4m3: of this device, or of the device that a test assumes
+// (kernels/cuda/device.py).
 #ifdef ASSUMED_ARCH
 #define E4M3_ARCH ASSUMED_ARCH
 #else
@@ -56,7 +57,7 @@ __device__ inline float div(float a, float b) {
     asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
-// The larger of two numbers; a NaN is left out.
+// The larger of two numbers; NaN is ignored.
 __device__ inline float larger(float a, float b) {
     float y;
     asm("max.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -84,7 +85,7 @@ __device__ inline void e4m3x2_to_float(uint32 bytes, float& low, float& high) {
     high = to_float(f16{uint16(pair >> 16)});
 }
 
-// Two floats to two e4m3 bytes, to nearest even; beyond 448 saturates, NaN becomes 0x7F.
+// Two floats to two e4m3 bytes, to nearest even. Magnitudes beyond 448 saturate, NaN becomes 0x7F.
 __device__ inline uint32 float_to_e4m3x2(float low, float high) {
     uint16 y;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
@@ -94,7 +95,8 @@ __device__ inline uint32 float_to_e4m3x2(float low, float high) {
 #else  // the same in integer arithmetic
 
 __device__ inline float e4m3_to_float(uint32 byte) {
-    // The byte's exponent and mantissa, moved to float32's fields, are the value times 2^-120, subnormals too.
+    // Exponent and mantissa of the byte, moved to the fields of float32, are the value times 2^-120, also for
+    // subnormals.
     uint32 magnitude = byte & 0x7f;
     float value = magnitude == 0x7f ? __uint_as_float(0x7fc00000) : mul(__uint_as_float(magnitude << 20), exp2i(120));
     return byte & 0x80 ? -value : value;
@@ -130,11 +132,12 @@ __device__ inline float relu(float x) {
     return y;
 }
 
-// Twice that for a finite x or NaN, by an addition, which takes half as long as a comparison.
+// 2 max(x, 0) for a finite x or NaN, by an addition, which takes half the time of a comparison.
 __device__ inline float twice_relu(float x) { return x + fabsf(x); }
 
-// From this logit on, base 2, fmaf(score, scale, -logit) may be off by more than 1, because `score * scale` is not rounded as the
-// maximum logit was. Logits are then rounded, too, so that no weight becomes infinite.
+// For a maximum logit (base 2) from here on, fmaf(score, scale, -logit) may have an error of more than 1, because it
+// does not round `score * scale` as the maximum was rounded. Logits are then rounded first, so that no weight becomes
+// infinite.
 [[maybe_unused]] constexpr float LARGE_LOGIT = 1 << 24;
 
 __device__ inline float exp2_approx(float x) {
@@ -168,10 +171,9 @@ __device__ inline float reciprocal_fast(float x) {
 
 // ---- eight values at a time between global memory and registers
 //
-// ALIGNED says whether 16-byte accesses are allowed; without it every access is a single element or byte.
-// STREAM says that data read or written is not needed again soon: evicted first.
-// Aligned accesses are written in PTX because the compiler splits some wide stores into four; they keep their
-// order. Data that is read must not be written by the same kernel.
+// ALIGNED: whether 16-byte accesses are allowed; otherwise every access is a single element or byte. STREAM: data is
+// evicted first, as it is not needed again soon. Aligned accesses are written in PTX, because the compiler splits some
+// wide stores into four; they keep their order. Data that is read must not be written by the same kernel.
 
 #ifndef ALIGNED
 #define ALIGNED 1
@@ -278,7 +280,7 @@ __device__ inline void store_values8(float* p, const float (&x)[8]) {
     store16(p + 4, {__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]), __float_as_uint(x[7])});
 }
 
-// Eight values converted to another type; values of the same type keep their bits, NaN's included.
+// Eight values converted to another type. Values of the same type keep their bits, also NaN.
 template <class To, class From> __device__ inline void store_raw8(To* p, Raw8<From> raw) {
     float x[8];
     unpack8(raw, x);
@@ -308,11 +310,11 @@ __device__ inline void dequantize8(uint2 bytes, float scale, float (&x)[8]) {
 
 // ---- asynchronous copies from global to shared memory (cp.async)
 
-// The least multiple of 16 that is not less.
+// Rounded up to a multiple of 16.
 constexpr int to_16(int bytes) { return (bytes + 15) / 16 * 16; }
 
-// In a cluster a CTA's own shared memory begins at its rank << 24, which constant addresses do not include. For kernels that
-// define IN_CLUSTER.
+// In a cluster, the shared memory of a CTA begins at its rank << 24, which constant addresses do not include. For
+// kernels that define IN_CLUSTER.
 __device__ inline uint32 own(uint32 address) {
 #ifdef IN_CLUSTER
     uint32 rank;
@@ -324,12 +326,11 @@ __device__ inline uint32 own(uint32 address) {
 
 __device__ inline uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
 
-// 16 bytes to shared memory: the first `size` come from global memory, the others are zeros. Bypasses the L1 cache, which
-// has no use for them.
+// Copy 16 bytes to shared memory: `size` bytes from global memory, then zeros. Bypasses the L1 cache.
 __device__ inline void copy_async_part(uint32 target, const void* source, int size) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(own(target)), "l"(source), "r"(size) : "memory");
 }
-// BYTES (4, 8 or 16) from global to shared memory; zeros, and no access, where `present` is false.
+// Copy BYTES (4, 8 or 16) from global to shared memory, or zeros, without a global access, if `present` is false.
 template <int BYTES> __device__ inline void copy_async(uint32 target, const void* source, bool present) {
     int size = present ? BYTES : 0;
     if (BYTES == 16)
@@ -348,18 +349,20 @@ template <int PENDING> __device__ inline void copies_wait() { asm volatile("cp.a
 
 // ---- programmatic dependent launch (sm_90 and later)
 //
-// A kernel launched with it starts while the previous kernel of the stream still runs, which hides its launch latency.
+// A kernel that is launched this way starts while the previous kernel of the stream still runs, which hides its launch
+// latency.
 
-// Every thread calls this before it accesses memory: waits until the previous kernel has ended and its writes are visible.
-// Does nothing in an ordinary launch. The next kernel starts when this one's CTAs have ended, or all have called pdl_release:
-// at the start of kernels that move rows, that costs 0.6 us from a few hundred rows on (docs/kernels/launches.md).
+// Wait until the previous kernel has ended and its writes are visible. Every thread calls this before it accesses
+// memory. Does nothing in an ordinary launch. The next kernel starts when all CTAs of this one have exited or have
+// called pdl_release. An early pdl_release costs kernels that move rows 0.6 us from a few hundred rows on
+// (docs/kernels/launches.md).
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// This CTA lets the next kernel start. That kernel sees this one's writes only after its pdl_wait, wherever this is called.
+// Allow the next kernel to start, for this CTA. That kernel sees the writes of this one only after its pdl_wait.
 __device__ inline void pdl_release() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

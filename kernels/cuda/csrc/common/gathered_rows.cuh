@@ -1,8 +1,8 @@
 // The last rows of each request of a paged FP8 or FP4 cache, dequantised into a dense workspace.
 //
-// A warp takes TOKENS neighbouring positions of one request: its lanes look up a position each, then hold 8 neighbouring values of
-// every row in each round, so that a row is written in contiguous 512-byte pieces. A row waits for its length, its block number and
-// its bytes in turn, which is why a warp takes several.
+// A warp takes TOKENS neighbouring positions of one request: each lane looks up a position, then holds 8 neighbouring
+// values of every row in each round, so that a row is written in contiguous 512-byte pieces. A warp takes several rows
+// because each waits for its length, its block number and its bytes in turn.
 //
 // Macros: OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #pragma once

@@ -1,5 +1,5 @@
-// A bound estimated from the columns that a CTA holds in registers, and the choice among columns that equal it
-// (common/indexer_topk_few.cu).
+// Estimates a bound from the columns that a CTA holds in registers, and selects among columns equal to it
+// (common/indexer_topk_bound.cu).
 //
 // Macros: THREADS, READS (of four columns of a thread), GUESSED.
 #pragma once
@@ -10,13 +10,14 @@
 constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
 constexpr int SHORTEST_SAMPLED = 1024;   // columns
 
-// An order that slightly more than k of `length` columns exceed, as far as this warp's columns show; 0 if it has too few. From the
-// maxima of the same number of columns of each lane it is the one that the expected number of lanes should reach. Columns of
-// all of the warp's reads count, so that the sample is from all of the row. largest[j]: of column j of each of a lane's reads of
-// four, the last one of columns 2 and 3.
+// Estimates, from this warp's columns, an order that slightly more than k of `length` columns exceed; 0 if the warp has
+// too few columns. Each lane contributes the maximum of the same number of columns, and the result is the maximum that
+// the expected number of lanes should reach. Columns of all reads of the warp count, so that the sample covers the
+// whole row. largest[j] is the maximum of column j over the lane's reads of four columns; the last one is the maximum
+// of columns 2 and 3.
 __device__ inline uint32 guessed_order(const Row& row, const float (&largest)[3], int k) {
     constexpr int STEP = 4 * THREADS;  // columns of all threads' reads
-    const int behind = int(row.end) - (int(threadIdx.x) / 32 + 1) * 128;  // columns after the warp's first read
+    const int behind = int(row.end) - (int(threadIdx.x) / 32 + 1) * 128;  // number of columns after the warp's first read
     const int reads = behind < 0 ? 0 : min(behind / STEP + 1, READS);
     float fraction = float(k) / float(row.length()), below = 1.0f;
 #pragma unroll
@@ -31,9 +32,9 @@ __device__ inline uint32 guessed_order(const Row& row, const float (&largest)[3]
     return reads ? order : 0;
 }
 
-// Marks in `bits` the first columns of the row that equal the bound, at most `most`. `equal` has a bit for each of this thread's
-// columns, which are four from column + STEP * i on for its read i. Returns how many are equal, or more than `most`. Called by all
-// threads after a barrier; ends with one.
+// Marks in `bits` the first columns of the row that equal the bound, at most `most` of them. `equal` has a bit for each
+// column of this thread: read i has four columns from column + STEP * i on. Returns the number of equal columns, or
+// more than `most`. Called by all threads after a barrier; ends with one.
 __device__ inline int mark_first(Scratch& scratch, uint32* bits, uint32 equal, int column, int most) {
     constexpr int STEP = 4 * THREADS;
     int found = 0;

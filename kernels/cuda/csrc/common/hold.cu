@@ -1,7 +1,7 @@
-// Holds a stream until the host releases it, or for at most `longest` nanoseconds.
+// Blocks a stream until the host releases it, or for at most `longest` nanoseconds.
 //
-// Work that the host queues meanwhile then runs without gaps, so that two events of the stream time the device alone.
-// Grid and block: one thread. No shared memory. `opened` is in pinned host memory.
+// Work that the host queues in the meantime then runs without gaps, so that two events of the stream time the device
+// alone. Grid and block: one thread. No shared memory. `opened` is in pinned host memory.
 #include "common/device.cuh"
 
 __device__ inline int64 nanoseconds() {

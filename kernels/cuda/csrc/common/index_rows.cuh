@@ -1,4 +1,4 @@
-// Shared by the index maps: a warp's loop over a row of entries, positions of query tokens, slots of positions.
+// Shared by the index maps: the loop of a warp over a row of entries, positions of query tokens, slots of positions.
 //
 // Macro: WIDE_ENTRIES (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #include "common/pages.cuh"
@@ -55,25 +55,25 @@ struct QueryPositions {
 
     __device__ bool has(int request) const { return request >= 0 && request < count; }
 
-    // Position of a query token in its sequence; the last query token is the sequence's last.
+    // Position of a query token in its sequence. The last query token is the last token of the sequence.
     __device__ int64 position(int request, int64 token) const {
         return int64(seq_lens[request]) - query_start_loc[request + 1] + token;
     }
 };
 
-// Rows of `compress_ratio` positions each that are complete at `position`. 32-bit division is enough: a larger position is a
-// caller's error, which must only do no harm.
+// Number of complete rows of `compress_ratio` positions at `position`. A 32-bit division suffices: a larger position is
+// a caller's error, which must only not access memory outside the arrays.
 __device__ inline uint32 complete_rows(int64 position, int compress_ratio) {
     if (position < 0) return 0;
     return (uint32(min(position, int64(INT32_LIMIT))) + 1) / uint32(compress_ratio);
 }
 
-// Compressed entries that a token at `position` sees, limited to `topk`.
+// Number of compressed entries that a token at `position` sees, at most `topk`.
 __device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
     return int(min(complete_rows(position, compress_ratio), uint32(topk)));
 }
 
-// p[i], in PTX because the compiler would otherwise recompute the whole of p for each of a row's entries.
+// p[i], in PTX, because the compiler would otherwise recompute p for each entry of a row.
 __device__ inline int load_at(const int* p, uint32 i) {
     int x;
     asm volatile("{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }" : "=r"(x) : "r"(i), "l"(p));
@@ -84,8 +84,8 @@ __device__ inline int load_at(const int* p, uint32 i) {
 struct TableRow {
     const int* entries;
     BlockSize block_size;
-    uint32 limit;       // positions in the table; 0 if the table does not have the request
-    uint32 last_block;  // the last one whose first slot is within int32
+    uint32 limit;       // number of positions in the table; 0 if the request is not in the table
+    uint32 last_block;  // the last block whose first slot is within int32
 
     __device__ TableRow(BlockTable table, int row, BlockSize block_size_)
         : entries(table.entries + row * table.row_stride), block_size(block_size_) {
@@ -94,10 +94,10 @@ struct TableRow {
         last_block = block_size.page_of(INT32_LIMIT);
     }
 
-    // Only positions below `count` are looked up from now on.
+    // Look up only positions below `count` from now on.
     __device__ void see(uint32 count) { limit = min(limit, count); }
 
-    // Slots of positions; -1 for negative positions, and where the table has no such entry or no such block.
+    // Slots of positions; -1 for negative positions, and where the table has no entry or an absent block.
     __device__ LoadedIndices slots(LoadedIndices positions) const {
         LoadedIndices blocks, slots;
         uint32 rows[WIDTH];
@@ -118,7 +118,7 @@ struct TableRow {
     }
 };
 
-// start + j, start + j + 1, ... for those of j, j + 1, ... below `count`; the others are -1.
+// start + j, start + j + 1, ... while j, j + 1, ... are below `count`, then -1.
 __device__ inline LoadedIndices range(int start, int j, int count) {
     LoadedIndices x;
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ inline LoadedIndices range(int start, int j, int count) {
 // A window of positions up to and including `position`; empty if that is negative.
 struct Window {
     int start, length;
-    int lookups;  // positions within int32: all of them, unless query_start_loc contradicts seq_lens
+    int lookups;  // number of positions within int32: all, unless query_start_loc contradicts seq_lens
 
     __device__ Window(int64 position, int window_size) {
         int64 first = max(position - window_size + 1, int64(0));

@@ -1,8 +1,8 @@
 // Gather the indexer's keys from a paged cache: values and scales unchanged, or MXFP4 keys as e4m3 with one float32 scale a key.
 //
-// Grid: CTAs that stride over the rows, because only the device knows their number and a workspace may have many more. Block:
-// 128 threads; 8 lanes take a row of 128 bytes (4 one of 64), 16 bytes each, and the first of them also the 4 bytes of scales.
-// No shared memory.
+// Grid: CTAs that stride over the rows: only the device knows the number of rows, and a workspace may have many more.
+// Block: 128 threads; 8 lanes copy a row of 128 bytes (4 lanes a row of 64), 16 bytes each, and the first of them also
+// the 4 bytes of scales. No shared memory.
 //
 // Macros: LAYOUT (INDEXER_FP8 or INDEXER_MXFP4), TO_E4M3 (MXFP4 keys only), ALIGNED.
 #include "common/device.cuh"
@@ -14,7 +14,8 @@ static_assert(Layout::scale_bytes == 4, "read and written as one word");
 constexpr int THREADS = 128, LANES = (TO_E4M3 ? LAYOUT::head_dim : LAYOUT::row_bytes) / 16;
 [[maybe_unused]] constexpr int ROWS = THREADS / LANES;
 
-// One scale for the four of an MXFP4 key, as float32 bits: 2^-6 of the largest that is a number, so that 6 becomes 384.
+// One scale for the four scales of an MXFP4 key, as float32 bits: 2^-6 of the largest one that is not NaN, so that 6
+// becomes 384.
 __device__ inline uint32 one_scale(uint32 scales) {
     int largest = 0;
 #pragma unroll
@@ -25,9 +26,9 @@ __device__ inline uint32 one_scale(uint32 scales) {
     return uint32(max(largest - 6, 1)) << 23;
 }
 
-// Sixteen e2m1 codes as e4m3 in units of that scale, which holds them exactly if theirs is at least 2^-14 of the largest.
+// Sixteen e2m1 codes as e4m3 in units of that scale. Exact if their own scale is at least 2^-14 of the largest.
 __device__ inline uint4 in_units(uint2 codes, uint32 scale, uint32 unit) {
-    constexpr int GONE = -30;  // so much smaller, every value is 0 in e4m3
+    constexpr int GONE = -30;  // with a scale this many powers of two smaller, every value is 0 in e4m3
     float factor = scale == 255 ? __uint_as_float(0x7fffffff) : power_of_two(max(int(scale) - int(unit >> 23), GONE));
     uint32 words[4];
 #pragma unroll

@@ -3,9 +3,9 @@
 // Grid: eight lanes per token. Block: 128 threads. No shared memory. A token's 128 values have one scale; a lane has 8 values
 // of each of two parts. common/cache_insert.cu, for larger layouts, explains rows and scales.
 //
-// It is bound by instructions as well as memory. The largest magnitude is therefore found among the bits, which are ordered
-// as the magnitudes are, two 16-bit ones at a time. Infinities and NaNs are ignored: if one is the largest, the values are
-// scanned again.
+// The kernel is bound by instructions as well as memory. The largest magnitude is therefore found from the bits, which
+// have the order of the magnitudes, two 16-bit values at a time. Infinities and NaNs are ignored: if one is the
+// largest, the values are scanned again.
 //
 // Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
 #include "common/pages.cuh"

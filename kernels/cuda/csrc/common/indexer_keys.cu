@@ -12,7 +12,7 @@ constexpr int DIM = 128, THREADS = 128;
 __device__ inline void convert(float x, float& y) { y = x; }
 __device__ inline void convert(float x, bf16& y) { y = {uint16(pack(bf16{}, x, 0.0f))}; }
 __device__ inline void assign(float x, float& y) { y = x; }
-__device__ inline void assign(bf16 x, bf16& y) { y = x; }  // keeps the bits, NaN's included
+__device__ inline void assign(bf16 x, bf16& y) { y = x; }  // keeps the bits, also of NaN
 template <class From, class To> __device__ inline void assign(From x, To& y) { convert(to_float(x), y); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -5,7 +5,7 @@
 // Block: 128 threads; lane i has key i, and the heads are split across the warps.
 // Shared memory: 19 KiB, static: keys, a head of Q per warp, partial sums.
 //
-// Plain float32 arithmetic; queries of 16 bits and fewer take sm80/index_scores.cu and sm90/indexer/logits.cu.
+// Plain float32 arithmetic. Queries of at most 16 bits use sm80/index_scores.cu and sm90/indexer/logits.cu.
 //
 // Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4), PAGED (a paged cache, or packed keys).
 #include "common/pages.cuh"
@@ -27,7 +27,7 @@ __device__ inline float key_value(const uint8* row, const uint8* scales, int d) 
 struct Queries {
     const int *starts, *ends;  // PAGED: lengths, and null
     int64 lens_stride;
-    int per_query, count;  // count: all queries, or those of an entry of a paged cache
+    int per_query, count;  // count: number of queries, of an entry if PAGED
     int keys, compressed_width;        // compressed_width: width of compressed rows, else 0
 
     __device__ void range_of(int query, int& first, int& end) const {

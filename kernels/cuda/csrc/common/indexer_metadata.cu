@@ -11,7 +11,7 @@
 #include "common/device.cuh"
 #include "common/pages.cuh"
 
-constexpr int THREADS = 1024;  // many, because one CTA schedules all splits
+constexpr int THREADS = 1024;  // one CTA schedules all splits
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = 1024;
 constexpr int SPLIT_PAGES = 4;  // pages in a split of the schedule
@@ -34,13 +34,13 @@ struct BatchRequests {
         return low;
     }
 
-    // Positions up to that of a query token; the last query token is the sequence's last.
+    // Number of positions up to and including a query token. The last query token is the last token of the sequence.
     __device__ int64 visible_to(int request, int token) const {
         return int64(seq_lens[request]) - query_start_loc[request + 1] + token + 1;
     }
 };
 
-// Whole rows in so many positions.
+// Number of complete rows of `positions` positions.
 __device__ inline int rows_of(int64 positions, int compress_ratio) {
     return uint32(min(max(positions, int64(0)), int64(INT32_LIMIT))) / uint32(compress_ratio);
 }
@@ -76,14 +76,15 @@ struct DecodeEntries {
         return request < num_decodes ? request : -1;
     }
 
-    // Rows of the cache that an entry may see; a request's last draft token sees all.
+    // Number of cache rows that an entry may see; the last draft token of a request sees all.
     __device__ int rows_seen(int request, int entry) const {
         return rows_of(flatten ? requests.visible_to(request, entry) : requests.seq_lens[request * requests.lens_stride], compress_ratio);
     }
 };
 
-// Assign the splits of all entries, `split_rows` rows each, to SMs in contiguous ranges of equal size, or larger by one at the
-// front. Each thread counts the splits of a run of requests; each SM then searches for the run in which it starts.
+// Assign the splits of all entries, `split_rows` rows each, to SMs: contiguous ranges of equal size, the first ones
+// larger by one where they do not divide evenly. Each thread counts the splits of a run of requests; for each SM a
+// thread then searches for the run in which its range starts.
 __device__ inline void schedule_splits(DecodeEntries entries, int split_rows, int num_sms, int2* schedule) {
     __shared__ int64 splits_before[THREADS + 1];
     int run = (entries.num_decodes + THREADS - 1) / THREADS;
@@ -109,7 +110,7 @@ __device__ inline void schedule_splits(DecodeEntries entries, int split_rows, in
     int64 total = splits_before[THREADS];
     for (int sm = threadIdx.x; sm <= num_sms; sm += THREADS) {
         int64 start = sm * (total / num_sms) + min(int64(sm), total % num_sms);
-        int owner = 0;  // the last run with no more than `start` pages before it
+        int owner = 0;  // the last run with at most `start` splits before it
         for (int step = THREADS / 2; step; step /= 2)
             if (splits_before[owner + step] <= start) owner += step;
         int64 split = start - splits_before[owner];

@@ -1,7 +1,7 @@
 // RoPE of the indexer's queries, their quantisation to FP8 or MXFP4, and their scales folded into the weights of the heads.
 //
-// Grid: 16 lanes per head, 8 values each. Block: 128 threads. No shared memory. The 64 rotated values are in 8 neighbouring
-// lanes; a value's partner is its neighbour, or 4 lanes away. Four lanes have a tile of MXFP4.
+// Grid: 16 lanes per head, 8 values each. Block: 128 threads. No shared memory. The 64 rotated values are in 8
+// neighbouring lanes; the partner of a value is its neighbour, or 4 lanes away. Four lanes hold a tile of MXFP4.
 //
 // Macros: INPUT, WEIGHT and TABLE (types of queries, weights and cosines), POSITION (int64 or int), OUTPUT (uint8 for
 // quantised queries, else float or bf16), Q_FORMAT of quantised queries (FP8, MXFP4 in e4m3 bytes, MXFP4_ROWS), ALIGNED.
@@ -12,7 +12,7 @@ enum { FP8, MXFP4, MXFP4_ROWS };
 constexpr int DIM = 128, ROPE = 64, LANES = DIM / 8, THREADS = 128;
 constexpr int TILE_LANES = INDEXER_MXFP4::scale_tile / 8;
 constexpr int MXFP4_SHIFT = 6;  // 6 * 2^6 is below 448; 0.5 * 2^6 * 2^-14 is the smallest number of e4m3
-constexpr int MXFP4_GONE = 30;  // values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
+constexpr int MXFP4_GONE = 30;  // values of a tile whose scale is this many powers of two below the scale of the head are 0 in e4m3
 
 __device__ inline float to_bf16_and_back(float x) { return to_float(bf16{uint16(pack(bf16{}, x, 0.0f))}); }
 
@@ -20,7 +20,7 @@ __device__ inline void store(uint8* p, const float (&x)[8]) { store_e4m3x8(p, x)
 __device__ inline void store(float* p, const float (&x)[8]) { store_values8(p, x); }
 __device__ inline void store(bf16* p, const float (&x)[8]) { store_values8(p, x); }
 
-// The largest finite magnitude of a lane's values, of which SOME neighbouring lanes have a part.
+// The largest finite magnitude of the values of SOME neighbouring lanes.
 template <int SOME> __device__ inline float largest_finite(const float (&x)[8]) {
     float amax = 0.0f;
 #pragma unroll
@@ -30,7 +30,7 @@ template <int SOME> __device__ inline float largest_finite(const float (&x)[8]) 
     return amax;
 }
 
-// Eight codes as floats, times a power of two. As float16, a code nine places further up is its value times 2^-14.
+// Eight codes as floats, times a power of two. A code shifted left by nine bits is its value times 2^-14 in float16.
 __device__ inline void e2m1_values(uint32 codes, int exponent, float (&x)[8]) {
     float factor = power_of_two(exponent + 14);
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ inline E2m1Scale to_mxfp4(const float (&x)[8], uint32& codes, int lea
     return scale;
 }
 
-// Their values as e4m3 has them, without the head's scale, whose exponent is returned.
+// The values in e4m3, divided by the scale of the head, whose exponent is returned.
 __device__ inline int mxfp4_in_e4m3(float (&x)[8], uint32 codes, const E2m1Scale& scale, int least_exponent) {
     int exponent = int(scale.byte) - 127, head = scale.is_nan ? least_exponent : max(exponent - MXFP4_SHIFT, least_exponent);
 #pragma unroll

@@ -1,15 +1,15 @@
 // Index maps: from positions and local top-k entries to cache slots.
 //
-// Grid: a warp per token, so warps never wait for each other, and values common to a row are computed once for many entries.
-// Block: 64 threads. No shared memory. Aligned rows are handled four entries per lane at a time (16-byte loads and stores),
-// with several loads in flight before the first is used.
+// Grid: a warp per token. Warps never wait for each other, and values of a row are computed once for many entries.
+// Block: 64 threads. No shared memory. Aligned rows are handled four entries per lane at a time (16-byte loads and
+// stores), with several loads in flight before the first is used.
 //
 // Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #define WIDE_ENTRIES ALIGNED
 #include "common/combined_rows.cuh"
 #include "common/device.cuh"
 
-constexpr int AT_ONCE = 16;  // loads of a lane in flight where slots are compacted: each takes a lookup
+constexpr int AT_ONCE = 16;  // loads of a lane in flight where slots are compacted: each entry needs a lookup
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
@@ -63,7 +63,8 @@ compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, in
     if (lane_id() == 0) topk_lens[token] = valid ? found : 0;
 }
 
-// The same with the present entries compacted to the left of each row, in order. ALIGNED is 0: a lane takes one entry.
+// The same with the present entries compacted to the left of each row, in order. ALIGNED is 0: a lane has one entry at
+// a time.
 extern "C" __global__ void __launch_bounds__(THREADS)
 compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                       const int* token_to_req_indices, const int* block_table, int64 table_stride,
@@ -134,7 +135,7 @@ build_flashinfer_mixed_sparse_indices(
     int num_columns = width - window_size;
     int first = lane_id() * WIDTH;
     LoadedIndices entries[STEPS];
-    load_steps(entries, compressed, first, num_compressed);  // for prefill before the number of valid ones is known
+    load_steps(entries, compressed, first, num_compressed);  // for prefill, before the number of valid entries is known
     LoadedIndices slots{};
     if (decode && first < window_size) slots = load_entries(window_slots + first);
 

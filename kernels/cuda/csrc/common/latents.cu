@@ -1,11 +1,13 @@
 // The compressor of V4.1: pool one or two tokens, RMSNorm; save tokens in rings for later steps.
 //
-// Grid: first a CTA per request, then one per RATIO neighbouring tokens: of two, at most one completes a row, unless the other is
-// its request's first. Block: 128 threads; thread i has the channels 4 i to 4 i + 3 of a row. Shared memory: sums of squares.
+// Grid: first a CTA per request, then one per RATIO neighbouring tokens: of two tokens at most one completes a row,
+// unless the other one is the first token of its request. Block: 128 threads; thread i has the channels 4 i to 4 i + 3
+// of a row. Shared memory: sums of squares.
 //
-// A request's CTA pools its first token, the only one that reads the ring, and saves the request's last tokens. One of these may
-// overwrite the row that was read: each thread has read its channels before it writes them. That row and the first token's position
-// are kept for a step that is run again (restart_rows, restart_positions; 0: none).
+// The CTA of a request pools the first token, the only one that reads the ring, and saves the last tokens of the
+// request. A saved token may overwrite the row that was read: each thread reads its channels before it writes them.
+// That row and the first token's position are saved for a step that is run again (restart_rows, restart_positions; 0:
+// none).
 //
 // Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED, WIDE (rows
 // may be accessed 4 values at a time).
@@ -36,7 +38,7 @@ __device__ inline void write4(bf16* p, Quad q) {
 #endif
 }
 
-// What a thread has of a row.
+// The channels of a row that a thread has.
 struct LatentRow {
     Quad kv[RATIO], score[RATIO], norm;
 
@@ -46,14 +48,14 @@ struct LatentRow {
         kv[which] = read4(token + channel());
         if (RATIO == 2) score[which] = read4(token + DIM + channel());
     }
-    // The same of the step's own tokens, which no thread writes: begins before it is known whether they are needed.
+    // The same for tokens of this step, which no thread writes: loaded before it is known whether they are needed.
     __device__ void ask(int which, const INPUT* token) {
         kv[which] = ask4(token + channel());
         if (RATIO == 2) score[which] = ask4(token + DIM + channel());
     }
     __device__ void ask_norm(const WEIGHT* weight) { norm = ask4(weight + channel()); }
 
-    // The mean of both tokens, its norm, and the row. Called by the CTA; `squares` is used by no other call.
+    // Pool both tokens, normalise, and write the row. Called by the CTA; no other call uses `squares`.
     __device__ void finish(float (&squares)[THREADS / 32], float eps, OUTPUT* out) {
         float sum = 0.0f;
 #pragma unroll
@@ -135,12 +137,12 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
                 restart = 0;
         }
         if (pools) row.finish(squares[0], eps, latents + start * latents_stride);
-        // All threads have read it: of a CTA that pools, before the barrier in finish.
+        // All threads have read it: in a CTA that pools, before the barrier in `finish`.
         if (restart_rows && threadIdx.x == 0) restart_positions[slots[start] / capacity] = restart;
         return;
     }
     int token = 2 * (blockIdx.x - requests);
-    // Mostly the second token completes a row with the first one: they are loaded before it is known.
+    // Usually the second token completes a row with the first one, so they are loaded before this is known.
     row.ask(0, kv_score + token * kv_stride);
     row.ask(1, kv_score + min(token + 1, num_slots - 1) * kv_stride);
     row.ask_norm(weight);
@@ -156,7 +158,7 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         if (!(i ? odd[1] : odd[0]) || token == 0) continue;
         if (i == 0) row.ask(0, kv_score + (token - 1) * kv_stride), row.ask(1, kv_score + token * kv_stride);
         int request = GatheredRows{starts, requests}.request_by_warp(token);
-        if (request < 0 || token <= max(starts[request], 0)) continue;  // the first is its request's CTA's
+        if (request < 0 || token <= max(starts[request], 0)) continue;  // the CTA of the request has the first token
         row.finish(squares[i], eps, latents + token * latents_stride);
     }
 #else

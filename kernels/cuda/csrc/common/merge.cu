@@ -21,7 +21,7 @@ extern "C" __global__ void merge_attn_states(
     int64 token = blockIdx.x / heads, head = blockIdx.x % heads;
     float a = finite_or_minus_infinity(prefix_lse[head * prefix_lse_stride_h + token * prefix_lse_stride_t]);
     float b = finite_or_minus_infinity(suffix_lse[head * suffix_lse_stride_h + token * suffix_lse_stride_t]);
-    float top = a != a || a > b ? a : b;  // a NaN in either wins
+    float top = a != a || a > b ? a : b;  // NaN if either is NaN
     bool empty = top == -infinity();
     float weight_a = empty ? 0.0f : expf(a - top), weight_b = empty ? 0.0f : expf(b - top);
     float total = weight_a + weight_b;

@@ -35,7 +35,7 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
 
     int d = step * STEP + lane * 8;
     bool eight = d + 8 <= dim;  // otherwise fewer, at the end of a row
-    Raw8<VALUE> next{};         // loaded one part ahead, before its weight is known
+    Raw8<VALUE> next{};         // loaded one part ahead, before the weight of the part is known
     if (eight) next = load_raw8(parts + d);
 
     // A lane reads every 32nd part; a NaN in any part wins.

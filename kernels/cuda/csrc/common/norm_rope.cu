@@ -47,7 +47,7 @@ struct Query {
         for (int half = 0; half < 2; ++half) store_values8(p + 256 * half + 8 * lane, x[half]);
     }
 
-    // x / sqrt(mean(x^2) + eps), rotated. Cosines and sines are loaded before the sum is reduced.
+    // x / sqrt(mean(x^2) + eps), rotated. Cosines and sines are loaded before the reduction of the sum.
     __device__ void normalize_and_rotate(float eps, const float* rotation, int rope_dim) {
         float cosines[2][4], sines[2][4], total = 0.0f;
         int start = 512 - rope_dim;
@@ -80,7 +80,7 @@ struct Query {
     __device__ int first(int i) const { return i / 4 * 256 + 8 * lane + 2 * (i % 4); }
 };
 
-// Grid: (tokens, CTAs that take the token's heads, a warp each, and after them its row).
+// Grid: (tokens, CTAs): a warp per head of the token, and then one for its row.
 extern "C" __global__ void __launch_bounds__(128)
 qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out,
                       int64 out_token, int64 out_head, int heads, const SLOT* slots, int num_slots_given,

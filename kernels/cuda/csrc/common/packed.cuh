@@ -1,4 +1,4 @@
-// Packed sequences: queries and keys of all sequences are concatenated; and the tiles of queries they make.
+// Packed sequences (queries and keys of all sequences are concatenated) and their tiles of queries.
 #pragma once
 #include "common/device.cuh"
 
@@ -13,8 +13,8 @@ struct PackedTile {
 
 __device__ inline int clamped(int x, int high) { return min(max(x, 0), high); }
 
-// Tile `index` of all sequences' tiles of ROWS queries. A sequence's tiles are in descending order: under a causal mask
-// the last ones are the longest. Every warp computes this for itself.
+// Tile `index` of the tiles of ROWS queries of all sequences. The tiles of a sequence are in descending order, because
+// under a causal mask the last ones have the most keys. Every warp computes this for itself.
 template <int ROWS>
 __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries,
                                        int num_keys, int index) {
@@ -47,7 +47,7 @@ __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_se
     return {0, 0, 0, 0, 0};
 }
 
-// Two neighbouring values. ALIGNED says whether one access may read or write both.
+// Two neighbouring values. ALIGNED: whether one access may read or write both.
 __device__ inline float2 load_pair(const float* p) {
 #if ALIGNED
     return *reinterpret_cast<const float2*>(p);
@@ -71,9 +71,9 @@ template <class T> __device__ inline void store_pair(T* p, float x, float y) {
 #endif
 }
 
-// Starts a softmax from attention over earlier keys, given by `out` and `lse` of a head: the maximum is their log-sum, and the
-// total is 1, held by one of a row's lanes. For rows `row` and `row` + 8 of a tile that had keys, calls
-// put(half, n, the values 8 n + 2 (lane % 4) and + 1).
+// Initialises a softmax with attention over earlier keys, from `out` and `lse` of a head: the maximum is the log-sum,
+// and the total is 1 in one lane of each row. For rows `row` and `row` + 8 of a tile that had keys, calls put(half, n,
+// values 8 n + 2 (lane % 4) and + 1).
 template <int VALUES, class Put>
 __device__ inline void begin_onto(const PackedTile& tile, int row, const float* out, int64 out_stride_t, const float* lse,
                                   int64 lse_stride_t, float (&top)[2], float (&total)[2], Put put) {

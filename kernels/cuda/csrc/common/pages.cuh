@@ -1,5 +1,6 @@
-// Pages of a paged cache, and the rows in them: lookups in a block table, where rows and scales are, scales and values as numbers, values
-// as e2m1. Formats are the structs of layouts.cuh, which kernels/cuda/compile.py generates from cumla/layout.py.
+// Pages of a paged cache and their rows: lookups in a block table, addresses of rows and scales, dequantisation,
+// quantisation to e2m1. Formats are the structs of layouts.cuh, which kernels/cuda/compile.py generates from
+// cumla/layout.py.
 #pragma once
 #include "common/device.cuh"
 #include "layouts.cuh"
@@ -11,7 +12,7 @@ struct PageRow {
     int row;
 };
 
-// Page and row of a non-negative `slot`. Slots beyond int32 take 64-bit division, which is slow.
+// Page and row of a non-negative `slot`. Slots beyond int32 need a 64-bit division, which is slow.
 __device__ inline PageRow page_row_of(int slot, int block_size) {
     return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
 }
@@ -20,7 +21,7 @@ __device__ inline PageRow page_row_of(int64 slot, int block_size) {
     return {slot / block_size, int(slot % block_size)};
 }
 
-// A block size, and the constants of a division by it as a multiplication (`division` of indices.py).
+// A block size, and the constants that replace a division by it by a multiplication (`division` of indices.py).
 struct BlockSize {
     int tokens;
     uint32 multiplier;
@@ -37,12 +38,12 @@ struct BlockTable {
     int64 row_stride;  // in entries
     int rows, columns;
 
-    // Positions of a request that have an entry.
+    // Number of positions of a request that have an entry.
     __device__ int64 covered(int block_size) const { return int64(columns) * block_size; }
 };
 
-// Page and row of a position (int or int64) of request `row`; absent if the table has no such entry, or if the block is
-// absent or has a slot beyond `num_slots` or int32.
+// Page and row of a position (int or int64) of request `row`. Absent if the table has no such entry, or if the block is
+// absent or its slot is beyond `num_slots` or int32.
 template <class Position>
 __device__ inline PageRow lookup_page_row(BlockTable table, int row, Position position, int block_size,
                                      int64 num_slots = INT32_LIMIT + 1ll) {
@@ -81,7 +82,7 @@ struct Token {
     uint8* scales;
 };
 
-// A scale as stored: a byte of UE8M0 or e4m3, or float32.
+// The value of a stored scale: a byte of UE8M0 or e4m3, or float32.
 template <class Layout> __device__ inline float stored_scale(uint32 stored) {
     if (Layout::ue8m0) return ue8m0_scale(stored);
     if (!Layout::e4m3_scales) return __uint_as_float(stored);
@@ -117,7 +118,7 @@ __device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second)
 __device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
     constexpr uint32 LOW_SMALL = 0xc0800000, LOW_LARGE = 0xc0804000;    // low bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6
     constexpr uint32 HIGH_SMALL = 0x3f3f3f00, HIGH_LARGE = 0x40404040;  // high bytes
-    uint32 even = codes << 4;  // each second code's sign is a byte's highest bit
+    uint32 even = codes << 4;  // the sign of every second code is the highest bit of a byte
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         uint32 magnitudes = (codes & 0x77777777) >> 16 * i;
@@ -127,15 +128,15 @@ __device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
     }
 }
 
-// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of 2^-6 times their values, subnormals too: exponent and
-// mantissa only move. Factors make up for it.
+// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of 2^-6 times their values, also for subnormals:
+// exponent and mantissa only move. The caller's factors compensate.
 __device__ inline void e2m1_to_small_e4m3(uint32 codes, uint32& first, uint32& second) {
     constexpr uint32 SIGN = 0x80808080, MAGNITUDE = 0x1c1c1c1c;
     uint32 even = (codes << 4 & SIGN) | (codes << 2 & MAGNITUDE), odd = (codes & SIGN) | (codes >> 2 & MAGNITUDE);
     first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
 }
 
-// Sixteen bytes of codes as 32 e4m3 bytes, by one of these.
+// Sixteen bytes of codes as 32 e4m3 bytes; `convert` is one of the functions above.
 template <class Convert> __device__ inline void expand_e2m1(uint4 codes, uint4& low, uint4& high, Convert convert) {
     convert(codes.x, low.x, low.y), convert(codes.y, low.z, low.w);
     convert(codes.z, high.x, high.y), convert(codes.w, high.z, high.w);
@@ -143,10 +144,10 @@ template <class Convert> __device__ inline void expand_e2m1(uint4 codes, uint4& 
 
 // ---- values
 
-// Eight neighbouring values of a row as stored, of which quantised ones have one scale.
+// Eight neighbouring stored values of a row. Quantised values share one scale.
 template <class Layout> struct StoredValues {
     uint4 bytes;   // e4m3 in the low half, e2m1 in the lowest word, or bfloat16
-    uint32 scale;  // as it is in the cache
+    uint32 scale;  // as stored in the cache
 };
 
 template <class Layout> __device__ inline StoredValues<Layout> load_stored(Token token, int first) {
@@ -171,9 +172,9 @@ template <class Layout> __device__ inline void dequantize8(const StoredValues<La
 
 // ---- to scales and e2m1
 
-// The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
-// If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
-// exact, decides as the rounded quotient does.
+// x / unit as a four-bit e2m1 code. Magnitudes beyond 6 saturate, ties go to even codes. If unit is an e4m3 number and
+// x has at most 11 bits (bfloat16, float16), a midpoint times unit is exact, and comparing x with it gives the same
+// code as rounding the quotient.
 __device__ inline uint32 float_to_e2m1(float x, float unit) {
     float y = fabsf(x);
     uint32 code = (y > 0.25f * unit) + (y >= 0.75f * unit) + (y > 1.25f * unit) + (y >= 1.75f * unit) + (y > 2.5f * unit) +
@@ -195,7 +196,8 @@ __device__ inline int scale_exponent(float amax, int least) {
     return max(e, least);
 }
 
-// The scale of a tile: a power of two, or an e4m3 number. NaN for a tile with a NaN, which e2m1 cannot hold; its codes are 0.
+// The scale of a tile: a power of two, or an e4m3 number. A tile with a NaN, which e2m1 cannot represent, has the scale
+// NaN and codes of 0.
 struct E2m1Scale {
     uint32 byte;    // as stored
     float value;
@@ -203,11 +205,11 @@ struct E2m1Scale {
     bool is_nan;
 };
 
-// A sixth, as precisely as an e4m3 number takes it.
+// x / 6, precise enough for rounding to e4m3.
 template <class Input> __device__ inline float sixth_of(Input, float x) { return div(x, 6.0f); }
 __device__ inline float sixth_of(bf16, float x) { return mul(x, 1.0f / 6.0f); }
 
-// For the tile's largest finite magnitude, which Input holds.
+// The scale for the largest finite magnitude of a tile; Input is the type of the values.
 template <class Layout, class Input = float> __device__ inline E2m1Scale e2m1_scale(float amax, bool has_nan, int min_exponent) {
     if constexpr (Layout::ue8m0) {
         int exponent = e2m1_scale_exponent(amax, min_exponent);
@@ -217,8 +219,8 @@ template <class Layout, class Input = float> __device__ inline E2m1Scale e2m1_sc
     return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), 0.0f, has_nan};
 }
 
-// The codes of two values, given times 2^-14: one in the low four bits and one in those of the high half. As float16, an e2m1
-// number times 2^-14 has its code's bits, nine places further up, also where it is subnormal: the lowest nine are rounded off.
+// The codes of two values times 2^-14: one code in the low four bits of each half. An e2m1 number times 2^-14, as
+// float16, is its code shifted left by nine bits, also where it is subnormal; the lowest nine bits are rounded off.
 __device__ inline uint32 e2m1_pair(float low, float high) {
     constexpr uint32 SIX = 0x0e000e00, HALVES = 0x00010001;
     uint32 pair = pack(f16{}, low, high), magnitudes;
@@ -227,9 +229,10 @@ __device__ inline uint32 e2m1_pair(float low, float high) {
     return (rounded >> 9 & 7 * HALVES) | (pair >> 12 & 8 * HALVES);
 }
 
-// Eight values to eight codes, those of x / scale, to nearest even. A bfloat16 number has 8 bits and a scale at most 4: a quotient
-// that is no midpoint of two e2m1 numbers is further than 2^-8 of it away. It stays on its side in float16, and a midpoint, which
-// float16 has, is found although the quotient is not quite exact: by a reciprocal that may be off by two units of its last bit.
+// Codes of x / scale for eight values, to nearest even. A bfloat16 number has 8 significant bits and a scale at most 4,
+// so a quotient is either a midpoint of two e2m1 numbers or differs from it by more than 2^-8 of it. Rounding to
+// float16 therefore keeps the quotient on its side of a midpoint, and gives the midpoint itself although the reciprocal
+// may have an error of two units in the last place.
 template <class Layout> __device__ inline uint32 e2m1_codes(bf16, const float* x, const E2m1Scale& scale) {
     uint32 codes = 0;
     constexpr float SMALLEST = 1.0f / 16384.0f;
@@ -240,7 +243,7 @@ template <class Layout> __device__ inline uint32 e2m1_codes(bf16, const float* x
     return scale.is_nan ? 0 : codes;
 }
 
-// The same of values of more bits.
+// The same for values with more bits.
 template <class Layout, class Input> __device__ inline uint32 e2m1_codes(Input, const float* x, const E2m1Scale& scale) {
     uint32 codes = 0;
 #pragma unroll

@@ -1,5 +1,5 @@
-// All that a prefill over gathered rows needs, in one launch: the rows of its requests in a workspace, compressed ones and windows,
-// and the list of rows of each token. Each part is small beside a launch.
+// Prepares a prefill over gathered rows in one launch: gathers the compressed rows and windows of its requests to a
+// workspace, and writes the list of rows of each token. Each part takes little time compared with a launch.
 //
 // Grid: CTAs of the tokens' lists first, a warp a token, because they wait for their loads in turn; then of windows, then of
 // compressed rows, a warp per TOKENS rows of a request. Block: 128 threads. No shared memory.
@@ -12,14 +12,14 @@
 
 constexpr int WARPS = 4;
 
-// The part of `blocks_of_request` CTAs a request.
+// A part of the grid that has `blocks_of_request` CTAs for each request.
 template <class Layout> __device__ inline void gather(const GatheredRows& rows, int block, int blocks_of_request) {
     const int request = block / blocks_of_request;
     const int first_row = ((block - request * blocks_of_request) * WARPS + threadIdx.x / 32) * TOKENS;
     gather_rows<Layout>(rows, request, first_row);
 }
 
-// Blocks of lists, of a request's window, and of its compressed rows.
+// Number of CTAs for lists, for the window of a request, and for its compressed rows.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 prefill_rows(CombinedRows lists, GatheredRows windows, GatheredRows compressed, int list_blocks, int window_blocks,
              int compressed_blocks) {

@@ -1,7 +1,7 @@
 // Prefix sums over the lanes of a warp.
 #pragma once
 
-// The sum of x over the lanes up to this one, which is included.
+// The sum of x over the lanes up to and including this one.
 template <class T> __device__ inline T sum_to(T x) {
     int lane = threadIdx.x % 32;
 #pragma unroll

@@ -23,7 +23,7 @@ __device__ inline Quad read4(const bf16* p) {
 #endif
 }
 
-// The same, loaded at this point of the program: no load waits for another's registers.
+// The same, loaded at this point of the program, so that no load waits for the registers of another one.
 __device__ inline Quad ask4(const float* p) {
 #if WIDE
     Quad q;
@@ -62,7 +62,7 @@ __device__ inline Quad larger(Quad a, Quad b) {
     return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
 }
 
-// The values of the lane `lanes` away.
+// The values of lane ^ `lanes`.
 __device__ inline Quad exchanged(Quad a, int lanes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
@@ -78,7 +78,7 @@ struct Mean {
         for (int i = 0; i < 4; ++i) top.x[i] = -infinity(), total.x[i] = sum.x[i] = 0.0f;
     }
 
-    // Make `score` the top of channel i if it is larger.
+    // Raise the top score of channel i to `score`.
     __device__ void raise(int i, float score) {
         float larger = fmaxf(top.x[i], score), keep = weight(top.x[i], larger);
         sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;

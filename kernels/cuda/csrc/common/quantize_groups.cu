@@ -1,4 +1,4 @@
-// bfloat16 values as e4m3 with a scale for each 128 of a row, a power of two: activations of products in FP8.
+// Quantise bfloat16 values to e4m3 with a scale, a power of two, for each 128 of a row: activations of FP8 products.
 //
 // Grid: (tokens, groups, warps' 512 columns / 4). Block: 128 threads; 8 lanes of a warp have 128 values.
 //

@@ -1,4 +1,4 @@
-// The request of a row of a gather.
+// Finds the request of a row of a gather.
 #pragma once
 #include "common/pages.cuh"
 
@@ -21,9 +21,10 @@ struct GatheredRows {
         return low <= requests ? low - 1 : -1;
     }
 
-    // The same by a warp, in 32 parts at a time: its loads that wait for each other are two for up to a thousand requests.
+    // The same by a warp, which divides the range by 32 in each step: two dependent loads for up to a thousand
+    // requests.
     __device__ int request_by_warp(int64 row) const {
-        int low = 0, count = requests + 1;  // `low` starts are at most `row`; of the next `count` it is not known
+        int low = 0, count = requests + 1;  // the first `low` starts are at most `row`; the next `count` are still to be searched
         while (count > 0) {
             int part = (count + 31) / 32, last = (int(threadIdx.x % 32) + 1) * part - 1;
             int below = __popc(__ballot_sync(~0u, last < count && starts[low + last] <= row));

@@ -1,4 +1,4 @@
-// Values of a cache's rows in bfloat16.
+// Values of cache rows in bfloat16.
 #pragma once
 #include "common/pages.cuh"
 

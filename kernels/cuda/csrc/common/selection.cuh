@@ -29,8 +29,7 @@ struct Said {
 
     __device__ static int at(const int* from, int otherwise) {
         int x = otherwise;
-        // Bypasses the SM's caches: the value may be read before the previous kernel has ended, and again
-        // afterwards.
+        // Bypasses the L1 cache: the value may be read before the previous kernel has ended, and again afterwards.
         asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.relaxed.gpu.global.s32 %0, [%1];\n}\n"
                      : "+r"(x) : "l"(from) : "memory");
         return x;
@@ -76,8 +75,8 @@ __device__ inline uint32 order_of(float x) {
 
 constexpr uint32 MINUS_INFINITY = 0x007fffff;  // its order
 
-// Set `bit` of the mask, or give it, if x exceeds, or equals, the other one. Subnormal numbers are not taken for zeros (elsewhere
-// -ftz=true does).
+// Set `bit` in the mask, or return it, if x exceeds (or equals) the other number. Subnormal numbers are not flushed to
+// zero, unlike elsewhere (-ftz=true).
 __device__ inline void mark_if_above(uint32& mask, float x, float bound, uint32 bit) {
     asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(bound), "r"(bit));
 }
@@ -116,7 +115,7 @@ __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     return up_to - x + __reduce_add_sync(~0u, lane < warp ? sum : 0);
 }
 
-// The value of this rank, in descending order, within a lane's group of GROUP lanes.
+// The value of this rank, in descending order, within the lane's group of GROUP lanes.
 template <int GROUP> __device__ inline float largest_of_lanes(float x, int rank) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -145,8 +144,9 @@ __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     }
 }
 
-// Finds the bin, from the largest digit down, with the rest-th number: its digit to `digit`, how many of its numbers are still
-// needed to `needed`, and how many it has to `here`; returns the sum of all bins and clears them. Called by all threads.
+// Finds the bin with the rest-th number, counted from the largest digit down. Sets `digit`, `needed` (numbers of the
+// bin that are still needed) and `here` (numbers of the bin). Returns the sum of all bins and clears them. Called by
+// all threads.
 __device__ inline int find_digit(Scratch& scratch, int rest) {
     __syncthreads();
     int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;  // in runs of a thread
@@ -170,12 +170,13 @@ __device__ inline int find_digit(Scratch& scratch, int rest) {
 // The k-th largest of many numbers.
 struct Kth {
     uint32 number;  // the largest number that at least k numbers reach
-    int rest;       // how many of those equal to it are among the k largest
-    bool all;       // whether that is all of them
+    int rest;       // how many numbers equal to it are among the k largest
+    bool all;       // whether all numbers equal to it are
 };
 
-// The k-th largest. `each` calls its argument with every number of a thread; 0 means none, and is the result if there are
-// fewer than k. Called by all threads. At most `passes` passes; with fewer than PASSES the result may be smaller.
+// Finds the k-th largest number. `each` calls its argument with every number of a thread; 0 means none, and is the
+// result if there are fewer than k. Called by all threads. Makes at most `passes` passes; with fewer than PASSES the
+// result may be smaller.
 template <class Each> __device__ inline Kth kth_largest(Scratch& scratch, int k, int passes, Each each) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // The bins cover the range of the numbers, so that a narrow range uses all bins.

@@ -1,8 +1,8 @@
-// One rank's part of tokens that are sharded across ranks (kernels/types/shard.py): lengths, block tables, slots.
+// Lengths, block tables and slots of one rank, where tokens are sharded across ranks (kernels/types/shard.py).
 //
 // Grid of local_seq_lens, local_block_table and local_slot_mapping: an entry of the result per thread. Grid of
-// localise_indices: a CTA per token, which compacts the entries it keeps to the left. Block: 128 threads. Shared memory: only in
-// localise_indices, counts per warp.
+// localise_indices: a CTA per token, which compacts the rank's entries to the left. Block: 128 threads. Shared memory:
+// only in localise_indices, counts per warp.
 #include "common/device.cuh"
 #include "common/pages.cuh"
 
@@ -12,7 +12,7 @@ constexpr int THREADS = 128;
 struct Shard {
     int rank, size, interleave;
 
-    // Index of a position among the rank's tokens, or -1 for another rank's.
+    // Index of a position among the rank's tokens, or -1 if another rank has it.
     __device__ int position(int global) const {
         if (global < 0) return -1;
         uint32 turn = uint32(global) / uint32(interleave), round = turn / uint32(size);
@@ -80,8 +80,8 @@ local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests
     out[token] = slot;
 }
 
-// Each warp takes a piece of every CHUNK entries and looks up all of it before it publishes how many it keeps: their places
-// depend on the warps before it.
+// Each warp takes a piece of every CHUNK entries and looks up all of it before it publishes the number of its entries:
+// where they are written depends on the warps before it.
 constexpr int ROUNDS = 4;  // of 32 entries in a piece
 constexpr int CHUNK = THREADS * ROUNDS;
 

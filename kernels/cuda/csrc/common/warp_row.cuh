@@ -1,5 +1,5 @@
-// A row of float32 values held by a warp, or by WARPS of them: lane l of warp w has the neighbouring values
-// [(32 w + l) * VALUES, (32 w + l + 1) * VALUES).
+// A row of float32 values in the registers of a warp, or of WARPS warps: lane l of warp w has the values [(32 w + l) *
+// VALUES, (32 w + l + 1) * VALUES).
 #pragma once
 #include "common/pages.cuh"
 
@@ -10,7 +10,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
 
     __device__ int first() const { return (32 * warp + lane) * VALUES; }
 
-    // Sum of the squares of LANES neighbouring lanes; at most this warp's.
+    // Sum of the squares of LANES neighbouring lanes, at most of this warp.
     template <int LANES = 32> __device__ float squares() const {
         float total = 0.0f;
 #pragma unroll
@@ -76,7 +76,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; i += 2) store4(p + 2 * i, pack(bf16{}, x[i], x[i + 1]));
     }
 
-    // Write a row of values that Input holds, 8 or more a lane, as e2m1.
+    // Write a row as e2m1; each lane has 8 or more values of type Input.
     template <class Layout, class Input> __device__ void insert_e2m1(Token token) const {
         constexpr int lanes = Layout::scale_tile / VALUES;
         static_assert(VALUES % 8 == 0 && lanes > 0);
@@ -89,7 +89,8 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         if (lane % lanes == 0) token.scales[first() / Layout::scale_tile] = scale.byte;
     }
 
-    // Write the row into a cache, through bfloat16; unless ROUNDED, the values that it quantises as they are. Called by every lane.
+    // Write the row into a cache. Values are rounded to bfloat16; unless ROUNDED, values that are quantised are not.
+    // Called by every lane.
     template <class Layout, bool ROUNDED = true> __device__ void insert(Token token) {
         static_assert(Layout::head_dim == DIM);
         if constexpr (Layout::quantized_dim == 0) {
@@ -110,7 +111,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
             if (quantized) store_e4m3(token.row + first(), power_of_two(-exponent), 1.0f);
             else store_bf16(token.row + Layout::rope_offset + 2 * (first() - Layout::quantized_dim));
             if (lane % lanes == 0) {
-                // The last byte of a row's UE8M0 scales has no tile and is 0.
+                // The last byte of the UE8M0 scales of a row belongs to no tile and is 0.
                 if (Layout::ue8m0) token.scales[tile] = quantized ? exponent + 127 : 0;
                 else store4(token.scales + 4 * tile, __float_as_uint(power_of_two(exponent)));
             }

@@ -1,8 +1,8 @@
-// Metadata of a step that all sparse layers use, in one kernel.
+// Builds the metadata of a step that all sparse layers use, in one kernel.
 //
-// Grid: `token_blocks` CTAs that take one row (a token) per warp, and one CTA for the prefill requests. Block: 128 threads. No
-// shared memory. Rows and columns beyond those in use are cleared as far as the previous build wrote them.
-// All lanes search for a row's request together: 32 boundaries of the search range at a time.
+// Grid: `token_blocks` CTAs with one row (a token) per warp, and one CTA for the prefill requests. Block: 128 threads.
+// No shared memory. Unused rows and columns are cleared as far as the previous build wrote them. All lanes search for a
+// row's request together: 32 boundaries of the search range at a time.
 //
 // Macros: SLOT (int64 or int).
 #include "common/device.cuh"

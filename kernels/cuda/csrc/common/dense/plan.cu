@@ -1,4 +1,4 @@
-// Divides the work of dense MLA decode by the lengths (common/dense/work.cuh), once for all layers of a step.
+// Divides the work of dense MLA decode by lengths (common/dense/work.cuh), once for all layers of a step.
 //
 // Grid: a CTA for each range. Block: one warp, which reads all lengths.
 #include "common/dense/work.cuh"

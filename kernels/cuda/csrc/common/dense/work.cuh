@@ -1,18 +1,18 @@
-// The division of work of dense MLA decode (sm90/dense/decode/decode.cu, sm80/dense/decode.cu). common/dense/plan.cu computes it from the
-// lengths, once for all layers of a step.
+// Work division of dense MLA decode (sm90/dense/decode/decode.cu, sm80/dense/decode.cu). common/dense/plan.cu computes
+// it from the lengths, once for all layers of a step.
 //
-// Keys are counted in blocks of BLOCK. The *cost* of a query token is TOKEN_COST and the blocks of its keys. The costs of all tokens,
-// one after another, are divided into ranges of equal length, one for each CTA (of each group of heads). A token that a boundary
-// divides has a *part* in each of the ranges; common/dense_decode_merge.cu combines them. Where whole tokens fill the device as evenly,
-// or without a division, none is divided.
+// Keys are counted in blocks of BLOCK. The *cost* of a query token is TOKEN_COST plus the blocks of its keys. The
+// sequence of the costs of all tokens is divided into ranges of equal cost, one for each CTA (of each group of heads).
+// A token that a boundary divides has a *part* in each of the ranges; common/dense_decode_merge.cu combines them. No
+// token is divided where whole tokens fill the device equally well, or without a division.
 //
 // `division[i]` is where range i begins and ends: {token, block, token, block}. After these entries of all ranges, entry i of `parts` is
 // {token, range of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the token that is
 // divided at the end of range i (0 parts: none is). A token's first part is row 2 * range + 1 of the partial results, the part in any
 // later range row 2 * range.
 //
-// Decodes read the lengths again. A division made for other lengths has the same parts: the last one of a token takes all further
-// blocks, and those beyond its end are empty.
+// Decodes read the lengths again. With a division that was computed for other lengths, tokens have the same parts: the
+// last part of a token takes all further blocks, and parts beyond its end are empty.
 //
 // Limit: all costs together are below 2^31.
 #pragma once
@@ -20,15 +20,15 @@
 
 constexpr int BLOCK = 64;
 constexpr int TOKEN_COST = 4;  // in blocks: the start of a token, and storing its result
-constexpr int MIN_RANGE = 4;   // blocks of a range at least: parts of fewer take longer to combine than they save
-constexpr int MIN_PART = 2;   // blocks on either side of a boundary at least
+constexpr int MIN_RANGE = 4;   // smallest number of blocks of a range: combining smaller parts takes longer than they save
+constexpr int MIN_PART = 2;   // smallest number of blocks on either side of a boundary
 
 __device__ inline int blocks_of(int keys) { return keys / BLOCK + (keys % BLOCK > 0); }
 
 struct DenseTokens {
     const int* lens;
     int s_q, count;           // of all requests
-    int columns, block_size;  // of the block table, whose rows hold so many pages
+    int columns, block_size;  // of the block table; columns: pages of a row
     int causal;
 
     // Keys that a token sees.
@@ -40,12 +40,12 @@ struct DenseTokens {
     __device__ int blocks(int token) const { return blocks_of(keys(token)); }
 };
 
-// A place in the sequence of all tokens' blocks.
+// A position in the sequence of the blocks of all tokens.
 struct DenseBoundary {
     int token, block;
 };
 
-// Work of a CTA.
+// The work range of a CTA.
 struct DenseWork {
     DenseBoundary begin, end;
     int parts;  // of the token that `end` divides
@@ -53,17 +53,17 @@ struct DenseWork {
     __device__ int last_token() const { return end.token - (end.block == 0); }
     __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
     __device__ int last_block(int token, int blocks) const { return token == end.token ? min(end.block, blocks) : blocks; }
-    // Blocks of a token that has `blocks`.
+    // Number of blocks of a token, which has `blocks` in all, in this range.
     __device__ int blocks_here(int token, int blocks) const { return max(0, last_block(token, blocks) - first_block(token)); }
-    // Row of the partial results, or -1: the whole token is here.
+    // Row of the partial results, or -1 if the whole token is in this range.
     __device__ int part(int token, int range) const {
         return first_block(token) ? 2 * range : token == end.token ? 2 * range + 1 : -1;
     }
-    // Whether a token's first part is here.
+    // Whether the first part of a token is in this range.
     __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
 };
 
-// The boundary at a cost, which is within those of `token` that start at `start`.
+// The boundary at `cost`, which lies within `token`, whose costs begin at `start`.
 __device__ inline DenseBoundary boundary_within(int token, int start, int blocks, int cost) {
     int block = cost - start - TOKEN_COST;
     if (block < MIN_PART) block = 0;
@@ -77,7 +77,7 @@ __device__ inline DenseWork whole_tokens(int tokens, int ranges, int range) {
     return {{min(tokens, range * each), 0}, {min(tokens, (range + 1) * each), 0}, 1};
 }
 
-// The same by a division; null: no token is divided. `parts` is not read.
+// The same from a division; null: no token is divided. `parts` is not read.
 __device__ inline DenseWork planned_work(const uint4* division, int tokens, int ranges, int range) {
     if (!division) return whole_tokens(tokens, ranges, range);
     uint4 x = division[range];
@@ -92,7 +92,7 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
         total += cost, longest = max(longest, cost);
     }
     total = __reduce_add_sync(~0u, total), longest = int(__reduce_max_sync(~0u, uint32(longest)));
-    int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
+    int whole = (tokens.count + ranges - 1) / ranges;  // number of tokens of a CTA if none is divided
     int length = max((total - 1) / ranges + 1, MIN_RANGE);
     if (32 * int64(whole) * longest <= 33 * int64(length + TOKEN_COST + MIN_PART)) return whole_tokens(tokens.count, ranges, range);
 
@@ -123,7 +123,7 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
     return work;
 }
 
-// Write how many parts tokens have, for the kernel that combines them. Called by a warp.
+// Write the number of parts of tokens, for the kernel that combines them. Called by a warp.
 __device__ inline void publish_parts(const DenseWork& work, int tokens, int ranges, int range, uint4* parts) {
     int lane = threadIdx.x % 32, divided = work.begins_part() ? work.parts : 0;
     if (tokens > ranges) {
