@@ -1,13 +1,14 @@
-// Products of few tokens with block-scaled e4m3 weights: what both schedules have in common (sm80/projection.cu by mma.sync,
-// sm90/projection.cu by wgmma).
+// Shared by both schedules of products of few tokens with block-scaled e4m3 weights: sm80/projection.cu with mma.sync
+// and sm90/projection.cu with wgmma.
 //
-// Grid: (SPLITS, tiles of ROWS rows, groups * tiles of TOKENS tokens). The SPLITS CTAs of a tile are a cluster and divide K; their sums
-// are added in the order of K, so results do not depend on timing. Eight warps multiply, 16 rows each (of 256 rows 32); with fewer
-// rows the others take further columns. A ring of STAGES stages has ROWS rows of weights and TOKENS rows of x, of DEPTH columns.
+// Grid: (SPLITS, tiles of ROWS rows, groups * tiles of TOKENS tokens). The SPLITS CTAs of a tile are a cluster and
+// divide K; their sums are added in the order of K, so results do not depend on timing. Eight warps multiply, each 16
+// rows (32 of 256 rows); with fewer rows, warps also divide the columns. A ring of STAGES stages has ROWS rows of
+// weights and TOKENS rows of x, of DEPTH columns.
 //
-// A code becomes bfloat16 in registers, exactly; a block's products are added by the tensor cores, then times its scale, then to the
-// sum in float32. Scales that are powers of two are part of the bfloat16 weight, and products go to the sum at once. So neither x nor
-// a weight is rounded.
+// A code is converted to bfloat16 in registers, exactly. The tensor cores add the products of a block, whose sum is
+// multiplied by the block's scale and added in float32. Scales that are powers of two are part of the bfloat16 weight,
+// and products are added to the sum directly. So neither x nor a weight is rounded.
 //
 // Macros: TOKENS (8 to 128), ROWS (16 to 256), SPLITS (1 to 8), STAGES, OUTPUT (bf16 or float), BLOCK_COLUMNS, ALIGNED
 // (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the preceding kernel has ended), FINITE
@@ -40,7 +41,8 @@ struct Tokens {
     int count, tiles;
 };
 
-// The factor of codes' bits in bfloat16's fields, which are their values times 2^-120, subnormals too; twice.
+// A pair of factors for codes whose bits were moved to the fields of bfloat16, which gives their values times 2^-120,
+// also for subnormals.
 __device__ inline uint32 code_unit(float scale) {
     return POWER_OF_TWO ? __byte_perm(__float_as_uint(scale) + (120 << 23), 0, 0x3232) : 0x7b807b80;
 }
@@ -61,7 +63,7 @@ __device__ inline void codes_to_bf16(uint32 codes, uint32 unit, uint32& low, uin
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(high), "r"(unit), "r"(MINUS_ZERO));
 }
 
-// A warp's sums: of each of its tiles rows g and g + 8, tokens 8 n + 2 c and + 1, for lane 4 g + c.
+// The sums of a warp: lane 4 g + c has rows g and g + 8 of each tile, tokens 8 n + 2 c and + 1.
 struct Sums {
     float x[HEIGHT][TOKENS / 8][4];
     uint32 nan[HEIGHT][2];  // bit 7 of a byte: a code was NaN, for each row
@@ -92,7 +94,7 @@ __device__ inline void sync_splits() {
     __syncthreads();
 #endif
 }
-// A CTA of a cluster ends when the others have read its sums. Nothing that it wrote is waited for, unlike in `sync_splits`.
+// A CTA of a cluster exits after the others have read its sums. Unlike sync_splits, this does not wait for writes.
 __device__ inline void leave_splits() {
 #if SPLITS > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -106,7 +108,7 @@ __device__ inline void store(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x
 __device__ inline void store_pair(float* p, float2 x) { *reinterpret_cast<float2*>(p) = x; }
 __device__ inline void store_pair(bf16* p, float2 x) { *reinterpret_cast<uint32*>(p) = pack(bf16{}, x.x, x.y); }
 
-// What a CTA has: rows of a group's weights, tokens, and chunks of DEPTH columns.
+// The work of a CTA: rows of the weights of a group, tokens, and chunks of DEPTH columns.
 struct Tile {
     int split, row, group, first, count, begin, chunks;
 
@@ -120,7 +122,7 @@ struct Tile {
     __device__ const bf16* x(const Tokens& tokens) const { return tokens.x + group * tokens.x_group_stride + first * tokens.x_stride; }
 };
 
-// Whether a code of a row was NaN, from the bits of its four lanes.
+// Whether a code of a row was NaN, from the bits of the four lanes of the row.
 __device__ inline bool row_is_nan(uint32 nan) {
     if (FINITE) return false;
     nan |= __shfl_xor_sync(~0u, nan, 1);
@@ -128,7 +130,7 @@ __device__ inline bool row_is_nan(uint32 nan) {
     return nan & 0x80808080;
 }
 
-// Store a warp's sums to `partial`, [PARTS][TOKENS][SUM_STRIDE], in place of the ring.
+// Store the sums of a warp to `partial`, [PARTS][TOKENS][SUM_STRIDE], in the memory of the ring.
 __device__ inline void store_sums(float* partial, const Sums& sums, int part, int strip_row) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -142,7 +144,8 @@ __device__ inline void store_sums(float* partial, const Sums& sums, int part, in
     }
 }
 
-// Add the partial sums of all parts and splits, in the order of K, and write the result: THREADS threads of each CTA.
+// Add the partial sums of all parts and splits, in the order of K, and write the result. Called by THREADS threads of
+// each CTA.
 __device__ inline void write_result(const Tokens& tokens, const Weights& w, const Tile& tile, const float* partial) {
     OUTPUT* out = tokens.out + tile.group * tokens.out_group_stride + tile.first * tokens.out_stride + tile.row;
     for (int i = tile.split * THREADS + threadIdx.x; i < TOKENS * ROWS / 2; i += SPLITS * THREADS) {

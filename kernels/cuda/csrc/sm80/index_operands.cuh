@@ -1,5 +1,6 @@
-// Operands of index scores by tensor cores: heads of a query, and e4m3 keys. The order of values in a product is free if both operands
-// have the same one: a lane reads a row in pieces, and four values of them are its operands of a step of 16 values.
+// Operands of index scores by tensor cores: heads of a query, and e4m3 keys. Both operands of a product may have their
+// values in any common order: a lane reads a row in pieces, and each four values of them are its operands of a step of
+// 16 values.
 //
 // float16 has every e4m3 value. bfloat16 has every e2m1 value times a power of two, and every e4m3 value. So products are exact,
 // and sums are float32.
@@ -11,13 +12,14 @@
 
 constexpr int DIM = 128, STEPS = DIM / 16, CHUNK_HEADS = HEADS == 64 ? 64 : 32;
 constexpr bool IS_MXFP4 = LAYOUT::e2m1_values, IS_E4M3 = !IS_MXFP4 && LAYOUT::num_scales == 1;
-// Without an instruction that converts e4m3, keys are in units of 2^8 and queries of 2^-7: codes' bits, moved to float16's fields.
+// Without an instruction that converts e4m3, the bits of codes are moved to the fields of float16: keys are in units of
+// 2^8, and queries in units of 2^-7.
 #if E4M3_ARCH >= 890
 constexpr bool BY_BITS = false;
 #else
 constexpr bool BY_BITS = IS_E4M3;
 #endif
-constexpr float UNIT = IS_E4M3 && !BY_BITS ? 0.5f : 1.0f;  // of sums, which are doubled where no product is infinite
+constexpr float UNIT = IS_E4M3 && !BY_BITS ? 0.5f : 1.0f;  // of sums, which are doubled where products cannot be infinite
 
 template <bool E4M3> struct ProductType { using type = bf16; };
 template <> struct ProductType<true> { using type = f16; };
@@ -26,7 +28,7 @@ using Product = ProductType<IS_E4M3>::type;
 // max(x, 0) / UNIT
 __device__ inline float positive(float x) { return IS_E4M3 ? twice_relu(x) : relu(x); }
 
-// Four e4m3 values of a query as two pairs. By bits, values 0 and 2 are a pair, and 1 and 3.
+// Four e4m3 values of a query as two pairs. With BY_BITS the pairs are values 0 and 2, and 1 and 3.
 __device__ inline void query_pairs(uint32 bytes, uint32& low, uint32& high) {
 #if E4M3_ARCH < 890
     if (!is_nan4(bytes)) {
@@ -44,7 +46,7 @@ __device__ inline void query_pairs(uint32 bytes, uint32& low, uint32& high) {
     if constexpr (BY_BITS) low = pack(f16{}, x[0] * 128, x[2] * 128), high = pack(f16{}, x[1] * 128, x[3] * 128);
     else low = pack(Product{}, x[0], x[1]), high = pack(Product{}, x[2], x[3]);
 }
-// The same of a key, in float16. By bits, NaN becomes a number, and `nan` is then not 0.
+// The same for a key, in float16. With BY_BITS a NaN becomes a number, and `nan` is set.
 __device__ inline void e4m3_key_pairs(uint32 bytes, uint32& low, uint32& high, [[maybe_unused]] uint32& nan) {
 #if E4M3_ARCH >= 890
     codes_to_f16(bytes, low, high);
@@ -54,7 +56,7 @@ __device__ inline void e4m3_key_pairs(uint32 bytes, uint32& low, uint32& high, [
 #endif
 }
 
-// The first of the four values that lanes with this c have in a step, where a lane reads `pieces` of a row.
+// The first of the four values of a step for lanes with this c, where a lane reads PIECES pieces of a row.
 template <int PIECES> __device__ inline int first_value(int step, int c) {
     constexpr int PIECE_STEPS = STEPS / PIECES, VALUES = DIM / PIECES;
     return step / PIECE_STEPS * VALUES + c * (VALUES / 4) + step % PIECE_STEPS * 4;
@@ -66,7 +68,7 @@ template <class T> __device__ inline T load(const void* from) {
     else return read_at<T>(static_cast<const uint8*>(from));
 }
 
-// CHUNK_HEADS heads of a query as operands, and their weights. PIECES: as above.
+// CHUNK_HEADS heads of a query as operands, and their weights. PIECES: see first_value.
 template <int PIECES> struct Heads {
     uint32 b[CHUNK_HEADS / 8][STEPS][2];
     float weights[CHUNK_HEADS / 8][2];
@@ -93,12 +95,12 @@ template <int PIECES> struct Heads {
                 int column = first + 8 * n + 2 * c + i;
                 weights[n][i] = HEADS || column < heads ? of_heads[column] : 0;
             }
-            __syncwarp();  // the next heads' loads take no registers yet
+            __syncwarp();  // keeps the loads of the next heads from taking registers now
         }
     }
 };
 
-// The value of each lane's position of four values a lane, which are added up over the four lanes of a g.
+// Sums over the four lanes of a g: lane c receives the sum of value c.
 __device__ inline float sum_of_four(const float (&x)[4]) {
     int c = threadIdx.x % 4;
     bool odd = c & 1, upper = c & 2;

@@ -1,10 +1,11 @@
-// Indexer scores by tensor cores of any device: logits = scale * sum of weights * relu(q . k). The keys are those of a paged cache,
-// of candidate blocks of one, or packed. Float32 queries take common/indexer_logits.cu and common/candidate_logits.cu.
+// Indexer scores by tensor cores of any device: logits = scale * sum of weights * relu(q . k). The keys are all keys of
+// a paged cache, candidate blocks of it, or packed keys. Float32 queries use common/indexer_logits.cu and
+// common/candidate_logits.cu.
 //
-// Grid: (CTAs). Block: 128 threads, four warps that work alone: each has a work range of one query, `parts` of which cover it; with
-// `parts` 0 longer queries have more (divide_by_lengths).
-// Shared memory: a ring of 3 stages for each warp, 50 KiB for FP8 keys. A lane copies to it only what this lane reads, so no thread
-// waits for another one.
+// Grid: (CTAs). Block: 128 threads, four independent warps. Each has a work range of one query; `parts` ranges cover a
+// query, and with `parts` 0 longer queries have more ranges (divide_by_lengths). Shared memory: a ring of 3 stages for
+// each warp, 50 KiB for FP8 keys. Each lane copies only the bytes that it reads itself, so no thread waits for another
+// one.
 //
 // A warp takes 32 positions at a time, a *tile*, and lane 4 g + c looks up position 8 c + g of it. The keys of a tile are rows
 // of two products of 16 rows, heads of the query their columns. The order of values in a product is free if both operands have
@@ -18,12 +19,13 @@
 // float16 has every e4m3 value. bfloat16 has every e2m1 value times a power of two, and every e4m3 value. So products are exact,
 // and sums are float32.
 //
-// Before a tile is multiplied, copies of the two tiles after it have been started, the page of the third is being read from the
-// block table, and so is the candidate block of the fourth.
+// While a tile is multiplied, copies of the next two tiles are in flight, and loads of the page of the third and of the
+// candidate block of the fourth.
 //
-// Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16, INDEXER_MXFP4),
-// HEADS (32 or 64: exactly so many, whose operands stay in registers; 0: any number), PAGED and CANDIDATES (which keys), ALIGNED
-// (whether rows of queries and keys are at multiples of 16 bytes, and scales of MXFP4 keys at multiples of 4).
+// Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16,
+// INDEXER_MXFP4), HEADS (32 or 64: the number of heads, whose operands stay in registers; 0: any number), PAGED and
+// CANDIDATES (which keys), ALIGNED (whether rows of queries and keys are at multiples of 16 bytes, and scales of MXFP4
+// keys at multiples of 4).
 #include "common/pages.cuh"
 #include "common/device.cuh"
 #include "sm80/index_operands.cuh"
@@ -62,7 +64,7 @@ __device__ inline void key_pairs(uint4 piece, int step, uint32 factor, uint32& l
     }
 }
 
-// Copy to shared memory, or write zeros there.
+// Copy to shared memory, or write zeros.
 __device__ inline void copy_piece(uint4* to, const uint8* from, bool present) {
     if constexpr (ALIGNED) {
         copy_async<16>(to, from, present);
@@ -96,14 +98,15 @@ struct Keys {
     const uint8* scales;  // of packed keys
 };
 
-// The keys of one query as a warp goes through them: this lane's key of each tile, in three steps, one tile ahead of one another.
+// A warp's iterator over the keys of one query: this lane's key of each tile, found in three steps, each a tile ahead
+// of the next step.
 struct Cursor {
     const Keys& keys;
     int entry;
     int64 first, length;  // positions; with candidates, length is what the query sees
     int64 columns;        // scores of this query
     const int* blocks;
-    int candidate, position, page;  // -1: none, or not seen by the query, or absent
+    int candidate, position, page;  // -1: no candidate, a position that the query does not see, an absent page
 
     __device__ Cursor(const Keys& given, int query) : keys(given), entry(query / given.next_n), first(0), candidate(-1) {
         int j = query - entry * keys.next_n;
@@ -140,7 +143,7 @@ struct Cursor {
             page = known ? keys.table.entries[entry * keys.table.row_stride + place] : -1;
         }
     }
-    // Where the key is in keys.bytes, -1 if absent, and its scales.
+    // Offset of the key in keys.bytes, -1 if absent, and of its scales.
     __device__ int64 offset_of_key(const uint8*& scales) const {
         if (!PAGED) {
             scales = keys.scales + int64(max(position, 0)) * LAYOUT::scale_bytes;
@@ -157,18 +160,19 @@ struct Cursor {
 
 __device__ inline int64 tiles_of(const Cursor& cursor) { return (cursor.columns + KEYS - 1) / KEYS; }
 
-// What a warp computes: one of the parts of a query's keys.
+// The work range of a warp: one of the parts of a query's keys.
 struct WorkItem {
     int query, part, parts;  // parts: 0 if there is nothing
 };
 
-// Item `item` of as many as the grid has warps: queries have parts of nearly the same length, whatever theirs is.
+// Item `item`; there are as many items as warps in the grid. All parts have nearly the same length, for any lengths of
+// queries.
 __device__ inline WorkItem divide_by_lengths(const Keys& keys, int num_queries, int item) {
     int lane = threadIdx.x % 32;
     int64 total = 0;
     for (int query = lane; query < num_queries; query += 32) total += tiles_of(Cursor(keys, query));
     for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-    int64 most = int64(gridDim.x) * WARPS - num_queries;  // a query's last part may be shorter
+    int64 most = int64(gridDim.x) * WARPS - num_queries;  // the last part of a query may be shorter
     int64 length = max(int64(1), (total + most - 1) / most);
     for (int first = 0, before = 0; first < num_queries; first += 32) {
         int parts = first + lane < num_queries ? int((tiles_of(Cursor(keys, first + lane)) + length - 1) / length) : 0, up_to = parts;
@@ -258,7 +262,7 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         factors[i] = scale_pair(__shfl_sync(~0u, scale, (lane & ~3) + 2 * half + i) >> 8 * c & 0xff);
-uint32 a[STEPS][4];  // before all products, which then wait for nothing
+uint32 a[STEPS][4];  // loaded before all products, which then do not wait
 #pragma unroll
                 for (int h = 0; h < PIECES; ++h) {
                     uint4 low = now.rows[2 * half][h][lane], high = now.rows[2 * half + 1][h][lane];
@@ -278,7 +282,7 @@ uint32 a[STEPS][4];  // before all products, which then wait for nothing
                 for (int n = 0; n < CHUNK_HEADS / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (HEADS || first_head + 8 * n + 2 * c + i % 2 < heads)  // a product of no head with infinity is NaN
+                        if (HEADS || first_head + 8 * n + 2 * c + i % 2 < heads)  // the product of an absent head and infinity would be NaN
                             sums[2 * half + i / 2] = fmaf(positive(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
                 if (BY_BITS)
 #pragma unroll

@@ -17,7 +17,7 @@ constexpr int NOPE_DIM = QK_DIM - ROPE_DIM;
 constexpr int QK_STRIDE = row_stride(QK_DIM), V_STRIDE = row_stride(V_DIM);
 [[maybe_unused]] constexpr int SHARED_BYTES = QUERIES * QK_STRIDE + KEYS * (QK_STRIDE + V_STRIDE);
 
-// Copies `count` of 64 rows of DIM values to rows of `stride` bytes; the other rows are zeros.
+// Copies `count` of 64 rows of DIM values to rows of `stride` bytes; the other rows become zeros.
 template <int DIM>
 __device__ inline void load_rows(uint8* target, int stride, const VALUE* source, int64 source_stride, int count) {
     constexpr int CHUNKS = DIM / 8;

@@ -41,7 +41,8 @@ __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
 }
 __device__ inline bool has_nan(uint32) { return false; }  // the conversion keeps NaN
 #else
-// A code's bits, moved to float16's fields, are its value times 2^-8, subnormals too; NaN would become 480.
+// The bits of a code, moved to the fields of float16, are its value times 2^-8, also for subnormals; NaN would become
+// 480.
 [[maybe_unused]] constexpr float CODE_UNIT = 256.0f;
 __device__ inline uint32 spread_codes(uint32 x) { return (x & 0x80008000) | (x >> 1 & 0x3f803f80); }
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
@@ -51,8 +52,8 @@ __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
 __device__ inline bool has_nan(uint32 bytes) { return is_nan4(bytes); }
 #endif
 
-// e4m3 bytes, none NaN, to bfloat16 pairs, times a pair of factors. The bits of a code, moved to bfloat16's fields, are its value
-// times 2^-120, subnormals too; the factors correct this.
+// e4m3 bytes, none NaN, to bfloat16 pairs, times a pair of factors. The bits of a code, moved to the fields of
+// bfloat16, are its value times 2^-120, also for subnormals; the factors correct this.
 [[maybe_unused]] constexpr float CODE_TO_BF16 = 0x1p120f;
 __device__ inline uint32 scaled_bf16(uint32 halves, uint32 factors) {
     uint32 y, x = (halves & 0x80008000) | (halves >> 4 & 0x07f007f0);

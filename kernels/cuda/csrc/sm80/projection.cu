@@ -1,7 +1,8 @@
 // out [tokens, rows] = x [tokens, K] W^T for few tokens: W is e4m3 with a float32 scale for each block, x is bfloat16.
 //
-// By mma.sync, with the weights as the first operand: a product takes 16 of their rows and as few as 8 tokens. sm80/block_scaled.cuh
-// says how the work is divided. 16-byte chunks of x are swizzled so that loads of its fragments do not conflict in banks.
+// Uses mma.sync with the weights as the first operand: a product has 16 rows of weights and only 8 tokens.
+// sm80/block_scaled.cuh describes how the work is divided. 16-byte chunks of x are swizzled so that loads of its
+// fragments have no bank conflicts.
 #include "sm80/block_scaled.cuh"
 #include "sm80/mma.cuh"
 
@@ -13,7 +14,7 @@
 
 constexpr int AHEAD = STAGES > 2 ? 2 : 1;  // stages of weights that are copied before the preceding kernel has ended
 
-// 16 bytes of a row to shared memory, zeros from `size` bytes on.
+// Copy 16 bytes of a row to shared memory, zeros from `size` bytes on.
 __device__ inline void copy16(uint8* to, const void* from, int size) {
 #if ALIGNED
     copy_async_part(shared_address(to), from, size);
@@ -42,7 +43,8 @@ struct WeightCopies {
         rows = w.rows - row - r;
         to = (piece / 8 * ROWS + r) * 128 + ((piece % 8) ^ 2 * (r & 3)) * 16;
     }
-    // Columns [k, k + DEPTH); zeros from `end` on. Rows that the weights lack stay as they are: nothing reads what they make.
+    // Copy columns [k, k + DEPTH), zeros from `end` on. Rows beyond the weights are not written: their results are not
+    // used.
     __device__ void copy(uint8* stage, int k, int end) const {
         const uint8* source = from + k;
         stage += to;
@@ -62,7 +64,8 @@ struct WeightCopies {
 using Scales = float[HEIGHT][2][4];  // of these rows, for each 32 columns of 128
 using Codes = uint32[HEIGHT][8][4];
 
-// The operand of the warp's rows: of each step of 16 columns lane 4 g + c holds columns 32 q + 8 c + 4 (step % 2) to + 3.
+// The operand of the warp's rows: for each step of 16 columns, lane 4 g + c holds columns 32 q + 8 c + 4 (step % 2) to
+// + 3.
 __device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights, const Scales& scale) {
     int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
@@ -81,7 +84,7 @@ __device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights, 
             }
 }
 
-// The scales for columns [k, k + 128) of the rows whose scales are at `rows`; the last one's beyond K.
+// The scales for columns [k, k + 128) of the rows whose scales are at `rows`; beyond K the last scale.
 __device__ inline void load_scales(Scales& scale, const Weights& w, const float* (&rows)[HEIGHT][2], int k) {
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -153,7 +156,7 @@ block_scaled_product(Weights w, Tokens tokens, int block_rows) {
     uint8* ring = reinterpret_cast<uint8*>(memory);
     Tile tile(w, tokens);
     int warp = threadIdx.x / 32, part = warp / STRIPS, strip_row = warp % STRIPS * 16 * HEIGHT;  // the warp's first row in the tile
-    int slot = 0, free_slot = STAGES - 1;  // of the ring: the chunk's, and that of the chunk before it
+    int slot = 0, free_slot = STAGES - 1;  // of the ring: slot of the chunk, and slot of the previous chunk
     WeightCopies copies(w, w.codes + tile.group * w.group_stride, tile.row);
     Mma products(tokens, tile.x(tokens), tile.count);
     auto copy_weights = [&](int i, int slot) {
@@ -169,7 +172,7 @@ block_scaled_product(Weights w, Tokens tokens, int block_rows) {
     Scales next;
     load_scales(next, w, scale_rows, tile.column(0) + 128 * part);
     if (EARLY) pdl_wait();
-    for (int i = 0; i < STAGES - 1; ++i) {  // the first stage is there before the last one
+    for (int i = 0; i < STAGES - 1; ++i) {  // the first stage arrives before the last one
         if (i >= AHEAD) copy_weights(i, i);
         copy_x(i, i);
         copies_commit();

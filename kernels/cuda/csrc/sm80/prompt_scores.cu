@@ -1,9 +1,9 @@
-// Indexer scores of prompts by tensor cores of any device: logits = scale * sum of weights * relu(q . k) over packed e4m3 keys, which
-// neighbouring queries share.
+// Indexer scores of prompts by tensor cores of any device: logits = scale * sum of weights * relu(q . k) over packed
+// e4m3 keys. Neighbouring queries share the keys.
 //
-// Grid: (groups of QUERIES queries * parts of a group's keys), the last queries first: under a causal mask they see the most.
-// Block: 256 threads. A warp has a query, whose heads stay in registers. Keys 64 at a time, a *tile*: copied ahead by cp.async,
-// expanded to float16 by the threads that copied them, and multiplied by all warps.
+// Grid: (groups of QUERIES queries * parts of a group's keys), the last queries first, because under a causal mask they
+// see the most keys. Block: 256 threads. A warp has a query, whose heads stay in registers. Keys 64 at a time, a
+// *tile*: copied ahead by cp.async, expanded to float16 by the threads that copied them, and multiplied by all warps.
 // Shared memory: SHARED_BYTES, dynamic: a ring of tiles as stored, and two expanded tiles.
 //
 // Macros: HEADS (64), QUERY (uint8), LAYOUT (INDEXER_FP8), ALIGNED (1).
@@ -22,7 +22,8 @@ struct PromptShared {
 };
 static_assert(sizeof(PromptShared) == SHARED_BYTES);
 
-// Sixteen e4m3 bytes as float16, in the order of a step's operands: the first pair of each four, then the second ones.
+// Sixteen e4m3 bytes as float16, in the order of the operands of a step: the first pair of each four, then the second
+// pairs.
 __device__ inline void expand(uint4 stored, uint4 (&to)[2]) {
     uint32 words[4] = {stored.x, stored.y, stored.z, stored.w}, low[4], high[4];
 #pragma unroll
@@ -47,7 +48,7 @@ prompt_scores(const QUERY* q, int64 q_stride, int64 q_stride_h, const float* wei
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     int groups = (num_queries + QUERIES - 1) / QUERIES, group = groups - 1 - blockIdx.x / parts, part = blockIdx.x % parts;
     pdl_wait();
-    // Keys that each query sees, and all of them.
+    // The keys, and the range that each query sees.
     auto range = [&](int query, int& first, int& end) {
         first = min(max(starts[query], 0), count), end = min(max(ends[query], first), count);
         if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
@@ -87,7 +88,7 @@ prompt_scores(const QUERY* q, int64 q_stride, int64 q_stride_h, const float* wei
             to[0] = halves[0], to[1] = halves[1];
         }
         copy(tile + STAGES - 1);
-        __syncthreads();  // a warp is at most one tile ahead: it expands to the other place
+        __syncthreads();  // a warp is at most one tile ahead, where it expands to the other buffer
         int position = least + tile * KEYS;
         if (position >= end || position + KEYS <= first) continue;
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// The four lanes that have a row of a product (mma.sync) share its maximum or sum, or exchange values of it.
+// Reductions and transposes over the four lanes that have a row of a product (mma.sync).
 #pragma once
 #include "common/device.cuh"
 

@@ -1,5 +1,5 @@
-// What sm80/dense/decode.cu and sm80/sparse/heads64.cu have in common: warps of the sums, which also copy, and warps of the scores process
-// keys in steps, and meet at barriers.
+// Shared by sm80/dense/decode.cu and sm80/sparse/heads64.cu, in which warps of the sums (they also copy) and warps of
+// the scores process keys in steps and synchronise at barriers.
 #pragma once
 #include "sm80/operands.cuh"
 #include "sm80/quad_lanes.cuh"
@@ -9,8 +9,8 @@ constexpr int ARRIVED_SLOTS = 4, WEIGHED_SLOTS = 2;
 
 // ---- barriers
 
-// A barrier in shared memory for a step, at which warps arrive one by one. Unlike named barriers it lets each warp of a role run ahead
-// of the others: one lists a step, or expands rows, while the others go on. A step, or a round, is an int or a uint32.
+// An mbarrier at which the warps of a role arrive. Unlike a named barrier, it lets each warp of the role run ahead of
+// the others, while one warp lists a step or expands rows. A step or a round is an int or a uint32.
 struct StepBarrier {
     uint64 state;
 
@@ -23,13 +23,13 @@ struct StepBarrier {
         if (thread % 32 == 0)
             asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&state)) : "memory");
     }
-    // Until all have arrived for the `round`th time, from 0 on.
+    // Wait until all warps have arrived for the `round`th time, counted from 0.
     template <class Round> __device__ void wait(Round round) {
         asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(&state)),
                      "r"(round & 1)
                      : "memory");
     }
-    // Whether they have. The answer takes long: ask ahead of other work.
+    // Whether all warps have arrived. The latency is long: ask before other work.
     template <class Round> __device__ bool passed(Round round) const {
         uint32 answer;
         asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
@@ -38,8 +38,9 @@ struct StepBarrier {
     }
 };
 
-// Between the sums and the scores. A step's rows have arrived; its weights are written, and its rows no longer read by the scores; its
-// weights are no longer read. Each slot is used again only after all who wait have passed it.
+// The barriers between sums and scores. `arrived`: the rows of a step have arrived. `weighed`: its weights are written,
+// and the scores have read its rows. `summed`: its weights have been read. A slot is reused only after all waiting
+// warps have passed it.
 struct StepBarriers {
     StepBarrier arrived[ARRIVED_SLOTS], weighed[WEIGHED_SLOTS], summed[WEIGHED_SLOTS];
 
@@ -64,7 +65,7 @@ constexpr int BARRIER_BYTES = 8 * (ARRIVED_SLOTS + 2 * WEIGHED_SLOTS);
 
 constexpr float LAZY = 8.0f;  // P is up to 2^LAZY
 
-// Value subtracted from a row's scores: any finite value while all are -infinity.
+// The value that is subtracted from the scores of a row: `top`, or any finite value while all scores are -infinity.
 __device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 
 // Set `largest` to this lane's part of the maximum of row r.
@@ -82,7 +83,7 @@ __device__ inline float raise_row(float& top, float& total, float largest) {
     return factor;
 }
 
-// Weights of row r of a step, as T, to this lane's bytes of P.
+// Write the weights of row r of a step, as T, to this lane's bytes of P.
 template <class T, int N> __device__ inline void store_weights(uint8* to, const float (&x)[N][4], int r, float top, float& total) {
     float base = base_of(top);
 #pragma unroll

@@ -1,10 +1,10 @@
-// Decode over a paged cache of dense MLA rows, with mma.sync (sm_80 and later): out = softmax(scale Q K^T) V, and the LSE; of query
-// tokens whose keys are divided among CTAs partial results for common/dense_decode_merge.cu.
+// Decode over a paged cache of dense MLA rows, with mma.sync (sm_80 and later): out = softmax(scale Q K^T) V, and the
+// LSE. Query tokens whose keys are divided among CTAs give partial results for common/dense_decode_merge.cu.
 //
-// Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group, whatever
-// the lengths (common/dense/work.cuh, which describes `division`). A CTA processes its tokens one after another.
-// Block: 384 threads: eight warps of sums, which also copy, and four of scores.
-// Shared memory: SHARED_BYTES, dynamic: the ring of rows, two slots of P, a part of Q, softmax state.
+// Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each
+// group, for any lengths (common/dense/work.cuh describes `division`). A CTA processes its tokens one after another.
+// Block: 384 threads: eight warps of sums, which also copy, and four of scores. Shared memory: SHARED_BYTES, dynamic:
+// the ring of rows, two slots of P, a part of Q, softmax state.
 //
 // Keys are processed KEYS at a time, a *step*:
 //
@@ -18,8 +18,9 @@
 //
 // Rows of e4m3 are expanded in the ring, which is exact; their scale multiplies the softmax scale and the result.
 //
-// Macros: VALUE (bf16 or f16), CACHE (VALUE or e4m3), ALIGNED (rows, pages, q and out to 16 bytes), WHOLE_STEPS (1 if a page has whole
-// steps), KEYS, STAGES and Q_REGISTERS (of a thread that hold queries), see kernels/cuda/dense_attention.py.
+// Macros: VALUE (bf16 or f16), CACHE (VALUE or e4m3), ALIGNED (rows, pages, q and out are at multiples of 16 bytes),
+// WHOLE_STEPS (1 if a page has whole steps), KEYS, STAGES and Q_REGISTERS (of a thread that hold queries), see
+// kernels/cuda/dense_attention.py.
 #include "sm80/dense/scores.cuh"
 
 constexpr int M_TILES = HEADS / 16;
@@ -67,7 +68,7 @@ struct Sums {
         }
     }
 
-    // After the scores have finished the token: sums times their factors.
+    // Store sums times their factors, after the scores have finished the token.
     __device__ void store(const RingToken& of) {
         int thread = thread_index(), g = thread % 32 / 4, c = thread % 4, first = VALUES * (thread / 32);
         int query = of.token - of.request * problem.tokens.s_q;
@@ -108,7 +109,7 @@ struct Sums {
                     rescale(number);
                     mix(number);
                 }
-                asm volatile("" : "+r"(number));  // its remainders are computed again: they take no registers beside the sums
+                asm volatile("" : "+r"(number));  // its remainders are recomputed, so that they take no registers during the products
                 shared.ring.barriers.arrive_summed(number);
             }
             store(loader.token());

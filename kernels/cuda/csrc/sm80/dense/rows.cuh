@@ -1,11 +1,12 @@
-// The ring of rows of sm80/dense/decode.cu: what a query token needs arrives as *steps* of KEYS rows of 16-bit values.
+// The ring of rows of sm80/dense/decode.cu. Queries and keys of a token arrive as *steps* of KEYS rows of 16-bit
+// values.
 //
 // The first Q_STEPS steps of a token are its queries, a head a row; the others are keys. Copies run AHEAD steps ahead of their sums,
 // across tokens. Rows of absent keys and heads are zeros.
 //
-// Each warp of the sums copies the values that it multiplies, 128 bytes of a row, and part of what follows the values. So it knows
-// by itself when these have arrived and when their place is free. Rows of e4m3 arrive at the end of their place; LEAD steps before the
-// sums the warp expands them there.
+// Each warp of the sums copies the values that it multiplies, 128 bytes of a row, and a part of the tails (RoPE). So it
+// needs no barrier to know that these have arrived, or that their place is free. Rows of e4m3 arrive at the end of
+// their place; the warp expands them there LEAD steps before the sums.
 #pragma once
 #include "common/dense/work.cuh"
 #include "common/device.cuh"
@@ -14,7 +15,7 @@
 struct e4m3 { uint8 bits; };
 
 constexpr int HEADS = 64;
-constexpr int VALUES = LATENT_V / SUM_WARPS, PLACE = 2 * VALUES;  // of a warp and row: values and their bytes
+constexpr int VALUES = LATENT_V / SUM_WARPS, PLACE = 2 * VALUES;  // of a row, for each warp: values, and their bytes
 constexpr int TAIL = LATENT_DIM - LATENT_V;                       // values that follow
 constexpr int AHEAD = STAGES - 1, LEAD = STAGES > 3 ? 2 : 1;      // steps by which copies, and scores, precede sums
 constexpr int TOKENS_LISTED = 4;
@@ -23,7 +24,7 @@ constexpr int ROW_STRIDE = row_stride(LATENT_DIM);
 constexpr uint32 ALL_PRESENT = KEYS == 32 ? ~0u : (1u << KEYS % 32) - 1;
 static_assert((KEYS == 16 || KEYS == 32) && STAGES >= 3 && AHEAD <= Q_STEPS + 1 && TAIL == VALUES, "unsupported sizes");
 
-// threadIdx.x and blockIdx.x, read again: values that depend on them are then computed where they are used, and take no register elsewhere.
+// threadIdx.x and blockIdx.x, read again by each call, so that values derived from them take no registers between uses.
 __device__ inline int thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -50,7 +51,7 @@ struct DecodeProblem {
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
     float *partial_out, *partial_lse;
 
-    // This CTA's range of work and first head, computed where they are used.
+    // This CTA's work range and first head, computed at each use.
     __device__ int groups() const { return (heads + HEADS - 1) / HEADS; }
     __device__ int range() const { return block_index() / groups(); }
     __device__ int first_head() const { return block_index() % groups() * HEADS; }
@@ -86,8 +87,8 @@ struct RowRing {
 
     // The token of this number in the range.
     __device__ RingToken& token(int number) { return tokens[number % TOKENS_LISTED]; }
-    // By one thread, one after another. The first two are listed at the start, others by the scores, which have registers for it, two
-    // tokens ahead: copies are at most in the next token.
+    // Called by one thread, in order. The first two tokens are listed at the start. Later ones are listed by the
+    // scores, which have registers for it, two tokens ahead: copies are at most one token ahead.
     __device__ void list(const DecodeProblem& problem, int number) {
         token(number).take(problem, work, work.begin.token + number, number ? token(number - 1).end : 0);
     }
@@ -96,7 +97,7 @@ constexpr int TOKEN_BYTES = 40, WORK_BYTES = 20;
 constexpr int RING_BYTES = to_16(STAGES * (KEYS * ROW_STRIDE + 4) + STAGES % 2 * 4 + TOKENS_LISTED * TOKEN_BYTES + WORK_BYTES + 4 + BARRIER_BYTES);
 static_assert(sizeof(RingToken) == TOKEN_BYTES && sizeof(DenseWork) == WORK_BYTES && sizeof(RowRing) == RING_BYTES);
 
-// Sixteen e4m3 bytes as VALUE, which is exact.
+// Convert sixteen e4m3 bytes to VALUE, which is exact.
 __device__ inline void expand_codes(const uint32 (&codes)[4], uint32 (&words)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -147,7 +148,7 @@ struct RowLoader {
     static __device__ const uint8* from_lane(const uint8* address, int lane) {
         return reinterpret_cast<const uint8*>(__shfl_sync(~0u, reinterpret_cast<uint64>(address), lane));
     }
-    // 16 bytes of a row, or zeros.
+    // Copy 16 bytes of a row, or write zeros.
     static __device__ void copy16(uint8* to, const uint8* source, bool present) {
 #if ALIGNED
         copy_async_part(shared_address(to), source, present ? 16 : 0);
@@ -165,14 +166,14 @@ struct RowLoader {
         for (int i = 0; i < KEYS; i += ROWS)
             copy16(target + i * ROW_STRIDE, source(first, i) + (offset + lane % LANES * 16), present >> first >> i & 1);
     }
-    // Likewise of what follows the values: a part of the rows for each warp.
+    // The same for the tails: each warp copies a part of the rows.
     template <int BYTES, class Source> __device__ void copy_tails(int step, uint32 present, int to, int offset, Source source) {
         constexpr int LANES = BYTES / 16, ROWS = KEYS / SUM_WARPS;
         int thread = thread_index(), lane = thread % 32, row = ROWS * (thread / 32) + lane / LANES % ROWS;
         const uint8* at = source(row, 0) + (offset + lane % LANES * 16);
         if (lane < LANES * ROWS) copy16(ring.rows[step % STAGES][row] + to + lane % LANES * 16, at, present >> row & 1);
     }
-    // `size` bytes a value, which fill the end of their places.
+    // Copy rows with SIZE bytes a value, to the end of their places.
     template <int SIZE, class Source> __device__ void copy_rows(int step, uint32 present, Source source) {
         constexpr int BYTES = SIZE * VALUES;
         int warp = thread_index() / 32;
@@ -180,7 +181,8 @@ struct RowLoader {
         copy_tails<BYTES>(step, present, 2 * LATENT_V + PLACE - BYTES, SIZE * LATENT_V, source);
     }
 
-    // Start copying this warp's part of a step: one group of copies, empty after the range's end. For one step after another.
+    // Start copying this warp's part of a step, as one group of copies that is empty after the end of the range. Called
+    // for each step in order.
     __device__ void copy(int step) {
         const RingToken& of = token_of(step);
         if (of.token >= 0) {
@@ -210,7 +212,7 @@ struct RowLoader {
         page = page_in(step + 1);
     }
 
-    // Sixteen values of a place, of which this lane has chunk `chunk`; whole rows at a time.
+    // Expand sixteen values of a place: chunk `chunk`. The lanes of a warp expand whole rows at a time.
     static __device__ void expand_place(uint8* place, int chunk, bool here) {
         uint32 words[8];
         if (here) {
@@ -218,7 +220,7 @@ struct RowLoader {
             uint32 codes[4] = {v.x, v.y, v.z, v.w};
             expand_codes(codes, words);
         }
-        __syncwarp();  // all lanes have read what is overwritten now
+        __syncwarp();  // all lanes have read the bytes that are overwritten next
         if (!here) return;
         uint4* to = reinterpret_cast<uint4*>(place + 32 * chunk);
         to[0] = uint4{words[0], words[1], words[2], words[3]}, to[1] = uint4{words[4], words[5], words[6], words[7]};
@@ -233,14 +235,14 @@ struct RowLoader {
         for (int i = 0; i < KEYS; i += 8) expand_place(ring.rows[step % STAGES][i + lane % 8] + PLACE * warp, chunk, true);
         expand_place(ring.rows[step % STAGES][ROWS * warp + lane % ROWS] + 2 * LATENT_V, lane / ROWS % 4, lane < 4 * ROWS);
     }
-    // This warp's part of a step is there for the scores.
+    // Signal to the scores that this warp's part of a step has arrived.
     __device__ void arrive(int step) {
         __syncwarp();
         if (CODES) expand(step);
         ring.barriers.arrive_arrived(step);
     }
 
-    // At a step of the sums: copy a later one, and signal to the scores that theirs has arrived.
+    // At a step of the sums: start copying a later step, and signal the arrival of the step of the scores.
     __device__ void advance(int step) {
         copy(step + AHEAD);
         copies_wait<AHEAD - LEAD>();

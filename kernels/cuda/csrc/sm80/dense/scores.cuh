@@ -1,7 +1,8 @@
 // Scores and weights of sm80/dense/decode.cu: S = Q K^T and P = 2^(S - top), a step at a time.
 //
-// A warp has 16 heads and all keys of a step, so a row's maximum and sum stay in the warp. Its queries stay in registers for the whole
-// token, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes.
+// A warp has 16 heads and all keys of a step, so maximum and sum of a row stay in the warp. Its queries stay in
+// registers for the whole token, except the operands of the last MEMORY_K products, which are in shared memory in the
+// order of lanes.
 #pragma once
 #include "sm80/dense/rows.cuh"
 
@@ -89,7 +90,7 @@ struct Scores {
                 if (!(present >> (8 * n + 2 * c + i % 2) & 1)) x[n][i] = -infinity();
     }
 
-    // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave float16's range.
+    // Write the weights of a step to shared memory. Raises `top` first if a weight might leave the range of float16.
     __device__ void weigh(int number) {
         int slot = number % WEIGHED_SLOTS;
         bool above = false;
@@ -97,7 +98,7 @@ struct Scores {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             find_largest(step_most[r], x, r);
-            above |= step_most[r] - top[r] > LAZY;  // not so while both are -infinity
+            above |= step_most[r] - top[r] > LAZY;  // false while both are -infinity
         }
         bool raise = __any_sync(~0u, above);
         if (raise) {
@@ -112,7 +113,7 @@ struct Scores {
         for (int r = 0; r < 2; ++r) store_weights<VALUE>(shared.p[slot][16 * warp + 8 * r + g] + 4 * c, x, r, top[r], total[r]);
     }
 
-    // After a token's last step: its LSE, and the factors of the sums.
+    // Write the LSE and the factors of the sums, after the last step of a token.
     __device__ void finish(const RingToken& of) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

@@ -12,15 +12,15 @@
 //     score     S = Q K^T: some of the heads and of the keys per warp                          sm80/sparse/scores.cuh
 //     weigh     P = 2^(S - top), where `top` is the rows' maximum as of an earlier step
 //
-// with one barrier per step. Only if a score exceeds `top` by more than LAZY (as in a tile's first step) are the maxima
-// computed, P recomputed and O rescaled, which takes two more barriers.
+// with one barrier per step. Only if a score exceeds `top` by more than LAZY, as in the first step of a tile, the
+// maxima are computed, P is recomputed and O rescaled, which takes two more barriers.
 //
-// K and V are converted in registers from the raw rows. e4m3 becomes float16: the scales are applied to the float32 products
-// of the scores; V is multiplied by its scale in float16. bfloat16 values enter the scores unchanged and the sums as float16,
-// which is as exact except for very large and small values. V4.1's rows, FP8 and FP4, become e4m3 in the ring, and bfloat16 times
-// their scale for the scores (FINE_SCALES of sm80/sparse/rows.cuh).
+// K and V are converted in registers from the raw rows. e4m3 becomes float16: the scales are applied to the float32
+// products of the scores; V is multiplied by its scale in float16. bfloat16 values enter the scores unchanged, and the
+// sums as float16, which is exact except for very large and small values. V4.1's rows, FP8 and FP4, become e4m3 in the
+// ring, and bfloat16 times their scale for the scores (FINE_SCALES of sm80/sparse/rows.cuh).
 //
-// Float16 has a narrower range than caches and queries may hold. A tile that leaves it, or has a score or a result
+// The range of float16 is narrower than the range of caches and queries. A tile outside it, or with a score or a result
 // that is not finite, is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one.
 //
 // Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more) and CTAS, see
@@ -103,7 +103,7 @@ struct Sums {
 
     __device__ void multiply_by_factor() { multiply_rows(o, shared.factor); }
 
-    // One thread per head: the LSE, and the factor of O. After Scores::end and a barrier.
+    // Write the LSE and the factor of O, one thread per head. Called after Scores::end and a barrier.
     __device__ void finish(const Step& step) {
         int row = threadIdx.x;
         if (row >= HEADS) return;
@@ -125,7 +125,8 @@ struct Sums {
         shared.factor[row] = factor;
     }
 
-    // A lane writes values 16 c .. 16 c + 15 of its warp's 64, of heads g and g + 8 of each 16. After a barrier.
+    // Write the results: each lane values 16 c .. 16 c + 15 of its warp's 64, for heads g and g + 8 of each 16. Called
+    // after a barrier.
     __device__ void store(const Step& step) {
         bool bad = too_small(o, shared.top, seen);
         multiply_by_factor();
@@ -134,7 +135,7 @@ struct Sums {
         bf16* out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + value;
         float4* partial = reinterpret_cast<float4*>(problem.partial_out) +
                           int64(partial_slot(blockIdx.x, step.from_start)) * (HEADS * V_DIM / 4);
-        float check = 0.0f;  // NaN after a value that is not finite
+        float check = 0.0f;  // NaN if a value is not finite
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll

@@ -45,7 +45,7 @@ struct Sums {
         rescale_sums(o, raised, shared.factor[slot], sum_thread() % 32 / 4);
     }
 
-    // O += P V of a step, V of float16 or bfloat16. Returns whether a value of bfloat16 is not zero.
+    // O += P V of a step, V in float16 or bfloat16. Returns whether a bfloat16 value is not zero.
     template <bool FLOAT16> __device__ bool mix(uint32 number) {
         uint32 seen = 0;
         int thread = sum_thread(), at = thread % 16, half = thread % 32 / 16;
@@ -76,7 +76,7 @@ struct Sums {
     // Partial results of a split tile.
     __device__ void store_partial(const RangeTile& of) {
         int thread = sum_thread(), g = thread % 32 / 4, c = thread % 4;
-        int first = partial_at(g, VALUES * (thread / 32)) + c / 2 * PLANE;  // others follow as in partial_at
+        int first = partial_at(g, VALUES * (thread / 32)) + c / 2 * PLANE;  // the distances of other values are those of partial_at
         float* partial = problem.partial_out + int64(partial_slot(blockIdx.x, of.work.first == 0)) * (HEADS * V_DIM) + 4 * first + c % 2 * 2;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -110,7 +110,7 @@ struct Sums {
             }
     }
 
-    // After the scores have finished the tile at this place.
+    // Store a tile that the scores have finished.
     __device__ void store(int place, RowLoader& loader) {
         int thread = sum_thread(), lane = thread % 32, warp = thread / 32, parity = place % 2;
         const RangeTile& of = shared.ring.tile(place);
@@ -118,7 +118,7 @@ struct Sums {
         bool bad = too_small(o, shared.inv_sum[parity], shared.ring.has_value[parity][warp]) || shared.ring.is_unsafe[parity][warp];
         multiply_rows(o, shared.result_factor[parity]);
         if (lane < SCORE_WARPS) bad |= shared.unsafe[parity][lane] != 0;
-        float check = 0.0f;  // NaN after a value that is not finite
+        float check = 0.0f;  // NaN if a value is not finite
 #pragma unroll
         for (int i = 0; i < M_TILES * VALUES / 2; ++i) check = fmaf((&o[0][0][0])[i], 0.0f, check);
         if (of.work.whole()) store_whole(of);
@@ -143,7 +143,8 @@ struct Sums {
                 loader.publish(number + LEAD);
             }
             bool has_keys = shared.ring.step(number).has_keys();
-            // A tile is stored once the next one's queries and first keys are on their way: scores do not wait for it.
+            // A tile is stored after the copies of the next tile's queries and first keys have started, so that scores
+            // do not wait for it.
             if (end || (has_keys && shared.ring.step(number - 1).kind() == QUERIES)) {
                 if (number > Q_STEPS) store(shared.ring.step(number).place_before(), loader);
                 if (end) return;
@@ -155,7 +156,7 @@ struct Sums {
                 if (LAYOUT::quantized_dim && VALUES * (sum_thread() / 32) < LAYOUT::quantized_dim) mix<true>(number);
                 else if (LAYOUT::quantized_dim < V_DIM && mix<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
             }
-            asm volatile("" : "+r"(number));  // its remainders are computed again: they take no registers beside the sums
+            asm volatile("" : "+r"(number));  // its remainders are recomputed, so that they take no registers during the products
             shared.ring.barriers.arrive_summed(number);
         }
     }

@@ -1,20 +1,21 @@
-// The rows of sm80/sparse/heads64.cu: copies to the ring, and their expansion to 16 bits.
+// Copies of rows to the ring of sm80/sparse/heads64.cu, and their expansion to 16 bits.
 //
-// Each warp of the sums copies the values that it multiplies, 128 bytes of a row in the ring, and part of what follows the values. So it
-// knows by itself when these have arrived and when their place is free. Quantised values arrive at the end of their place; LEAD steps
-// before the sums the warp expands them there to float16, times their scale. Rows of absent keys and heads are zeros.
+// Each warp of the sums copies the values that it multiplies, 128 bytes of a row in the ring, and a part of the tails
+// (RoPE). So it needs no barrier to know that these have arrived, or that their place is free. Quantised values arrive
+// at the end of their place; the warp expands them there to float16, times their scale, LEAD steps before the sums.
+// Rows of absent keys and heads are zeros.
 #pragma once
 #include "sm80/sparse/heads64_steps.cuh"
 
-// Range of scales for which a value times its scale is precise in float16: powers of two and e4m3 numbers, and others, which are rounded
-// to float16. Tiny ones, as in rows that were never written, make values zero; where that matters, results are too small
-// (sm80/sparse/results.cuh).
+// Range of scales for which a value times its scale is precise in float16: of powers of two and e4m3 numbers, and of
+// other scales, which are rounded to float16. Tiny scales, as in rows that were never written, turn values into zero;
+// where that matters, results are too small (sm80/sparse/results.cuh).
 template <class Layout> __device__ inline bool is_imprecise(float scale) {
     float least = Layout::scale_tile == 128 ? 1.0f / 16384.0f : 0x1p-22f;
     return !(scale >= least && scale <= 128.0f) && !(fabsf(scale) <= 0x1p-87f);
 }
 
-// Bytes of a row's quantised values in a place.
+// Bytes of quantised values of a row in a place.
 template <class Layout> constexpr int code_bytes() { return Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16; }
 
 struct RowLoader {
@@ -22,23 +23,23 @@ struct RowLoader {
 
     __device__ explicit RowLoader(StepRing& r) : ring(r) {}
 
-    // Note for a tile that a value of this warp is not zero, or that a scale is imprecise or a value NaN.
+    // Record for a tile that a value of this warp is not zero, and that a scale is imprecise or a value NaN.
     __device__ void find(int parity, bool value, bool bad) {
         int warp = sum_thread() / 32;
         if (value) ring.has_value[parity][warp] = 1;
         if (bad) ring.is_unsafe[parity][warp] = 1;
     }
-    // After a tile: forget what was found.
+    // Reset the record, after a tile.
     __device__ void forget(int parity) {
         int warp = sum_thread() / 32;
         __syncwarp();
         ring.has_value[parity][warp] = ring.is_unsafe[parity][warp] = 0;
     }
 
-    // Start copying BYTES of each row, from `offset` on to `to`. A lane reads the addresses of all its rows first: a copy may not precede a
-    // read, and each would wait for shared memory.
+    // Start copying BYTES of each row, from `offset` on to `to`. A lane reads the addresses of all its rows first: the
+    // compiler does not move a read before a copy, so each read would wait for shared memory.
     template <int BYTES> __device__ void copy_places(uint32 number, uint32 present, int to, int offset) {
-        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES, COUNT = KEYS >= ROWS ? KEYS / ROWS : 1;  // of a row; at a time; of a lane
+        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES, COUNT = KEYS >= ROWS ? KEYS / ROWS : 1;  // lanes of a row; rows at a time; rows of a lane
         int lane = sum_thread() % 32, first = lane / LANES;
         const uint64* sources = ring.sources[number % ROWS_LISTED] + first;
         uint64 from[COUNT];
@@ -52,7 +53,7 @@ struct RowLoader {
                             reinterpret_cast<const uint8*>(from[i] + (offset + lane % LANES * 16)), present >> i * ROWS << 4 & 16);
     }
 
-    // Likewise of what follows the values: a part of the rows for each warp.
+    // The same for the tails: each warp copies a part of the rows.
     __device__ void copy_tails(uint32 number, uint32 present, int offset) {
         constexpr int ROWS = KEYS / SUM_WARPS;
         int thread = sum_thread(), lane = thread % 32, row = ROWS * (thread / 32) + lane / 8;
@@ -70,7 +71,7 @@ struct RowLoader {
         if (Layout::head_dim > V_DIM) copy_tails(number, present, Layout::rope_offset + 2 * (V_DIM - Layout::quantized_dim));
     }
 
-    // Start copying this warp's part of a step: one group of copies, empty after the range's end.
+    // Start copying this warp's part of a step, as one group of copies that is empty after the end of the range.
     __device__ void copy(uint32 number) {
         Step step = ring.step(number);
         if (step.kind() == QUERIES) {
@@ -85,7 +86,7 @@ struct RowLoader {
         copies_commit();
     }
 
-    // e4m3 or e2m1 values of a step, which have arrived, to float16.
+    // Convert the e4m3 or e2m1 values of a step, which have arrived, to float16.
     template <class Layout> __device__ void expand_keys(uint32 number, int parity) {
         constexpr int CODES = code_bytes<Layout>();
         constexpr int TILES = Layout::scale_tile >= VALUES ? 1 : VALUES / Layout::scale_tile;  // of scales in a place
@@ -103,14 +104,14 @@ struct RowLoader {
             bad |= is_imprecise<Layout>(scale);
             values[i] = scale * CODE_UNIT;
         }
-        if (TILES == 1) {  // with what float16 lacks of the scale
+        if (TILES == 1) {  // the rest of the scale, which float16 cannot represent
             values[1] = values[0] - to_float(f16{uint16(pack(f16{}, values[0], 0.0f))});
         }
 #pragma unroll
         for (int i = 0; i < TILES + TILES % 2; i += 2) factors[i / 2] = pack(f16{}, values[i], values[i + 1]);
         uint32 any = 0, codes[KEYS / 8][4];
         int chunk = lane / 8;  // of 16 values
-        uint8* place = ring.rows[number % STAGES][lane % 8] + PLACE * warp;  // rows 8 later have their chunks at the same bytes
+        uint8* place = ring.rows[number % STAGES][lane % 8] + PLACE * warp;  // row + 8 has its chunks at the same bytes
 #pragma unroll
         for (int i = 0; i < KEYS / 8; ++i) {
             const uint8* from = place + 8 * i * ROW_STRIDE + place_in_row(lane, PLACE - CODES + CODES / 4 * chunk);
@@ -122,7 +123,7 @@ struct RowLoader {
                 codes[i][0] = v.x, codes[i][1] = v.y, codes[i][2] = v.z, codes[i][3] = v.w;
             }
         }
-        __syncwarp();  // all lanes have read what is overwritten now
+        __syncwarp();  // all lanes have read the bytes that are overwritten next
 #pragma unroll
         for (int i = 0; i < KEYS / 8; ++i) {
             int row = 8 * i + lane % 8;
@@ -165,7 +166,7 @@ struct RowLoader {
         }
     }
 
-    // A step's copies have arrived: expand them, and signal to the scores that they are ready.
+    // Wait for the copies of a step, expand its rows, and signal their arrival to the scores.
     __device__ void publish(uint32 number) {
         copies_wait<AHEAD - LEAD>();
         __syncwarp();

@@ -1,15 +1,16 @@
 // Scores and weights of sm80/sparse/heads64.cu: S = Q K^T and P = 2^(S - top), a step at a time.
 //
-// A warp has 16 heads and all keys of a step, so a row's maximum and sum stay in the warp. Its queries stay in registers for the whole
-// tile, but for the last MEMORY_K products, whose operands are in shared memory, in the order of lanes. They become float16 where they meet
-// quantised values. Operands of keys are loaded LOADED_AHEAD products ahead, which hides the latency of shared memory.
+// A warp has 16 heads and all keys of a step, so maximum and sum of a row stay in the warp. Its queries stay in
+// registers for the whole tile, except the operands of the last MEMORY_K products, which are in shared memory in the
+// order of lanes. Queries are float16 where keys are quantised. Operands of keys are loaded LOADED_AHEAD products
+// ahead, which hides the latency of shared memory.
 #pragma once
 #include "sm80/sparse/heads64_steps.cuh"
 #include "sm80/sparse/results.cuh"
 
 constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
-constexpr int F16_K = LAYOUT::quantized_dim / 16;  // of float16, the others of bfloat16
-constexpr uint32 MAX_Q = 0x4580, MIN_Q = 0x3a80;   // bfloat16 bits of 2^12 and 2^-10: beyond these, float16 may be too coarse for Q or K
+constexpr int F16_K = LAYOUT::quantized_dim / 16;  // in float16; the others are in bfloat16
+constexpr uint32 MAX_Q = 0x4580, MIN_Q = 0x3a80;   // bfloat16 bits of 2^12 and 2^-10; outside, float16 may be too coarse for Q or K
 constexpr int P_STRIDE = row_stride(KEYS);
 constexpr int SPLITS = 32 / KEYS;  // chains of products for the same scores: four chains hide a product's latency
 constexpr int LOADED_AHEAD = 1;
@@ -21,7 +22,7 @@ struct Heads64Shared {
     uint4 q[SCORE_WARPS][MEMORY_K][32];
     float factor[WEIGHED_SLOTS][HEADS];                       // of the sums before a step, where
     alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];      // this is not 0
-    float inv_sum[2][HEADS], result_factor[2][HEADS];         // at a tile's end, of tiles at even and odd places
+    float inv_sum[2][HEADS], result_factor[2][HEADS];         // at a tile's end, for tiles at even and odd places
     uint8 unsafe[2][SCORE_WARPS];
 };
 constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * ((4 + WEIGHED_SLOTS) * HEADS + 2 + WEIGHED_SLOTS));
@@ -33,7 +34,7 @@ struct Scores {
     uint32 q[REGISTER_K][4];
     float x[KEYS / 8][4];              // scores of a step in base 2
     float top[2], total[2], most[2];   // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
-    float check;                       // not 0 after a score that is not finite, or with a Q for which float16 is too coarse
+    float check;                       // not 0 if a score is not finite, or if float16 is too coarse for Q
 
     __device__ Scores(const SparseProblem& p, Heads64Shared& s) : problem(p), shared(s) {}
 
@@ -137,7 +138,7 @@ struct Scores {
                 if (!(present >> (8 * n + 2 * c + i % 2) & 1)) x[n][i] = -infinity();
     }
 
-    // Weights of a step to shared memory; raises `top` if a score is so far above it that its weight may leave the range.
+    // Write the weights of a step to shared memory. Raises `top` first if a weight might leave the range of float16.
     __device__ void weigh(uint32 number) {
         int slot = number % WEIGHED_SLOTS, warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
         bool above = false;
@@ -161,7 +162,7 @@ struct Scores {
         for (int r = 0; r < 2; ++r) store_weights<f16>(shared.p[slot][16 * warp + 8 * r + g] + 4 * c, x, r, top[r], total[r]);
     }
 
-    // After a tile's last step: LSE and maximum, and the factors of the sums.
+    // Write LSE, maximum and the factors of the sums, after the last step of a tile.
     __device__ void finish(int place) {
         const RangeTile& of = shared.ring.tile(place);
         TileCoord at(problem, of.work.tile);
@@ -217,10 +218,11 @@ struct Scores {
         }
     }
 
-    // Once the sums have left the step whose weights' place this step takes (`summed`: they have), list a later one.
+    // List a later step, after the sums have left the step whose slot of weights this step takes (`summed`: they
+    // already have).
     __device__ void list(Lister& lister, uint32 number, bool summed) {
         if (!summed) shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
-        copies_wait<0>();  // of scales listed at an earlier step
+        copies_wait<0>();  // copies of scales that were listed at an earlier step
         if ((number + 1 + AHEAD) % SCORE_WARPS == warp_index()) lister.list(number + 1 + AHEAD);
     }
 };

@@ -1,18 +1,18 @@
-// What the steps of a work range of sm80/sparse/heads64.cu are, and where their rows are. Warps of the scores list both ahead of the
-// copies; the sums, which copy, have few registers for it.
+// Lists the steps of a work range of sm80/sparse/heads64.cu and the addresses of their rows. Warps of the scores do it
+// ahead of the copies, because the sums, which copy, have few free registers.
 //
-// What a tile needs arrives as *steps* of KEYS rows of 16-bit values. The first Q_STEPS steps of a tile are its queries, a head a row;
-// the others are keys. Steps count through the range, across tiles.
+// Queries and keys of a tile arrive as *steps* of KEYS rows of 16-bit values. The first Q_STEPS steps of a tile are its
+// queries, a head a row; the others are keys. Steps count through the range, across tiles.
 #pragma once
 #include "common/device.cuh"
 #include "common/sparse/work.cuh"
 #include "sm80/steps.cuh"
 
-constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a warp and row: values and their bytes
+constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a row, for each warp: values, and their bytes
 constexpr int AHEAD = STAGES - 1;        // steps by which copies precede sums
-constexpr int LEAD = STAGES > 3 ? 2 : 1;  // likewise for scores, which read rows after their expansion
+constexpr int LEAD = STAGES > 3 ? 2 : 1;  // steps by which scores, which read expanded rows, precede sums
 constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
-constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps have at most four tiles, and scores are up to a step apart
+constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps belong to at most four tiles, and warps of the scores are up to a step apart
 constexpr int Q_STEPS = HEADS / KEYS;
 constexpr int ROW_STRIDE = 2 * LAYOUT::head_dim;
 constexpr bool TWO_FORMATS = LAYOUT::row_bytes != EXTRA_LAYOUT::row_bytes || LAYOUT::scale_tile != EXTRA_LAYOUT::scale_tile;
@@ -23,37 +23,37 @@ static_assert(HEADS == 64 && HEADS / SCORE_WARPS == 16 && (KEYS == 16 || KEYS ==
 static_assert(LAYOUT::quantized_dim % VALUES == 0 && (LAYOUT::head_dim == V_DIM || LAYOUT::head_dim == V_DIM + VALUES), "unsupported dimensions");
 static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_dim == EXTRA_LAYOUT::quantized_dim, "unsupported formats");
 
-// threadIdx.x, read again: values that depend on it are then computed where they are used, and take no register elsewhere.
+// threadIdx.x, read again by each call, so that values derived from it take no registers between uses.
 __device__ inline int thread_index() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x & 511;  // not negative: divisions by powers of two are shifts
 }
 
-// Byte of a row in the ring. The 16-byte chunks of each 128 bytes are in an order that depends on the row: copies write
+// Offset of a byte of a row in the ring. The 16-byte chunks of each 128 bytes are swizzled by the row: copies write
 // whole lines of shared memory, and the rows of a matrix are in different banks. Shared memory begins at a multiple of
-// 128, so an exclusive or with 16, 32 or 64 leads to another chunk of the 128 bytes.
+// 128, so an exclusive or with 16, 32 or 64 gives another chunk of the same 128 bytes.
 __device__ inline uint32 place_in_row(uint32 row, uint32 byte) { return byte ^ row % 8 * 16; }
 
 // Warps of scores come first.
 constexpr int SUMS_FROM = 32 * SCORE_WARPS;
-__device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; }  // among those of the sums
+__device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; }  // index among the threads of the sums
 
 // The part of a tile that is in the CTA's work range.
 struct RangeTile {
     const uint8* q;         // of its first head
     bf16* out;              // likewise
-    const int* indices[2];  // of both lists' first key
-    int keys[2];            // that they have
-    int heads;              // that the tile has
+    const int* indices[2];  // of the first key of both lists
+    int keys[2];            // number of keys of both lists
+    int heads;              // heads of the tile
     int first_keys, second, end;  // its first step of keys, the first one of the second list, the one after its last
-    WorkTile work;          // what the range has of it; tile -1: the range is at its end
+    WorkTile work;          // its blocks in the range; tile -1: after the end of the range
 
-    // The next one of the range, whose first step is `first`.
+    // Take the next tile of the range, whose first step is `first`.
     __device__ void take(const SparseProblem& problem, WorkRange& range, int first) {
         bool more = range.next(problem, work);
         if (!more) work.tile = -1;
-        asm volatile("" ::: "memory");  // what follows reads it again: few registers are free where tiles are listed
+        asm volatile("" ::: "memory");  // forces a reload below: few registers are free where tiles are listed
         first_keys = first + Q_STEPS, second = end = INT32_LIMIT;
         keys[0] = keys[1] = 0;
         TileCoord at(problem, more ? work.tile : 0);
@@ -70,14 +70,14 @@ struct RangeTile {
         heads = problem.heads - at.first_head;
     }
 
-    // Keys of blocks [first, last) of a list.
+    // Set the keys of a list to blocks [first, last).
     __device__ void list(const SparseProblem& problem, const TileCoord& at, int which, int length, int first, int last) {
         const Segment& of = problem.segments[which];
         keys[which] = max(0, min(length, last * BLOCK) - first * BLOCK);
         indices[which] = of.indices + at.b * of.indices_stride_b + at.s * of.indices_stride_s + first * BLOCK;
     }
 
-    // Let it begin so many steps later.
+    // Delay the tile by `steps` steps.
     __device__ void shift(int steps) {
         first_keys += steps;
         if (work.tile >= 0) second += steps, end += steps;
@@ -87,18 +87,18 @@ struct RangeTile {
     __device__ bool is_second(uint32 step) const { return step >= second && keys[1] > 0; }
 };
 
-// What a step is. NONE: the range is at its end.
+// The kind of a step. NONE: after the end of the range.
 enum Kind : uint32 { NONE, QUERIES, FIRST, SECOND };
 struct Step {
-    uint32 bits;     // the kind, 4 in a tile's last step, 8 times the tile's place, 64 times the number of the step of queries
-    uint32 present;  // its rows that are not absent
+    uint32 bits;     // the kind, + 4 in the last step of a tile, + 8 times the tile's place, + 64 times the number of a step of queries
+    uint32 present;  // a bit for each row that is present
 
     __device__ Kind kind() const { return Kind(bits & 3); }
     __device__ bool has_keys() const { return bits & 2; }
     __device__ bool last() const { return bits & 4; }
     __device__ int tile() const { return bits >> 3 & 7; }
     __device__ int parity() const { return bits >> 3 & 1; }
-    __device__ int place_before() const { return (bits >> 3) - 1 & 7; }  // of the tile before its own
+    __device__ int place_before() const { return (bits >> 3) - 1 & 7; }  // of the previous tile
     __device__ int part() const { return bits >> 6; }
 };
 
@@ -106,18 +106,18 @@ struct StepRing {
     alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
     alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
     alignas(16) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
-    int slots[SCORE_WARPS][KEYS];                  // indices of the step that each warp of the scores lists next
+    int slots[SCORE_WARPS][KEYS];                  // indices of the next step of each warp of the scores
     alignas(8) Step steps[STEPS_LISTED];
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
-    WorkRange range;  // that is left
+    WorkRange range;  // the rest of the work range
     StepBarriers barriers;
-    uint8 has_value[2][SUM_WARPS], is_unsafe[2][SUM_WARPS];  // of tiles of even and odd number, see RowLoader::find
+    uint8 has_value[2][SUM_WARPS], is_unsafe[2][SUM_WARPS];  // for tiles of even and odd number, see RowLoader::find
 
     // The tile of this number in the range.
     __device__ RangeTile& tile(uint32 number) { return reinterpret_cast<RangeTile&>(tiles[number % TILES_LISTED]); }
     __device__ const Step& step(uint32 number) const { return steps[number % STEPS_LISTED]; }
 
-    // The first tiles, by one warp: a lane has a tile, as each waits for memory.
+    // List the first tiles, by one warp. Each lane lists one tile, because each waits for memory.
     __device__ void list_first(const SparseProblem& problem) {
         int lane = thread_index() % 32;
         if (lane < 2 * SUM_WARPS) has_value[0][lane] = is_unsafe[0][lane] = 0;
@@ -136,7 +136,7 @@ struct StepRing {
         taken.shift(before);
         if (lane == TILES_AHEAD - 1) range = mine;
     }
-    // By one thread, one after another.
+    // List the next tile. Called by one thread, in order.
     __device__ void list(const SparseProblem& problem, uint32 number) { tile(number).take(problem, range, tile(number - 1).end); }
 };
 
@@ -145,18 +145,18 @@ constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_
 constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + SCORE_WARPS * KEYS * 4 + LIST_BYTES);
 static_assert(sizeof(RangeTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(StepRing) == RING_BYTES);
 
-// The steps that a warp of the scores lists: every SCORE_WARPS-th. A lane has a row.
+// Lists every SCORE_WARPS-th step, by a warp of the scores. Each lane has a row.
 struct Lister {
     const SparseProblem& problem;
     StepRing& ring;
-    int tile;  // the number in the range of the tile of the step that it lists next
+    int tile;  // number in the range of the tile of the next step
 
     __device__ Lister(const SparseProblem& p, StepRing& r, uint32 step) : problem(p), ring(r), tile(0) {
         find(step);
         copies_commit();
     }
 
-    // Finds the tile of the step that it lists next, and starts to copy this lane's index.
+    // Find the tile of the next step, and start to copy this lane's index.
     __device__ void find(uint32 step) {
         while (step >= ring.tile(tile).end) ++tile;
         const RangeTile& of = ring.tile(tile);
@@ -170,7 +170,8 @@ struct Lister {
         return int(step - (of.is_second(step) ? of.second : of.first_keys)) * KEYS + thread_index() % 32;
     }
 
-    // Lists a step, whose indices have arrived, and starts to copy its scales, and finds the next one: one group of copies.
+    // List a step whose indices have arrived, start to copy its scales, and find the next step. The copies are one
+    // group.
     __device__ void list(uint32 step) {
         const RangeTile& of = ring.tile(tile);
         if (of.work.tile < 0) {

@@ -1,5 +1,4 @@
-// The end of a tile in sm80/sparse: log-sum-exp, the factor of the sums, and whether float16 was too
-// coarse for them.
+// Results of a tile in sm80/sparse: log-sum-exp, the factor of the sums, and whether float16 was too coarse for them.
 #pragma once
 #include "common/device.cuh"
 #include "common/sparse/work.cuh"
@@ -7,7 +6,7 @@
 
 constexpr float MIN_RESULT = 1.0f / 16384.0f;  // below this, float16's steps of 2^-24 are too coarse
 
-// What a row's weights sum to. Heads that the tile lacks have one too.
+// The result of the softmax of a row. Rows without a head have one, too.
 struct RowResult {
     float lse2;     // to base 2; -infinity without keys
     float inv_sum;  // 0 without keys
@@ -27,8 +26,8 @@ struct RowResult {
     }
 };
 
-// Whether a warp's results are so small, though some V is not zero (`seen`), that float16 was too coarse. Sums of rows g and g + 8
-// of each 16; their `inv_sums`.
+// Whether the results of a warp are so small, although some V is not zero (`seen`), that float16 was too coarse. o:
+// sums of rows g and g + 8 of each 16; `inv_sums`: their factors.
 template <int M, int N> __device__ inline bool too_small(const float (&o)[M][N][4], const float* inv_sums, uint32 seen) {
     int g = threadIdx.x % 32 / 4;
     float largest = 0.0f;
@@ -44,7 +43,7 @@ template <int M, int N> __device__ inline bool too_small(const float (&o)[M][N][
     return __any_sync(~0u, seen) && !__any_sync(~0u, !(largest < MIN_RESULT));
 }
 
-// Rows g and g + 8 of each 16 times their factors.
+// Multiply rows g and g + 8 of each 16 by their factors.
 template <int M, int N> __device__ inline void multiply_rows(float (&o)[M][N][4], const float* factors) {
     int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -55,7 +54,7 @@ template <int M, int N> __device__ inline void multiply_rows(float (&o)[M][N][4]
     }
 }
 
-// Flags a tile for the epilogue kernel, which computes it again.
+// Flags a tile for the epilogue kernel, which recomputes it.
 __device__ inline void leave_to_exact_kernel(const SparseProblem& problem, int tile) {
     if (problem.unsafe) {
         problem.mark(tile);

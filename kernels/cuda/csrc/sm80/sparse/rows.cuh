@@ -22,7 +22,8 @@ constexpr int NUM_SCALES = FINE_SCALES ? LAYOUT::quantized_dim / FACTOR_TILE : L
 constexpr int SLICES_PER_SCALE = FP8_SLICES && !FINE_SCALES ? LAYOUT::scale_tile / SLICE : 1;
 constexpr int BF16_AT = LAYOUT::rope_offset;  // the bfloat16 values of a row
 
-// A row of a format in the ring: as it is in the cache, followed by scales that are at the page's end; space for its expanded values.
+// A row in the ring: the row as in the cache, followed by its scales if these are at the end of the page, or space for
+// its expanded values.
 template <class Layout> struct RingRow {
     static constexpr bool TAIL_SCALES = Layout::scale_start_per_token > 0;
     static constexpr int SCALES_AT = TAIL_SCALES ? Layout::row_bytes : Layout::scale_start;
@@ -32,13 +33,14 @@ constexpr int ROW_USED = FINE_SCALES && LONGER_ROW < LAYOUT::quantized_dim ? LAY
 // 32 bytes modulo 64: with the order of columns, all reads are free of bank conflicts.
 constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 
-// Range of scales for which V times a scale is precise in float16: UE8M0 bytes, and others, which are rounded to float16. Tiny
-// ones, as in rows that were never written, make V zero; where that matters, results are too small (sm80/sparse/attention.cu).
+// Range of scales for which V times a scale is precise in float16: of UE8M0 bytes, and of other scales, which are
+// rounded to float16. Tiny scales, as in rows that were never written, turn V into zero; where that matters, results
+// are too small (sm80/sparse/attention.cu).
 constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134, TINY_SCALE_BYTE = 40;
 constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f, TINY_SCALE = 0x1p-87f;
 [[maybe_unused]] constexpr float MIN_FINE_SCALE = 0x1p-22f;  // as MIN_SCALE_BYTE; FINE_SCALES are powers of two, or e4m3 numbers
 
-// The columns of S and P hold keys in another order: of each 16, the token at a column, and the column of a token.
+// The columns of S and P are permuted in each 16 keys: the token at a column, and the column of a token.
 __device__ inline int token_of_column(int n) {
     int b = n & 1, c = n >> 1 & 3;
     return (c ^ b << 1) | b << 2 | (n & ~7);
@@ -55,7 +57,7 @@ struct Step {
     int tile;  // -1 after the range's end
     bool second;            // of the two lists
     bool last;              // of the tile in this range
-    bool whole, from_start;  // whether the range has all of the tile, whether it has its start
+    bool whole, from_start;  // whether the range has the whole tile; whether it has the first block
 };
 
 // Lists the steps of a work range. One thread runs it, in shared memory, to save registers.
@@ -113,7 +115,7 @@ struct RowRing {
     // By column:
     float scales[STAGES][NUM_SCALES ? NUM_SCALES : 1][KEYS];  // times CODE_UNIT
     float bias[STAGES][KEYS];                                 // -infinity where the key is absent
-    int unsafe[2];  // by tile modulo 2: one tile may be at its end while the next one starts
+    int unsafe[2];  // by tile modulo 2: a tile may end while the next one starts
 
     __device__ float2 scales_at(int stage, int scale, int column) const {
         return *reinterpret_cast<const float2*>(&scales[stage][scale][column]);
@@ -132,7 +134,7 @@ struct RowLoader {
     RowRing& ring;
     int row, part;
 
-    // Does all copies that the first step needs.
+    // Start all copies that the first step needs.
     __device__ RowLoader(const SparseProblem& p, RowRing& r) : problem(p), ring(r) {
         row = threadIdx.x / LANES, part = threadIdx.x % LANES;
         if (threadIdx.x < 2) ring.unsafe[threadIdx.x] = 0;
@@ -181,7 +183,7 @@ struct RowLoader {
         if (threadIdx.x == 0) ring.cursor.next(problem, ring.steps[(number + AHEAD + 1) % STEPS_LISTED]);
     }
 
-    // Start copying token `in_page` of a page; zeros if it is not `here`.
+    // Start copying token `in_page` of a page, or zeros if it is absent (not `here`).
     template <class Layout> __device__ void copy_row(const uint8* base, int in_page, int block_size, uint8* to, bool here) {
         const uint8* from = base + int64(in_page) * Layout::row_bytes;
 #pragma unroll
@@ -227,8 +229,8 @@ struct RowLoader {
         if (bad && ring.bias[stage][column] == 0.0f) ring.unsafe[tile % 2] = 1;
     }
 
-    // Convert scales of FINE_SCALES, and e2m1 values to e4m3. Returns whether a scale is outside of the range or a value NaN.
-    // One warp has all LANES of a row.
+    // Convert scales of FINE_SCALES formats, and e2m1 values to e4m3. Returns whether a scale is out of range or a
+    // value NaN. One warp has all LANES of a row.
     template <class Layout> __device__ bool expand(int stage, int column) {
         constexpr int FACTORS = Layout::scale_tile / FACTOR_TILE, PIECES = Layout::quantized_bytes / 16 / LANES;
         uint8* bytes = ring.rows[stage][row];
@@ -245,7 +247,7 @@ struct RowLoader {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) values[i] = *reinterpret_cast<const uint4*>(bytes + 16 * (part + LANES * i));
         if constexpr (Layout::e2m1_values) {
-            __syncwarp();  // all lanes have read what is overwritten now
+            __syncwarp();  // all lanes have read the bytes that are overwritten next
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
                 uint4 low, high;

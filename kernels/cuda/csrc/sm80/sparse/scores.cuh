@@ -1,9 +1,9 @@
 // Scores and weights of sm80/sparse/attention.cu: S = Q K^T and P = 2^(S - top), a step at a time.
 //
-// Q is stored in shared memory in the order of K's bytes: an operand lane reads 16 bytes of a key at a time, so in each 64
-// values (a slice) the 4-byte words that meet in a product are adjacent, see `convert_q`. Q is converted to float16 where it
-// meets e4m3, and stays bfloat16 where it meets bfloat16. Scales multiply the products of a slice; with FINE_SCALES they multiply
-// K, which is exact in bfloat16, and Q stays bfloat16.
+// Q is stored in shared memory in the order of K's bytes: an operand lane reads 16 bytes of a key at a time, so in each
+// 64 values (a slice) the 4-byte words that meet in a product are adjacent, see `convert_q`. Q is converted to float16
+// for e4m3 keys, and stays bfloat16 for bfloat16 keys. Scales multiply the products of a slice; with FINE_SCALES they
+// multiply K, which is exact in bfloat16, and Q stays bfloat16.
 #pragma once
 #include "sm80/sparse/results.cuh"
 #include "sm80/sparse/rows.cuh"
@@ -75,8 +75,8 @@ struct Scores {
         copies_commit();
     }
 
-    // Q has arrived; reorder and convert it. A chunk of 4 words becomes a column of 4 chunks: a lane has 16 values of e4m3
-    // (two chunks of Q), or 8 of bfloat16.
+    // Reorder and convert Q, which has arrived. A chunk of 4 words becomes a column of 4 chunks: a lane has 16 values
+    // of e4m3 (two chunks of Q), or 8 of bfloat16.
     __device__ void convert_q(int tile) {
         for (int row = threadIdx.x / 32; row < HEADS; row += WARPS) {
             constexpr int ROUNDS = (Q_CHUNKS + 31) / 32;
@@ -205,7 +205,7 @@ struct Scores {
 
     // To base 2, absent keys to -infinity.
     __device__ void scale_scores(int stage, int tile, bool nan) {
-        float check = 0.0f;  // NaN after a value that is not finite
+        float check = 0.0f;  // NaN if a value is not finite
 #pragma unroll
         for (int m = 0; m < M; ++m) step_top[m][0] = step_top[m][1] = -infinity();
 #pragma unroll
@@ -234,10 +234,10 @@ struct Scores {
             for (int r = 0; r < 2; ++r) top[m][r] = highest[m][r] = -infinity(), total[m][r] = 0.0f;
     }
 
-    // Value subtracted from a row's scores: any finite value while all are -infinity.
+    // The value that is subtracted from the scores of a row: `top`, or any finite value while all scores are -infinity.
     static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 
-    // P to shared memory.
+    // Write P to shared memory.
     __device__ void weigh(int number) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -276,7 +276,7 @@ struct Scores {
         if (c == 0) to[column][first_row + 16 * m + 8 * r + g] = value;
     }
 
-    // The rows' maxima, to all warps of a row.
+    // Publish the maxima of rows to all warps of a row.
     __device__ void write_step_tops() {
         if (none) return;
 #pragma unroll
@@ -285,7 +285,7 @@ struct Scores {
             for (int r = 0; r < 2; ++r) write_rows(shared.highest, m, r, quad_max(step_top[m][r]));
     }
 
-    // With these maxima: raise `top`, recompute P, and publish the factor of the sums.
+    // Raise `top` to these maxima, recompute P, and publish the factor of the sums.
     __device__ void raise(int number) {
         if (none) return;
 #pragma unroll
@@ -314,7 +314,7 @@ struct Scores {
             }
     }
 
-    // After a tile's last step.
+    // Publish the sums and maxima, after the last step of a tile.
     __device__ void end() {
         if (none) return;
 #pragma unroll
