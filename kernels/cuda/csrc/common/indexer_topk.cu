@@ -5,18 +5,19 @@
 // Shared memory: a buffer of 20 entries per thread, 8 bytes each, and bins; dynamic.
 // Limits: topk <= CAPACITY - CHUNK = 16 * THREADS.
 //
-// A CTA usually reads its row once. Lines of the row are assigned to groups of lanes such that the first reads sample all of
-// it. From the sample a bound is estimated that slightly more than k columns exceed; the other columns are rejected by one
-// comparison. If fewer than k exceed it, as where most scores are 0, the first columns equal to it complete them. If these are
-// too few, too, or if more exceed it than the buffer holds, the row is read again, in order, a chunk at a time: a full buffer is
-// reduced to its k best, and later columns must exceed the smallest of them, as equal ones have higher indices.
-// The order in the buffer is not deterministic, but the selection is: finally a bitmap marks the chosen columns.
+// A CTA usually reads its row once. Lines of the row are assigned to groups of lanes such that the first reads sample
+// all of it. From the sample a bound is estimated that slightly more than k columns exceed; the other columns are
+// rejected by one comparison. If fewer than k columns exceed it, as where most scores are 0, the first columns equal to
+// it complete the selection. If these are not enough, or if more columns exceed it than the buffer holds, the row is
+// read again, in order, a chunk at a time: a full buffer is reduced to its k best, and later columns must exceed the
+// smallest of them, because equal ones have higher indices. The order in the buffer is not deterministic, but the
+// selection is: at the end a bitmap marks the selected columns.
 //
-// It is bound by instructions: 1,000 per warp take 8 us for a row of 1,024 threads. So few warps take a row, and work done
-// once per row (sums over the block, bins) uses no more of them than it needs.
+// Instructions bound the kernel: 1,000 per warp take 8 us for a row of 1,024 threads. So few warps process a row, and
+// work that occurs once per row (sums over the block, bins) uses no more warps than necessary.
 //
-// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page,
-// whose rows without a slot must be left out, is read several times instead.
+// With ToSlots, the slots of the selected columns are written at the same places in another array. A row with an absent
+// page is read several times instead, because columns without a slot must be omitted.
 //
 // Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time), OUTPUT.
 #include "common/choice_by_reading.cuh"
@@ -24,10 +25,10 @@
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
-constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns in flight per thread, and their columns
+constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns in flight per thread; their columns
 constexpr int LINE = 32, LANES = LINE / 4;              // columns of a line, and the lanes that read it
 constexpr int CHUNK = 4 * THREADS, CAPACITY = 20 * THREADS;
-constexpr float SURE = 1.1f;                            // margin of a warp's lane count over its expectation, in std. deviations
+constexpr float SURE = 1.1f;                            // margin of the lane count of a warp over its expectation, in standard deviations
 constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // CTAs per SM
 constexpr bool AHEAD = THREADS == 512;                  // whether to load a batch while the previous one is processed
 
@@ -100,22 +101,22 @@ __device__ inline Best best_of(Memory& memory, int k) {
     return {kth.number, kth.all ? 0 : kth_of_buffer(memory, count, kth.rest, kth.number, PASSES).number};
 }
 
-// Reserves places in the buffer for `own` entries of this thread. Called by all lanes of the warp.
+// Reserve places in the buffer for `own` entries of this thread. Called by all lanes of the warp.
 __device__ inline int places(Memory& memory, int own) {
     int up_to = sum_to(own);
     int first = threadIdx.x % 32 == 31 ? atomicAdd(&memory.scratch.count, up_to) : 0;
     return __shfl_sync(~0u, first, 31) + up_to - own;
 }
 
-// Leave the k largest in the buffer, which has more of them, and return the order of the smallest.
+// Reduce the buffer, which has more than k entries, to the k largest, and return the order of the smallest.
 __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     int count = memory.scratch.count;
-    Best best = best_of(memory, k);  // all threads have met in it
+    Best best = best_of(memory, k);  // all threads synchronise in it
     if (threadIdx.x == 0) memory.scratch.count = 0;
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x, column = i < count ? memory.columns[i] : 0;
         uint32 order = i < count ? memory.orders[i] : 0;
-        __syncthreads();  // all have read what is overwritten next
+        __syncthreads();  // all threads have read the entries that are overwritten next
         bool keep = i < count && best.has(order, column);
         int to = places(memory, keep);
         if (keep) memory.orders[to] = order, memory.columns[to] = column;
@@ -124,9 +125,10 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     return best.order;
 }
 
-// Estimates an order that slightly more than k columns of the row exceed. From the maxima of its lanes' first columns, a
-// warp publishes the one that the expected number of lanes should reach. The result is the second smallest of these, or the
-// smallest of few. Warps with columns beyond the row's end have no sample and are left out.
+// Estimates an order that slightly more than k columns of the row exceed. Each warp publishes, from the maxima of the
+// first columns of its lanes, the one that the expected number of lanes should reach. The result is the second smallest
+// of these, or of few warps the smallest. Warps with columns beyond the end of the row have no sample and do not take
+// part.
 __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
     float fraction = float(k) / float(length), below = 1.0f - fraction;  // fraction of lanes all of whose columns are below
     float largest = x[0];
@@ -149,7 +151,7 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
     return inverted ? ~inverted : MINUS_INFINITY;
 }
 
-// Columns above the threshold to the buffer, as far as they fit; their orders are written later.
+// Write columns above the threshold to the buffer, as far as they fit; their orders are written later.
 __device__ inline void put(Memory& memory, const Row& row, uint32 at, const float (&x)[VALUES], float bound) {
     uint32 mask = 0;
 #pragma unroll
@@ -163,8 +165,8 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
     }
 }
 
-// Completes k columns, of which the buffer has those above `order`, by the first columns equal to it. False if they are fewer, or
-// seem to be: an order that many columns share is the bound of several warps.
+// Complete the k columns: the buffer has the columns above `order`, the first columns equal to it follow. Returns false
+// if these are not enough, or do not seem to be: an order that many columns share is the bound of several warps.
 __device__ __noinline__ bool add_equal(Memory& memory, const Row& row, int k, uint32 order) {
     const int lane = int(threadIdx.x) % 32;
     const uint32 sharing = __ballot_sync(~0u, lane < WARPS && memory.scratch.most[min(lane, WARPS - 1)] == ~order);
@@ -213,7 +215,7 @@ __device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k
     }
 }
 
-// Write the columns of the buffer's best in ascending order, and -1 after them.
+// Write the columns of the best entries of the buffer in ascending order, and -1 after them.
 template <class Out> __device__ inline void write_chosen(Memory& memory, int length, const Out& out, int topk) {
     Scratch& scratch = memory.scratch;
     int count = scratch.count, written = 0;

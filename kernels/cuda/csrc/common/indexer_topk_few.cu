@@ -1,5 +1,5 @@
-// Top-k columns of each row of logits, ascending, for few rows: as indexer_topk.cu, but a cluster of BLOCKS CTAs takes a row, and
-// each CTA holds its part in registers.
+// Top-k columns of each row of logits, ascending, for few rows: a cluster of BLOCKS CTAs processes a row. Each CTA
+// holds its part in registers, and rejects most columns by a bound.
 //
 // Grid: one cluster of BLOCKS CTAs per row.
 // Block: THREADS threads.
@@ -13,20 +13,20 @@
 //    that a CTA's part is a sample of the row. Each CTA sends its candidates to all CTAs of the cluster, which continue
 //    identically: if the k-th of all candidates exceeds everything that each CTA left out, it is the row's k-th.
 // 4. A CTA writes the chosen columns in its 1/BLOCKS of the row, from a bitmap.
-// One CTA reads the row again from global memory if more columns pass the bounds than fit, if a CTA left out too much, or if the
-// row's range turns out to differ from the one read before the previous kernel had ended.
+// One CTA reads the row again from global memory if more columns pass the bounds than fit, if a CTA omitted too many,
+// or if the range of the row differs from the range that was read before the previous kernel had ended.
 //
 // A key is a value's order and, below it, its inverted column: no two keys are equal.
 //
-// Rows of more columns than registers hold are read in ROUNDS that keep only each line's maximum; lines that reach the bound
-// are read a second time, from L2.
+// Rows with more columns than registers hold are read in ROUNDS that store only the maximum of each line; lines that
+// reach the bound are read a second time, from L2.
 //
-// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page is
-// also read again, because rows without a slot must be left out.
+// With ToSlots, the slots of the selected columns are written at the same places in another array. A row with an absent
+// page is also read again, because columns without a slot must be omitted.
 //
-// With GUESSED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the number of
-// threads, and fewer threads suffice. If fewer than k columns exceed it, as where most scores are 0, the first columns equal to it
-// complete them; if these are too few, too, all columns are taken.
+// With GUESSED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the
+// number of threads, and fewer threads suffice. If fewer than k columns exceed it, as where most scores are 0, the
+// first columns equal to it complete the selection; if these are not enough, all columns become candidates.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
 // held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT, GUESSED (0, or 1 with one block and round).
@@ -60,13 +60,13 @@ struct Memory {
     Sent sent[BLOCKS];
     uint32 bits[WORDS];  // if ROUNDS > 1, first the order of each line's maximum, then the lines to read again
     Scratch scratch;
-    int few_count, before, sending;  // `sending` is of clusters; of one CTA, how many of the chosen equal the guess
+    int few_count, before, sending;  // `sending`: in clusters; in a single CTA, the number of selected columns equal to the estimate
 };
 constexpr int SENT_BYTES = 24, RECEIVED = BLOCKS > 1 ? BLOCKS * REGION : 1;
 constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + FEW) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
 static_assert(sizeof(Sent) == SENT_BYTES && sizeof(Memory) <= SHARED_BYTES);
 
-// The chosen keys: those above `high`, and the `rest` largest of the `here` keys between low and high.
+// The selected keys: all above `high`, and the `rest` largest of the `here` keys between low and high.
 struct Cut {
     uint64 low, high;
     int rest, here;
@@ -148,7 +148,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const int tid = int(threadIdx.x), lane = tid % 32;
     const uint32 rank = rank_in_cluster();
 #if BLOCKS > 1
-    cluster_arrive();  // so that no CTA sends to one that has not started
+    cluster_arrive();  // so that no CTA sends to a CTA that has not started
 #endif
 #pragma unroll
     for (int i = 0; i < RUN; ++i) scratch.bins[i * THREADS + tid] = 0;
@@ -183,7 +183,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (!has_four(i) && int(row.end - first) > int(i * STEP)) read_at_end(row, first + i * STEP, x + 4 * i);
 #endif
     const bool changed = said.now() != early;
-    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
+    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, distributed over the threads of the cluster
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
     const int k = cta_limit(topk);
 #if GUESSED
@@ -205,7 +205,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
 #else
     const int groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
-#if ROUNDS == 1  // not above, where the compiler would reorder the reads
+#if ROUNDS == 1  // not earlier, where the compiler would reorder the reads
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
@@ -226,15 +226,16 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #endif
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
     bool failed = __syncthreads_or(changed | lacks);
-    const bool all = !failed && row.length() <= topk;  // every column is chosen
+    const bool all = !failed && row.length() <= topk;  // every column is selected
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
 #if GUESSED
     inverted = lane < WARPS ? scratch.most[WARPS + lane] : 0;
-    if (guesses && __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4) {  // the second smallest guess
+    if (guesses && __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4) {  // the second smallest estimate
         uint32 smallest = __reduce_max_sync(~0u, inverted);
         if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
     }
-    // The candidates exceed `least`: the guess, or what is next below the smallest number, which -ftz=true may have made a zero.
+    // The candidates exceed `least`: the estimate, or the order below the smallest number, which -ftz=true may have
+    // flushed to zero.
     uint32 least = ~__reduce_max_sync(~0u, inverted);
     if (!guesses) least = max((is_subnormal(least) ? LEAST_SUBNORMAL : least) - 1, MINUS_INFINITY);
     int count;
@@ -243,7 +244,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     for (bool again = false;; again = true) {
 #else
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
-    // Subnormal numbers compare as zeros (-ftz=true): one of them being included includes all.
+    // Subnormal numbers compare as zeros (-ftz=true): if one of them is a candidate, all are.
     if (is_subnormal(least)) least = LEAST_SUBNORMAL;
 #endif
     if (is_subnormal(most)) most = MOST_SUBNORMAL;
@@ -314,7 +315,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         __syncthreads();
         break;
     }
-    // The guess was too high.
+    // The estimate was too high.
     for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
     if (tid == 0) scratch.count = 0;
     least = MINUS_INFINITY;
@@ -323,7 +324,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
-    // Keys of the last bin that are all chosen need not be ranked.
+    // If all keys of the last bin are selected, they need not be ranked.
     if (best.here == best.rest && best.enough) best.high = best.low - 1, best.here = 0;
 #else
     Cut best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);

@@ -1,5 +1,5 @@
-// Top-k columns of each row of logits, ascending; among equal logits the lowest columns: for rows that a CTA, or a cluster of
-// BLOCKS CTAs, holds in registers.
+// Top-k columns of each row of logits, ascending; among equal logits the lowest columns. For rows that fit in the
+// registers of a CTA, or of a cluster of BLOCKS CTAs.
 //
 // Grid: BLOCKS CTAs per row. Block: THREADS threads. Shared memory: bins and a list of keys; dynamic.
 // Limits: rows of up to BLOCKS * THREADS * 4 * READS columns; any topk.
@@ -10,12 +10,12 @@
 //    digits of their range are counted until they are, and equal ones are chosen by their place (many_ties.cuh).
 // 3. A column's place among the chosen is a sum over lanes, of counts in a byte each, and over chunks.
 //
-// float16 orders as float32 does, although not strictly: infinities and larger numbers share a bin. So a bin is right for any
-// values, and fine for values of usual magnitudes.
+// The order of float16 is the order of float32, although not strictly: infinities and larger numbers share a bin. So
+// bins are correct for any values, and small for values of usual magnitudes.
 //
-// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page, whose
-// rows without a slot must be left out, is read again from global memory instead; so is one whose range turns out to differ from
-// the one read before the previous kernel had ended.
+// With ToSlots, the slots of the selected columns are written at the same places in another array. A row is read again
+// from global memory instead if it has an absent page, because columns without a slot must be omitted, or if its range
+// differs from the range that was read before the previous kernel had ended.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns: 2, 4 or 8), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
 #define DIGIT_BITS (BLOCKS > 1 ? 13 : 12)
@@ -28,12 +28,12 @@
 
 constexpr int VALUES = 4 * READS;
 constexpr int STEP = 128, CHUNK = 32 * VALUES;  // columns of a warp's read, and of all of its reads
-constexpr bool LISTS = READS > 2 || BLOCKS > 1;  // with few columns a thread a list is no faster
+constexpr bool LISTS = READS > 2 || BLOCKS > 1;  // with few columns per thread a list is not faster
 constexpr int FEW = BLOCKS > 1 ? 512 : 256;     // keys that are compared each with each
 constexpr uint32 MINUS_INFINITIES = 0xfc00fc00;  // as two float16
 
-// What is chosen: columns of at least `high`, and the `rest` largest of the `here` other ones of at least `low`. The bounds
-// are float16, twice. rest is 0 if every column is chosen.
+// The selection: columns of at least `high`, and the `rest` largest of the `here` other columns of at least `low`. The
+// bounds are pairs of equal float16 numbers. rest is 0 if every column is selected.
 struct Bounds {
     uint32 low, high;
     int rest, here;
@@ -45,7 +45,7 @@ struct Memory {
     uint64 few[FEW];
     Counted counted;
     Ties ties;
-    int of_chunk[CHUNKS];  // chosen columns
+    int of_chunk[CHUNKS];  // selected columns
     int few_count, few_before, most_tied;
     uint32 failures;
     uint32 chosen[THREADS];  // of each thread's tied columns
@@ -61,7 +61,7 @@ static_assert(sizeof(Memory) <= SHARED_BYTES);
 // half of the word. Columns i < VALUES / 2 and i + VALUES / 2 are a pair.
 __device__ constexpr int bit_of(int i) { return i < VALUES / 2 ? i : 16 + i - VALUES / 2; }
 
-// Where both halves of x are at least those of `bound`, as float16: all bits of the half. NaN is not.
+// All bits of each half of x that is at least the same half of `bound`, as float16; 0 for NaN.
 __device__ inline uint32 at_least(uint32 x, uint32 bound) {
     uint32 mask;
     asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(bound));
@@ -86,8 +86,9 @@ __device__ inline Bounds bounds_of(int digit, int rest, int here) {
     return here == rest ? Bounds{low, low, rest, 0} : Bounds{low, bound_of(digit + 1), rest, here};
 }
 
-// Writes the bounds of the k largest to shared memory, from all counts except the last bin's, which are NaN. Leaves them if there
-// are fewer. Called by all threads after a barrier, with one before the bounds are read.
+// Writes the bounds of the k largest to shared memory, from the counts of all bins except the last one, which has NaN.
+// Does not write them if there are fewer than k. Called by all threads after a barrier; a barrier must follow before
+// the bounds are read.
 #if BLOCKS > 1
 __device__ inline void find_bounds(Memory& shared, uint32 rank, int k) {
     ClusterDigit found = digit_of_cluster(shared.counted, shared.scratch.bins, rank, k);
@@ -121,7 +122,8 @@ __device__ inline void find_bounds(Memory& shared, uint32, int k) {
 }
 #endif
 
-// For each of a thread's reads, how many marked columns of its warp are before this lane's; returns the warp's number.
+// For each read of a thread, the number of marked columns of the warp before this lane; returns the number of marked
+// columns of the warp.
 __device__ inline int lane_places(uint32 mask, int (&before)[READS]) {
     uint32 pairs = mask - (mask >> 1 & 0x55555555), fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333);
     int total = 0;
@@ -142,7 +144,7 @@ __device__ inline int lane_places(uint32 mask, int (&before)[READS]) {
     return total;
 }
 
-// Lists a tied column, in all CTAs.
+// Add a tied column to the lists of all CTAs.
 __device__ inline void list(Memory& shared, uint32 order, int column) {
     uint64 key = uint64(order) << 32 | ~uint32(column);
     int to = shared.few_before + atomicAdd(&shared.few_count, 1);
@@ -153,7 +155,7 @@ __device__ inline void list(Memory& shared, uint32 order, int column) {
 #endif
 }
 
-// The `rest` largest of the `here` listed columns: adds them to the counts of chunks, and to `chosen`.
+// Select the `rest` largest of the `here` listed columns: adds them to the counts of chunks, and to `chosen`.
 __device__ inline void compare_listed(Memory& shared, int rest, int here, uint32 skipped) {
     const int tid = int(threadIdx.x), lane = tid % 32;
     auto choose = [&](uint64 key) {
@@ -162,7 +164,7 @@ __device__ inline void compare_listed(Memory& shared, int rest, int here, uint32
         uint32 thread = its_chunk / BLOCKS * 32 + at % STEP / 4, i = at % CHUNK / STEP * 4 + at % 4;
         if (its_chunk % BLOCKS == rank_in_cluster()) atomicOr(&shared.chosen[thread], 1u << bit_of(i));
     };
-    constexpr int LANES = 8;  // of a key, where keys are many, and in clusters; else a warp
+    constexpr int LANES = 8;  // of a key, if there are many keys or in clusters; else a warp
     if (BLOCKS == 1 && here <= WARPS) {
         const int e = tid / 32;
         if (e < here) {
@@ -187,7 +189,8 @@ __device__ inline void compare_listed(Memory& shared, int rest, int here, uint32
     }
 }
 
-// Narrows this CTA's tied columns by a list. If all that are left are equal, they are in shared.equal, and more than FEW.
+// Narrows the tied columns of this CTA by a list. If all remaining ones are equal, they are in shared.equal, and more
+// than FEW.
 __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 tied, int rest, int column) {
     // Orders in a bin of usual magnitudes are known, except for the rounding to float16; other bins have any.
     auto usual = [](uint32 x) { return (x & 0x7c00) - 0x400 < 0x7800; };
@@ -219,8 +222,8 @@ __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 
         [&](uint32 order, int column) { list(shared, order, column); }, rest, FEW);
 }
 
-// Narrows many tied columns and lists those that are left; `tied` of the result is 0 if none of this thread's warp are. Rarely
-// called, and not inlined, as the next one: it reads this thread's columns again.
+// Narrows many tied columns and lists the remaining ones; `tied` of the result is 0 if the warp has none. Rarely called
+// and not inlined, like the next function. It reads the columns of this thread again.
 __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int column) {
     uint32 chosen = 0;
     int rest = shared.bounds.rest;
@@ -288,9 +291,9 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
 #pragma unroll
     for (int i = 0; i < READS; ++i) read4(row.values + first + i * STEP, has_four(i), x + 4 * i);
     const bool changed = said.now() != early;
-    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
+    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, distributed over the threads of the cluster
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
-    if (tid == 0) scratch.count = output.of_row(number, next_n).counts();  // a register less
+    if (tid == 0) scratch.count = output.of_row(number, next_n).counts();  // saves a register
 #pragma unroll
     for (int i = 0; i < READS; ++i)
         if (!has_four(i) && left > i * STEP) read_at_end(row, first + i * STEP, x + 4 * i);
@@ -299,7 +302,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
 #pragma unroll
     for (int i = 0; i < VALUES / 2; ++i) pairs[i] = pack(f16{}, x[i], x[i + VALUES / 2]);
     const bool selects = row.length() > topk;
-    if (selects && int(chunk) * CHUNK < int(row.end)) {  // NaN, and what is not of the row, is in the last bin
+    if (selects && int(chunk) * CHUNK < int(row.end)) {  // NaN, and columns beyond the row, are in the last bin
 #pragma unroll
         for (int i = 0; i < VALUES / 2; ++i) {
             uint32 orders = orders_of_pair(pairs[i]);
@@ -309,7 +312,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     }
     bool failed = __syncthreads_or(changed | lacks);
 #if BLOCKS > 1
-    cluster_wait();  // all have begun
+    cluster_wait();  // all CTAs have started
     if (selects) send_groups(shared.counted, scratch.bins);
     if (failed && tid < BLOCKS) add_there(shared.failures, tid, 1);
     cluster_arrive();

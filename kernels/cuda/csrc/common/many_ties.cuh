@@ -1,20 +1,22 @@
-// The k-th among many columns whose upper digits are equal, of a CTA or a cluster: further digits of their range, until few are
-// left. They are listed in shared memory, a column a thread (narrow_listed); if they are too many, each thread has its own in
-// registers (narrow), which also chooses the first of equal ones by their place.
+// Radix select on the remaining digits where many candidates tie, by a CTA or a cluster, until few candidates are left.
+// Candidates are listed in shared memory, one per thread (narrow_listed). If they are too many for the list, each
+// thread keeps its own ones in registers (narrow); among equal candidates, that function also selects the first
+// columns.
 //
 // Macros: THREADS, BLOCKS, DIGIT_BITS. A chunk is what a warp holds; chunks are in the order of columns.
 #pragma once
 #include "common/cluster_counts.cuh"
 
 constexpr int CHUNKS = WARPS * BLOCKS;
-constexpr int LISTED = 2 * THREADS;  // most columns of a CTA that are listed
+constexpr int LISTED = 2 * THREADS;  // largest number of listed columns of a CTA
 
 struct Ties {
     uint64 ranges[CHUNKS];  // of each chunk's orders: the largest, and below it the inverted smallest
     int counts[CHUNKS];
 };
 
-// What is chosen of a thread's columns, and which of the others the `rest` are to be chosen from, `here` in all.
+// The selected columns of a thread, and its tied columns. `rest` of the `here` tied columns of all threads are still to
+// be selected.
 struct Narrowed {
     uint32 chosen, tied;
     int rest, here;
@@ -38,8 +40,8 @@ __device__ inline void meet() {
 #endif
 }
 
-// The largest order, and the inverted smallest, of all threads' columns. With COUNTED, and without a cluster, returns a lane's part of
-// the counts of chunks before this one. Called by all threads; meets.
+// The largest order and the inverted smallest order of the columns of all threads. With COUNTED, and without a cluster,
+// returns a lane's part of the counts of earlier chunks. Called by all threads; synchronises them.
 template <bool COUNTED>
 __device__ inline int find_range(Counted& counted, Ties& ties, uint32 chunk, uint32& largest, uint32& inverted) {
     const int lane = int(threadIdx.x) % 32;
@@ -72,7 +74,7 @@ __device__ inline void clear_bins(Scratch& scratch) {
     __syncthreads();
 #endif
 }
-// The digit of the rest-th of those that are counted; as find_digit. `before`: how many of `here` are in CTAs of lower rank.
+// The digit of the rest-th counted order, like find_digit. `before`: the number of `here` in CTAs of lower rank.
 __device__ inline void next_digit(Scratch& scratch, Counted& counted, int& before, int rest) {
 #if BLOCKS > 1
     const uint32 rank = rank_in_cluster();
@@ -88,9 +90,9 @@ __device__ inline void next_digit(Scratch& scratch, Counted& counted, int& befor
 #endif
 }
 
-// Narrows the `here` columns of which `rest` are to be chosen, until at most `few` are left. orders[i], if not 0, belongs to bit
-// bit_of(i) of the masks, and is of the read i / 4. Bins are 0, or of a cluster those that were counted last. Called by all threads,
-// after a barrier. `before`: how many of those left are in CTAs of lower rank.
+// Narrows the `here` tied columns, of which `rest` are to be selected, until at most `few` are left. orders[i], if not
+// 0, belongs to bit bit_of(i) of the masks and to read i / 4. Bins are 0, or in a cluster as after the last count.
+// Called by all threads, after a barrier. `before`: the number of remaining columns in CTAs of lower rank.
 template <int VALUES, class Bit, class Places>
 __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties, int& before, uint32 (&orders)[VALUES], Bit bit_of,
                                   Places places, int rest, int few) {
@@ -109,7 +111,7 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
         if (!span) {  // equal ones: the first
             int of_read[VALUES / 4];
             places(tied, of_read);
-#if BLOCKS > 1  // registers are too few to add them up above
+#if BLOCKS > 1  // there are not enough registers to add them earlier
 #pragma unroll 1
             for (int i = int(threadIdx.x) % 32; i < int(chunk); i += 32) earlier += ties.counts[i];
 #endif
@@ -156,9 +158,9 @@ struct Listed {
 };
 constexpr int LISTED_BYTES = 10 * LISTED + 4;
 
-// As narrow, of this CTA's listed columns, whose orders are least + (0 to span), if span is not 0. Sets bits of chosen columns in
-// `chosen`. Calls `list(order, column)` for those that are left; but if they are equal, and so `here` more than `few`, it sets
-// their bits in `equal`. Called by all threads; ends with a barrier.
+// Like narrow, for the listed columns of this CTA. If span is not 0, their orders are from least to least + span. Sets
+// the bits of selected columns in `chosen`. Calls `list(order, column)` for the remaining ones; if these are equal, and
+// so `here` exceeds `few`, it sets their bits in `equal` instead. Called by all threads; ends with a barrier.
 template <class List>
 __device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed,
                                          uint32* chosen, uint32* equal, uint32 least, uint32 span, List list, int rest, int few) {

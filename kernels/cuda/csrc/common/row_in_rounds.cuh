@@ -1,5 +1,5 @@
-// How a CTA of common/indexer_topk_few.cu reads a part of a row that does not fit in registers: in rounds that keep only each
-// line's maximum, then a second time the lines that reach a bound.
+// Reads a part of a row that does not fit in the registers of a CTA of common/indexer_topk_bound.cu: first all lines,
+// of which only the maxima stay, then again the lines that reach a bound.
 //
 // Macros: THREADS, BLOCKS, READS, ROUNDS, ALIGNED.
 #pragma once
@@ -21,7 +21,7 @@ __device__ inline int places(Scratch& scratch, int lane, int own) {
 #if ROUNDS > 1
 static_assert(READS == LANES, "a lane keeps the largest number of one of eight lines");
 
-// In a round each group of 8 lanes reads 8 lines, and each lane keeps the maximum of one of them.
+// In a round each group of 8 lanes reads 8 lines, and each lane stores the maximum of one of them.
 constexpr uint32 STRIDE = LINES * BLOCKS * LINE;  // from a lane's line of a round to its next one
 __device__ inline uint32 line_of(int round, int read, uint32 rank) {
     return ((round * READS + read) * LINES + threadIdx.x / LANES) * BLOCKS * LINE + rank * LINE;
@@ -75,7 +75,7 @@ __device__ inline void read_candidates(Scratch& scratch, uint32* bits, uint64* k
     constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such groups of lanes in a warp
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
     const float bound = value_of(least);
-    // The lines' first columns overwrite orders that have been read.
+    // The first columns of lines overwrite orders that have been read.
     auto word = [&](int i) -> uint32& { return bits[i / 32 * THREADS + warp * 32 + i % 32]; };
     int count = 0;
     for (int round = 0; round < ROUNDS; ++round) {

@@ -1,4 +1,4 @@
-// A row of logits, and how columns of it are read.
+// A row of logits, and reads of its columns.
 //
 // Macro: ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time).
 #pragma once
@@ -41,7 +41,7 @@ __device__ inline float read_again(const float* from) {
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
     return x;
 }
-// Reads those of four columns from `at` on that the row has; the others of x are unchanged.
+// Reads the valid ones of four columns from `at` on; the other elements of x are unchanged.
 __device__ inline void read_at_end(const Row& row, uint32 at, float* x) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)

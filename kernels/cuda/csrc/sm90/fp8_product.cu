@@ -1,10 +1,12 @@
-// out [tokens, rows] = x [tokens, K] W^T of e4m3 values: x with a scale for each 128 columns of a token, W for each block of 128 x 128.
+// out [tokens, rows] = x [tokens, K] W^T of e4m3 values. x has a scale for each 128 columns of a token, W for each
+// block of 128 x 128.
 //
-// Grid: up to a CTA an SM; each takes every gridDim.x-th tile of 128 tokens and 128 rows. A warp copies chunks of 128 columns by TMA,
-// for the next tile too while the last one's result is stored. Two warpgroups multiply 64 tokens each. Tensor cores keep fewer bits of
-// the sums of e4m3 products than float32 has, so the products of a chunk are added by them, then times both scales, then to
-// the sum in float32, while the products of the next chunk run. A warp writes results of 16 bits to shared memory, from where bulk
-// copies of a token's row take them while the next tile is multiplied: all CTAs store at once, faster than memory writes.
+// Grid: up to one CTA per SM; each takes every gridDim.x-th tile of 128 tokens and 128 rows. A warp copies chunks of
+// 128 columns by TMA, also for the next tile while results are stored. Two warpgroups multiply 64 tokens each. Tensor
+// cores sum e4m3 products with fewer bits than float32. They therefore sum only the products of a chunk, which are then
+// multiplied by both scales and added in float32, while the products of the next chunk run. A warp writes 16-bit
+// results to shared memory, and bulk copies store the rows of tokens while the next tile is multiplied: all CTAs store
+// at the same time, faster than memory can write.
 //
 //     barrier      arrivals of a phase                       waits              guards
 //     full[slot]   1: the producer, and the bytes of TMA     both warpgroups    a chunk of x and weights
@@ -21,7 +23,7 @@ constexpr int X_BYTES = TOKENS * DEPTH, STAGE_BYTES = X_BYTES + ROWS * DEPTH, RI
 constexpr int RESULT_STRIDE = 2 * ROWS + 16;  // bytes of a token's results
 [[maybe_unused]] constexpr int SHARED_BYTES = RING_BYTES + TOKENS * RESULT_STRIDE + 16 * STAGES;
 
-// Its size puts the tensor maps after it at multiples of 64 bytes.
+// Its size places the tensor maps that follow at multiples of 64 bytes.
 struct Fp8Product {
     const float* x_scales;
     const float* scales;
@@ -42,7 +44,7 @@ struct Fp8Tile {
     }
 };
 
-// Addresses of a stage; after the last one of a token's results, and of the stages' barriers.
+// Address of a stage; after the last stage, of the results of a token. The barriers of the stages follow.
 __device__ inline uint32 stage_at(int slot) { return SHARED_START + slot * STAGE_BYTES; }
 __device__ inline uint32 result_at(int token) { return SHARED_START + RING_BYTES + token * RESULT_STRIDE; }
 constexpr Barriers<STAGES> full{SHARED_START + RING_BYTES + TOKENS * RESULT_STRIDE}, empty{full.end()};
@@ -79,7 +81,8 @@ struct Consumer {
 
     __device__ int token_of(const Fp8Tile& at, int j) const { return at.token + first + lane / 4 + 8 * j; }
 
-    // The scales of chunk i: of tokens g and g + 8, and of the rows. Not multiplied here, where they would be waited for.
+    // Load the scales of chunk i: of tokens g and g + 8, and of the rows. They are not multiplied here, because this
+    // would wait for the loads.
     __device__ void load_scales(const Fp8Tile& at, int i, float (&to)[3]) const {
         i = min(i, chunks - 1);
 #pragma unroll
@@ -100,7 +103,7 @@ struct Consumer {
         slot.advance();
     }
 
-    // Add the products of the chunk before the last PENDING ones, and free its stage.
+    // Add the products of the oldest chunk, after which PENDING chunks are in flight, and free its stage.
     template <int PENDING> __device__ void add(float (&from)[64], const float (&scale)[3]) {
         float factor[] = {scale[2] * scale[0], scale[2] * scale[1]};
         wgmma_wait<PENDING>();
@@ -150,9 +153,9 @@ struct Consumer {
         }
     }
 
-    // By way of shared memory: lanes 0 to 15 copy a token each.
+    // Store through shared memory: lanes 0 to 15 copy a token each.
     __device__ void store(const Fp8Tile& at, bf16* all) const {
-        bulk_stores_read<0>();  // the last tile's
+        bulk_stores_read<0>();  // of the last tile
         __syncwarp();
         uint32 to = result_at(first + lane % 16) + lane / 16 * 16;
 #pragma unroll
@@ -168,7 +171,7 @@ struct Consumer {
         bulk_stores_commit();
     }
 
-    // A token's values, all rows of the tile. Those of a lane are pairs 8 rows apart.
+    // Store the values of a token, for all rows of the tile. A lane has pairs of values, 8 rows apart.
     __device__ void store_token(const Fp8Tile& at, const float* from, int token, uint8* out) const {
         float largest = 1e-10f;
 #pragma unroll

@@ -1,9 +1,9 @@
-// out [tokens, rows] = x [tokens, K] W^T for few tokens, by wgmma: weights are the first operand, from registers, and x the second, from
-// shared memory (sm80/block_scaled.cuh says how the work is divided).
+// out [tokens, rows] = x [tokens, K] W^T for few tokens, with wgmma: weights are the first operand, from registers, and
+// x is the second, from shared memory. sm80/block_scaled.cuh describes how the work is divided.
 //
-// A thread copies both by TMA, chunks of 128 columns. Two warpgroups multiply tiles of 64 rows, 16 of each warp: all chunks of their own
-// tiles or, with 64 rows, every second chunk of the same tile. While the products of half a chunk run, codes of the next half
-// become bfloat16.
+// One thread copies both by TMA, in chunks of 128 columns. Two warpgroups multiply tiles of 64 rows, 16 for each warp:
+// all chunks of their own tiles or, with 64 rows, every second chunk of the same tile. Codes of the next half of a
+// chunk are converted to bfloat16 while the products of a half run.
 //
 //     barrier      arrivals of a phase                         waits                        guards
 //     full[slot]   1: the producer, and the bytes of TMA       warps that take the chunk    a chunk of weights and x
@@ -53,8 +53,9 @@ __device__ inline void produce(const Ring& ring, const Tile& tile, const TensorM
 
 using RowScales = float[HEIGHT][2][FINE ? 4 : 1];  // of a lane's rows, for each 32 columns of a chunk if they differ
 
-// Bytes 2 c and 2 c + 1 of a word, c 0 or 1, as bfloat16 times 2^-120: each to a half with its sign before it, then moved to
-// bfloat16's fields. In as few logical instructions as there are, which bound products of few tokens.
+// Bytes 2 c and 2 c + 1 of a word (c is 0 or 1) as bfloat16 times 2^-120: each byte to a half word after its sign, then
+// shifted to the fields of bfloat16. Logical instructions bound products of few tokens, so this uses as few as
+// possible.
 __device__ inline uint32 two_codes_to_bf16(uint32 word, uint32 pick, uint32 unit) {
     uint32 y;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(word), "r"(word), "r"(pick));
@@ -63,11 +64,11 @@ __device__ inline uint32 two_codes_to_bf16(uint32 word, uint32 pick, uint32 unit
     return y;
 }
 
-// The operand of four steps, columns 64 half to 64 half + 63 of the rows at `row` and 8 further on. Lane 4 g + c has values 2 c, + 1,
-// 2 c + 8 and + 9 of a step, in two words that two lanes read.
+// The operand of four steps: columns 64 half to 64 half + 63 of the row at `row` and of the row 8 further. Lane 4 g + c
+// has values 2 c, + 1, 2 c + 8 and + 9 of a step, in two words that two lanes read.
 __device__ inline void load_half(uint32 (&a)[4][4], uint32 (&nan)[2], uint32 row, const float (&scale)[2][FINE ? 4 : 1], int half) {
     int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
-    uint32 pick = 0x9180 + 0x2222 * (c % 2);  // a set upper bit of a digit: eight times the byte's sign
+    uint32 pick = 0x9180 + 0x2222 * (c % 2);  // a digit with the upper bit set selects the replicated sign of a byte
     row += c / 2 * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -86,7 +87,7 @@ __device__ inline void load_half(uint32 (&a)[4][4], uint32 (&nan)[2], uint32 row
 struct Consumer {
     Sums sums = {};
     uint32 row;  // of the lane's first codes in a stage
-    int scale_rows[HEIGHT][2];  // where the scales of these rows are
+    int scale_rows[HEIGHT][2];  // indices of the scales of these rows
     RowScales next;
 
     __device__ Consumer(const Weights& w, const Tile& tile, int strip_row, int part, int block_rows) {
@@ -151,7 +152,7 @@ struct Consumer {
         }
     }
 
-    // A warp's results as bfloat16, [TOKENS] of RESULT_STRIDE bytes in place of the ring.
+    // Write the results of a warp as bfloat16, [TOKENS] rows of RESULT_STRIDE bytes, to the memory of the ring.
     __device__ void store_result(uint32 to, int strip_row) const {
         int lane = threadIdx.x % 32, token = lane / 16 * 8 + lane % 8, row = strip_row + lane / 8 % 2 * 8;
 #pragma unroll
@@ -173,7 +174,7 @@ struct Consumer {
     }
 };
 
-// The result of a CTA that has no sums to add, 16 bytes at a time.
+// Write the result of a CTA that has no sums to add, 16 bytes at a time.
 __device__ inline void copy_result(uint32 from, const Tokens& tokens, const Weights& w, const Tile& tile) {
     OUTPUT* out = tokens.out + tile.group * tokens.out_group_stride + tile.first * tokens.out_stride + tile.row;
     for (int i = threadIdx.x; i < tile.count * (ROWS / 8); i += THREADS) {

@@ -50,7 +50,8 @@ constexpr Barriers<2> k_full{SHARED_AT(k_full)}, k_empty{SHARED_AT(k_empty)}, v_
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), V_AT = SHARED_AT(v);
 constexpr uint32 K_BYTES = 6 * TILE_BYTES, V_BYTES = 4 * TILE_BYTES;
 
-// Softmax of a thread's two rows of scores: replaces scores by weights, and returns the factors that rescale the sums so far.
+// Softmax of a thread's two rows of scores: replaces scores by weights, and returns the factors that rescale the sums
+// of earlier blocks.
 struct Softmax {
     float top[2] = {-infinity(), -infinity()}, total[2] = {};
 
@@ -109,7 +110,8 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     }
     __syncthreads();
 
-    // Eight threads copy 128 bytes of a row. The rows of a thread are 16 apart, so its chunk is swizzled alike in all of them.
+    // Eight threads copy 128 bytes of a row. The rows of a thread are 16 apart, so its chunk has the same swizzle in
+    // all of them.
     int lane_row = thread / 8, chunk = thread % 8;
     uint32 swizzled = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
     if (group == 0) {

@@ -4,14 +4,14 @@
 #include "sm90/hopper.cuh"
 #include "common/device.cuh"
 
-constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; beyond it, float32 sums of products have an error of more than 2^-10
 constexpr int PRODUCERS = 4;                  // warps
 constexpr int THREADS = 512;
 constexpr int SCORES_REGISTERS = 128, VALUES_REGISTERS = 176, PRODUCER_REGISTERS = 32;  // all 512 of four warpgroups
 
-// Q and weights are stored as tiles of HEADS rows of 64 values, or keys, swizzled as wgmma operands. Rows of keys are stored
-// unswizzled, 16 in a *slot*. Their pitch is 16 bytes more than their length, so that an instruction that reads eight rows has
-// no bank conflicts.
+// Q and weights are stored as tiles of HEADS rows of 64 values, or keys, swizzled as wgmma operands. Rows of keys are
+// stored unswizzled, 16 in a *slot*. Their pitch is 16 bytes longer than a row, so that an instruction that reads eight
+// rows has no bank conflicts.
 constexpr int TILES = LAYOUT::head_dim / 64, VALUE_TILES = V_DIM / 64;
 constexpr int Q_PIECES = 4, Q_PIECE_TILES = VALUE_TILES / Q_PIECES;  // the last piece also has RoPE's tile
 constexpr int SLOT_ROWS = 16, BLOCK_SLOTS = BLOCK / SLOT_ROWS;
@@ -38,11 +38,12 @@ constexpr int WEIGHT_SLOTS = 2, MOST_SLOTS = 12;
 //     named 1              128: scores                            scores                              HIGHEST, TOTALS, REFERENCE, LOWER
 //     named 2, 3           128: values 0; values 1                the same warpgroup                  a vote: whether results are finite
 //
-// The scores do not arrive at rows_free: values do so only after weights_ready of the block, at which the scores arrive when they have
-// read its rows. No barrier frees INV_SUM and LOGITS: those of tile t + 2 are written after the weights of its blocks, and so
-// after weights_free of tile t's last block, because every tile that is processed has at least one block.
+// The scores do not arrive at rows_free: the values arrive there only after weights_ready of the block, at which the
+// scores arrive when they have read its rows. No barrier frees INV_SUM and LOGITS: they are written for tile t + 2
+// after the weights of its blocks, and so after weights_free of the last block of tile t, because every processed tile
+// has at least one block.
 
-// The ring of slots takes what this struct leaves.
+// The ring of slots takes the rest of shared memory.
 struct SharedMemory {
     uint64 rows_ready[MOST_SLOTS], rows_free[MOST_SLOTS];  // barriers [slot of rows]
     uint64 q_ready[Q_PIECES], q_free[Q_PIECES];

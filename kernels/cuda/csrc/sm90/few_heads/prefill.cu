@@ -1,9 +1,9 @@
 // Sparse MLA prefill over gathered bfloat16 rows for few heads, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional
 // sink, the LSE and max_logits. Products are transposed, and rows are loaded by bulk copies.
 //
-// With few heads a CTA is bound by loads of rows. Each row is copied unswizzled by one instruction, which slows products down
-// less than other copies do. wgmma cannot read such rows as operands in shared memory, so they pass through registers, and
-// products are transposed: rows are keys or values, columns are heads. A *tile* is HEADS heads of a query token (work.cuh); its
+// With few heads, loads of rows bound a CTA. Each row is copied unswizzled by one instruction, which slows products
+// less than other copies. wgmma cannot read such rows from shared memory, so they pass through registers, and products
+// are transposed: rows are keys or values, columns are heads. A *tile* is HEADS heads of a query token (work.cuh); its
 // keys are processed 64 at a time, a *block*.
 //
 // Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ...
@@ -35,7 +35,8 @@
 
 static_assert(sizeof(UnitMemory) <= SLOTS * SLOT_BYTES);
 
-// The address of q's tensor map is a multiple of 64, because parameters begin 16 bytes after one and SparseProblem has 368 bytes.
+// The address of the tensor map is a multiple of 64: parameters begin 16 bytes after a multiple of 64, and
+// SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
@@ -54,10 +55,10 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     }
     __syncthreads();
     pdl_wait();
-    pdl_release();  // nothing fits beside this CTA: the next kernel's CTAs start as these end
+    pdl_release();  // no other CTA fits on the SM: CTAs of the next kernel start as these exit
     int role = threadIdx.x / 128;
     if (role == 0) {
-        warpgroup_reg_dealloc<SCORES_REGISTERS>();  // no change, but it lets the compiler use all of them
+        warpgroup_reg_dealloc<SCORES_REGISTERS>();  // no change, but it allows the compiler to use all of them
         Scores(problem).run();
     } else if (role == 3) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();

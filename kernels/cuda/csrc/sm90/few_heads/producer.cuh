@@ -3,12 +3,13 @@
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-// Rows of zeros, copied for absent keys. A CTA has its own, because copies of one row by all CTAs would take turns in L2.
+// Rows of zeros, which are copied for absent keys. CTAs use different rows, because copies of one row by all CTAs would
+// serialise in L2.
 constexpr int ABSENT_ROWS = 256;
 __device__ uint4 absent_rows[ABSENT_ROWS][ROW_BYTES / 16];
 
-// A warp copies four rows of every slot, and a quarter of Q. The compiler has to know that addresses are equal in all lanes:
-// otherwise a copy becomes a loop over lanes, at 67 clocks an iteration.
+// A warp copies four rows of every slot, and a quarter of Q. Addresses must be uniform for the compiler: otherwise a
+// copy becomes a loop over lanes, of 67 clocks an iteration.
 struct Producer {
     static constexpr int ROWS = SLOT_ROWS / PRODUCERS;
 
@@ -19,7 +20,8 @@ struct Producer {
     __device__ Producer(const SparseProblem& p, const TensorMap& q)
         : problem(p), q_map(q), warp(uniform(threadIdx.x / 32 % PRODUCERS)), lane(threadIdx.x % 32) {}
 
-    // The index of this lane's row in a block, or -1 after the end. Every four of lanes 0 to 15 have the rows of one slot.
+    // The index of this lane's row in a block, or -1 after the end. Each four of lanes 0 to 15 have the rows of one
+    // slot.
     __device__ int listed_row(const BlockWalk& walk) const {
         const Segment& list = problem.segments[0];
         const int* indices = list.indices + walk.tile / problem.groups * list.indices_stride_b;

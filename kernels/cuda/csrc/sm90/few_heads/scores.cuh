@@ -4,7 +4,7 @@
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-constexpr float RAISE = 8.0f;  // the reference is raised to the maximum when that is so much larger, base 2
+constexpr float RAISE = 8.0f;  // the reference is raised to the maximum when the maximum exceeds it by more than this, base 2
 constexpr float NO_REFERENCE = -1e30f;
 
 // One warpgroup: S^T = K Q^T and the softmax. Rows are keys, 16 a warp, columns are heads: lane 4 g + c of warp w has key
@@ -15,7 +15,7 @@ struct Scores {
     static constexpr int KEY_BUFFERS = 3;  // tiles of 64 values of keys that are in registers at a time
 
     const SparseProblem& problem;
-    float scale_log2;  // of the scores' magnitude
+    float scale_log2;  // factor of the scores, without its sign
     int warp, lane;
     uint32 fragment_at;  // offset of this lane's row of fragments in a slot
     uint32 weights_at, columns_at;
@@ -24,13 +24,13 @@ struct Scores {
 
     __device__ explicit Scores(const SparseProblem& p)
         : problem(p), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {
-        // A scale of 0 would make the -inf score of a masked key NaN.
+        // A scale of 0 would turn the -inf score of a masked key into NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         fragment_at = lane % 16 * PITCH + lane / 16 * 16;
         int head = lane / 16 * 8 + lane % 8;
         weights_at = WEIGHTS_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
         columns_at = lane % 4 * 8;
-        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
+        // Keeps the compiler from rematerialising these from threadIdx, which is slower.
         asm volatile("" : "+r"(fragment_at), "+r"(weights_at), "+r"(columns_at), "+r"(lane));
     }
 
@@ -40,7 +40,7 @@ struct Scores {
         seen = 0;
     }
 
-    // Fragments of 64 values of this warp's keys.
+    // Load fragments of 64 values of this warp's keys.
     __device__ static void load(uint32 (&a)[4][4], uint32 from) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) ldmatrix4(a[i], from + 32 * i);
@@ -48,7 +48,8 @@ struct Scores {
 
     static constexpr int piece_of_q(int tile) { return tile / Q_PIECE_TILES < Q_PIECES ? tile / Q_PIECE_TILES : Q_PIECES - 1; }
 
-    // The scores of a block; `first`, `last`: whether it is that of the `tiles`-th tile.
+    // Compute the scores of a block; `first`, `last`: whether it is the first, or the last, block of the `tiles`-th
+    // tile.
     __device__ void score(float (&x)[HEADS / 2], const PipelineState<SLOTS>& place, bool first, bool last, uint32 tiles) {
         uint32 a[KEY_BUFFERS][4][4], from = fragment_at + slot_at(place.slot);
         rows_ready[place.slot].wait(place.phase);
@@ -120,12 +121,12 @@ struct Scores {
         for (int j = 0; j < HEADS / 8; ++j) reference[j] = lds_float2(REFERENCE_AT + columns_at + 32 * j);
     }
 
-    // The softmax of the n-th block: weights in bfloat16 to shared memory.
+    // The softmax of the n-th block. Writes weights in bfloat16 to shared memory.
     __device__ void weigh(float (&x)[HEADS / 2], uint32 n, bool first) {
         uint32 slot = n % WEIGHT_SLOTS;
         float2 reference[HEADS / 8];
         load_references(reference);
-        float above[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // several, to shorten the dependent chains
+        float above[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // several accumulators shorten the dependent chains
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             highest[2 * j] = fmaxf(highest[2 * j], fmaxf(x[4 * j], x[4 * j + 2]));

@@ -11,8 +11,8 @@ struct Values {
 
     const SparseProblem& problem;
     int half, warp, lane;
-    // Offset of this lane's row of fragments in a slot, of keys or (in the epilogue, stored alike) of heads; of its columns in
-    // arrays of heads.
+    // Offset of this lane's row of fragments in a slot of keys, or in the epilogue of heads, which are stored in the
+    // same layout; offset of its columns in arrays of heads.
     uint32 fragment_at, columns_at;
     float sums[TILES_OF_WARP][HEADS / 2];
 
@@ -20,7 +20,7 @@ struct Values {
         : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         fragment_at = (lane / 16 * 8 + lane % 8) * PITCH + own_values() * 2 + lane / 8 % 2 * 16;
         columns_at = lane % 4 * 8;
-        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
+        // Keeps the compiler from rematerialising these from threadIdx, which is slower.
         asm volatile("" : "+r"(fragment_at), "+r"(columns_at), "+r"(lane));
     }
 
@@ -42,8 +42,8 @@ struct Values {
         }
     }
 
-    // Add up the n-th block, the first of a tile if `fresh`. Slots are freed once their rows are in registers, except for those
-    // of a tile's last block, which the epilogue reuses: `slots` returns them.
+    // Add the n-th block, the first of a tile if `fresh`. Slots are freed after their rows are in registers, except the
+    // slots of the last block of a tile, which the epilogue reuses: `slots` returns them.
     __device__ void add(uint32 n, bool fresh, bool last, PipelineState<SLOTS>& place, uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 a[2][4];  // fragments of V^T: 16 keys and 16 values
         rows_ready[place.slot].wait(place.phase);
@@ -73,12 +73,12 @@ struct Values {
         for (int i = 0; i < TILES_OF_WARP; ++i) pin(sums[i]);
     }
 
-    // Epilogue: store the results of a tile. They are transposed in the last block's slots, whose rows become heads. No other
-    // warp still needs this warp's values there.
+    // Epilogue: store the results of a tile. They are transposed in the slots of the last block, whose rows become
+    // heads. No other warp needs this warp's values in them any more.
     __device__ void finish(int tile, uint32 tiles, const uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 parity = tiles % 2;
         result_ready[parity].wait(tiles / 2 % 2);
-        float checks[4] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
+        float checks[4] = {};  // NaN if a value is not finite; several accumulators shorten the dependent chains
 #pragma unroll
         for (int j = 0; j < HEADS / 8; j += 2) {
             float2 inv_sum[2];

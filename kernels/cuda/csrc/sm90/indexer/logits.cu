@@ -3,9 +3,8 @@
 //
 // QUERIES queries are a *group*; their keys are processed KEYS at a time, a *tile*.
 //
-// Grid: persistent, one CTA per SM. The tiles of all groups form one sequence, and each CTA has an equal work range of it,
-// however long the groups are.
-// Block: 640 threads.
+// Grid: persistent, one CTA per SM. The tiles of all groups form one sequence, and each CTA has an equal work range of
+// it, for any lengths of groups. Block: 640 threads.
 //
 //     warps     role       registers       work
 //     0..15     consumers  104 or 112     each warpgroup multiplies 64 keys by HEADS * PASS heads
@@ -22,11 +21,11 @@
 //     Q                    2 stages * QUERIES * HEADS * 128
 //     K                    K_STAGES * KEYS * 128, MXFP4 64
 //
-// For packed keys one warp loads whole tiles. Pages arrive as memory delivers them, and warpgroups that wait for the same tile
-// would all multiply at the same time and then all reduce at the same time. So with PAGED every 64 keys have a warp and a ring of
-// their own.
+// For packed keys one warp loads whole tiles. Pages arrive irregularly, and warpgroups that wait for the same tile
+// would all multiply at the same time and then all reduce at the same time. So with PAGED every 64 keys have their own
+// warp and ring.
 //
-// In a product keys are rows and heads of queries are columns, so that a thread sums most of the heads of its keys by itself,
+// In a product, keys are rows and heads of queries are columns, so that a thread sums most heads of its keys itself,
 // and only four lanes are reduced.
 //
 // Barriers. One lane arrives for its warp, after all lanes.
@@ -111,7 +110,7 @@ __device__ inline void consume(const Problem& problem) {
                 if (stores && key >= first && key < end) logits[key] = score;
                 store_maximum(problem, row, key, end, score, stores);
             };
-            if (!PAGED && PASS <= 2) read_scale(in_stage);  // with PAGED, registers are too few
+            if (!PAGED && PASS <= 2) read_scale(in_stage);  // with PAGED, there are not enough registers
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
             if constexpr (PASS > 2) {
@@ -182,7 +181,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
         if (!MXFP4) prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) q_ready.init(i, 33), q_free.init(i, CONSUMERS / 32 * WARP_ARRIVALS);
         for (int i = 0; i < RINGS * K_STAGES; ++i) {
-            k_ready.init(i, PAGED && !CANDIDATES ? 1 : 33);  // every lane: arrive_after_copies
+            k_ready.init(i, PAGED && !CANDIDATES ? 1 : 33);  // every lane arrives (arrive_after_copies)
             k_free.init(i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
         }
         fence_barrier_init();
@@ -202,7 +201,8 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
         int ring = (threadIdx.x - CONSUMERS) / 32;
         if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work, few);
     } else {
-        // One that waits loads the first queries, so that the first ring's keys need not wait for them.
+        // A consumer warp, which would only wait, loads the first queries, so that the keys of the first ring do not
+        // wait for them.
         if (few && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.bring_first_queries(work_range_of_warp(problem));
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);

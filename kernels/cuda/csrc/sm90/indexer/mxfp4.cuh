@@ -1,28 +1,30 @@
 // Consumers of MXFP4 keys (sm90/indexer/logits.cu).
 //
-// The keys become e5m2 in registers, as a product's first operand, once for all queries: PASSES products of PASS queries. Values
-// times scales of 2^-13 to 2^13 are e5m2 numbers, so products are exact. Where a warp's 16 keys have other scales, each key is
-// multiplied by a power of two that brings its largest scale to 2^13, and keys with a scale more than 2^26 below that are scored in
-// float32 (score_of_key). A lane has 32 values of two keys, those of one scale each, in an order that queries are brought into
-// as they are loaded: four values 32 c + 8 s + 4 o become those that lane c has at 16 o of step s. While the last product of a
-// tile runs, or with one pass the only one, the keys of the next tile are expanded.
+// Keys are converted to e5m2 in registers, as the first operand of products, once for all queries: PASSES products of
+// PASS queries. Values times scales of 2^-13 to 2^13 are e5m2 numbers, so products are exact. Where the 16 keys of a
+// warp have other scales, each key is multiplied by a power of two that makes its largest scale 2^13, and keys with a
+// scale more than 2^26 below that are scored in float32 (score_of_key). A lane has 32 values of two keys, which share
+// one scale for each key. Queries are permuted to the same order as they are loaded: values 32 c + 8 s + 4 o to + 3
+// become the four values of lane c at 16 o of step s. The keys of the next tile are expanded while the last product of
+// a tile runs.
 #pragma once
 #include "common/pages.cuh"
 #include "sm90/indexer/products.cuh"
 
 #if MXFP4
 
-constexpr int LOWEST = 127 - 13, SPAN = 26;  // scales (bytes) whose values e5m2 has
+constexpr int LOWEST = 127 - 13, SPAN = 26;  // scale bytes from LOWEST to LOWEST + SPAN: e5m2 can represent the values
 constexpr uint32 SPECIAL = 0x8000;
 
 __device__ inline uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
     uint32 y;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));  // __byte_perm masks the selector once more
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));  // __byte_perm would mask the selector again
     return y;
 }
 
-// This lane's values of keys g and g + 8 of a stage as operands of four steps. Returns 0, or for a warp with scales far from 1 or
-// missing keys SPECIAL, the same for all lanes, and 16 bits of each key: its largest scale, and whether this lane's is too far below.
+// This lane's values of keys g and g + 8 of a stage as operands of four steps. Returns 0 in the usual case. For a warp
+// with scales far from 1 or absent keys it returns SPECIAL, for all lanes, and 16 bits for each key: its largest scale,
+// and whether this lane's scale is too far below it.
 __device__ inline uint32 expand_keys(uint32 row, uint32 scales, uint32 present, uint32 (&a)[4][4]) {
     uint32 found = 0, own[2] = {lds8(scales), lds8(scales + 8 * 4)};
     if (__any_sync(~0u, max(own[0] - LOWEST, own[1] - LOWEST) > SPAN || lds32(present) != 0xff)) {
@@ -58,7 +60,7 @@ __device__ inline uint32 expand_keys(uint32 row, uint32 scales, uint32 present, 
 // A UE8M0 scale; 2^-127 counts as 0.
 __device__ inline float scale_of(uint32 byte) { return __uint_as_float(byte == 255 ? 0x7fc00000 : byte << 23); }
 
-// The score of a key whose scales are far apart, in float32, by a warp: a lane takes heads.
+// The score of a key whose scales are far apart, in float32. Called by a warp; the lanes divide the heads.
 __device__ inline float score_of_key(uint32 row, uint32 scales, uint32 q, uint32 weights) {
     float sum = 0;
 #pragma unroll 1
@@ -91,7 +93,8 @@ __device__ inline float score_of_key(uint32 row, uint32 scales, uint32 q, uint32
     return sum;
 }
 
-// Replaces the scores of keys whose scales are far apart, for all queries of a pass, the first of which is `at` in shared memory.
+// Replaces the scores of keys whose scales are far apart, for all queries of a pass; `at` is the first of them in
+// shared memory.
 __device__ inline void score_rare_keys(uint32 found, int stage, int own_row, int at, int own_query, int own_upper, float& score) {
     int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -152,7 +155,7 @@ struct Consumer {
             weights[i + 2] = __uint_as_float(four.z), weights[i + 3] = __uint_as_float(four.w);
         }
     }
-    // `weights`, `logits` and `end` are of the only pass; more passes read their own.
+    // `weights`, `logits` and `end` belong to the only pass; with more passes each reads its own.
     __device__ void store(const float (&x)[COLUMNS], float (&weights)[PASS][HEADS / 4], int pass, int of_stage, uint32 found,
                           float* logits, int end) const {
         float score, low, high;
@@ -170,12 +173,12 @@ struct Consumer {
             score += __shfl_xor_sync(~0u, score, 2);
         }
         score *= 0.5f;  // sums are doubled
-        if (__any_sync(~0u, found)) score = of_special_keys(score, pass, of_stage, found);  // a vote: uniform to the compiler, too
+        if (__any_sync(~0u, found)) score = of_special_keys(score, pass, of_stage, found);  // a vote, which is uniform for the compiler, too
         if (PASSES > 1) logits = logits_of(pass), end = end_of(pass);
         bool stores = (PASS == 2 || c < 2) && key < end;
         if (stores) logits[key] = score;
         int row = first_row + pass * PASS + own_query();
-        if (MAXIMA) asm volatile("" : "+r"(row));  // else its offset among maxima takes registers from before on
+        if (MAXIMA) asm volatile("" : "+r"(row));  // otherwise the offset among maxima takes registers earlier
         store_maximum(problem, row, key, end, score, stores);
     }
     __device__ float of_special_keys(float score, int pass, int of_stage, uint32 found) const {
@@ -201,7 +204,7 @@ struct Consumer {
         return problem.logits + int64(first_row + pass * PASS + own_query()) * problem.logits_stride;
     }
 
-    // With one pass: while a product runs, the keys of the next tile are expanded.
+    // With one pass: the keys of the next tile are expanded while a product runs.
     __device__ void score_group() {
         float weights[PASS][HEADS / 4], *logits = logits_of(0);
         int end = end_of(0);
@@ -228,7 +231,7 @@ struct Consumer {
         }
     }
 
-    // With more: while a product is reduced, the next one runs.
+    // With more passes: the next product runs while one is reduced.
     template <int pass>
     __device__ void score_pass(float (&x)[COLUMNS], float (&next)[COLUMNS], uint32 (&a)[4][4], uint32& found) {
         int of_stage = stage;
@@ -237,7 +240,7 @@ struct Consumer {
             next_stage();
             if (tiles > 1) found = expand(a);
         }
-        start(next, a, (pass + 1) % PASSES);  // after the last tile one that is not needed: a branch would serialise products
+        start(next, a, (pass + 1) % PASSES);  // after the last tile an unneeded product: a branch would serialise products
         float weights[PASS][HEADS / 4];
         store(x, weights, pass, of_stage, of_tile, nullptr, 0);
         if (pass == PASSES - 1) {
@@ -276,7 +279,7 @@ __device__ inline void consume(const Problem& problem) {
     for (uint32 count = 0;; ++count) {
         consumer.q_stage = count % Q_STAGES;
         q_ready[consumer.q_stage].wait(count / Q_STAGES % 2);
-        fence_proxy_async();  // products read what copies of the other proxy have written
+        fence_proxy_async();  // products read data that copies of the other proxy have written
         if (!consumer.begin()) return;
         if constexpr (PASSES == 1) consumer.score_group();
         else consumer.score_group_in_passes();

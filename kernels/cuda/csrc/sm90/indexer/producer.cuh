@@ -2,9 +2,10 @@
 #pragma once
 #include "sm90/indexer/work.cuh"
 
-// Pages are read once: L2 evicts them first, so that logits, which top-k reads next, stay. Logits of two queries are too many
-// to stay, and evict_first makes them 2% slower. Candidates of neighbouring tokens are read again. The policies are those of
-// createpolicy.fractional: L2::evict_normal for these two, L2::evict_first otherwise.
+// Pages are read once: L2 evicts them first, so that logits, which top-k reads next, stay. Exceptions: logits of two
+// queries do not fit in L2, and evict_first makes this case 2% slower; candidates of neighbouring tokens are read
+// again. The policies are created by createpolicy.fractional: L2::evict_normal for the exceptions, else
+// L2::evict_first.
 constexpr uint64 POLICY = CANDIDATES || PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
 // Like tma_load, with POLICY.
@@ -25,12 +26,12 @@ struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
     int stage;        // the ring's next one
-    uint32 turns;     // bit 0: parity of the stage; other bits: number of groups loaded. Packed, because registers are few
+    uint32 turns;     // bit 0: parity of the stage; other bits: number of groups loaded. Packed to save registers
 
     // This warp's ring; RINGS for a warp that loads queries only.
     __device__ int ring() const { return RINGS == 4 ? stage % RINGS : (threadIdx.x - CONSUMERS) / 32; }
 
-    // Load `count` queries of an entry from the j-th on. A group without tiles makes the consumers exit.
+    // Load `count` queries of an entry from the j-th on. Consumers exit at a group without tiles.
     __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
         int lane = threadIdx.x % 32, q_stage = turns / 2 % Q_STAGES;
         q_free[q_stage].wait(turns / (2 * Q_STAGES) % 2 ^ 1);
@@ -53,7 +54,7 @@ struct Producer {
         }
         __syncwarp();
         if (MXFP4) {
-            int word = lane % 8 / 2 * 8 + lane % 2 * 4 + lane / 8;  // where this lane's four values go
+            int word = lane % 8 / 2 * 8 + lane % 2 * 4 + lane / 8;  // position of this lane's four values
             uint32 to = Q_AT + q_stage * QUERIES * Q_BYTES + word % 4 * 4;
 #pragma unroll 1
             for (int i = 0; i < QUERIES; ++i) {
@@ -78,10 +79,12 @@ struct Producer {
     }
 
 #if PAGED
-    // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
-    // the block table. CANDIDATES: a box is a candidate block, which is read one round of tiles ahead.
+    // Load this ring's part of each tile from `key` on. Each lane has one box; the warp has the boxes of several tiles
+    // at once. A lane reads the page of its box from the block table. CANDIDATES: a box is a candidate block, which is
+    // read one round of tiles ahead.
     __device__ void bring_tiles(int group, int key, int tiles, int end) {
-        // Boxes after a group's last key are not loaded, except with six queries: producers lack a register for its end.
+        // Boxes after the last key of a group are not loaded, except with six queries, where producers have no register
+        // for the end.
         constexpr bool LOADS_WHOLE_TILES = MXFP4 && PASSES > 2;
         int lane = threadIdx.x % 32, boxes_log = 7 - __ffs(problem.box_rows);  // boxes of 64 rows
         key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;
@@ -124,8 +127,8 @@ struct Producer {
             candidate = next;
         }
     }
-    // Scales of the boxes of tile i, 32 bytes each: two lanes copy those of a box, of which lane 8 i and those after it have page
-    // and row. Bulk copies of so few bytes would take as long as those of the rows.
+    // Copy the scales of the boxes of tile i, 32 bytes each, by two lanes for each box; lanes 8 i and following have
+    // the pages and rows of the boxes. Bulk copies of so few bytes would take as long as the copies of the rows.
     __device__ void bring_scales(int i, int page, int row, Barrier ready) {
         int lane = threadIdx.x % 32, from = 8 * i + lane / 2 % 8;
         page = __shfl_sync(~0u, page, from), row = __shfl_sync(~0u, row, from);
@@ -160,7 +163,7 @@ struct Producer {
     }
 #endif
 
-    // Queries of the range's first group; those of the others are loaded in `run`.
+    // Load the queries of the first group of the range; `run` loads the others.
     __device__ void bring_first_queries(const WorkRange& work) {
         int tiles = work.cost ? int(min(Count(work.tiles - work.skipped), work.cost)) : 0;
         int j, count, entry = problem.entry_of(work.group, j, count);
@@ -169,7 +172,7 @@ struct Producer {
 
     // first_loaded: whether another warp loads the queries of the first group.
     __device__ void run(WorkRange work, bool first_loaded) {
-        // Another CTA may have a part of the first group, of its own cost or of its tiles.
+        // Another CTA may have a part of the first group: a part of its own cost, or of its tiles.
         Count left = work.cost - max(GROUP_COST - work.skipped, 0);
         int tile = max(work.skipped - GROUP_COST, 0), tiles = work.tiles - tile, first = work.first_key + tile * KEYS, end = work.end;
         for (int group = work.group;;) {

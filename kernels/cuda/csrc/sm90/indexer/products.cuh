@@ -1,4 +1,4 @@
-// Products of keys and heads of queries, and their weighted sums (sm90/indexer/logits.cu).
+// Weighted sums over heads, and maxima of logits (sm90/indexer/logits.cu).
 #pragma once
 #include "sm90/indexer/work.cuh"
 
@@ -7,12 +7,13 @@ __device__ inline bool is_seen(int stage, int row) {
     return !CANDIDATES || row % 8 < int(lds32(SEEN_AT + 4 * stage) >> row / 8 * 4 & 15);
 }
 
-// The largest of 8 logits that the lanes with one c have, those before `end`, to the maxima of a row.
+// Store the largest of the 8 logits of the lanes with the same c, as far as they are before `end`, to the maxima of a
+// row.
 __device__ inline void store_maximum(const Problem& problem, int64 row, int key, int end, float score, bool stores) {
 #if MAXIMA
     float best = key < end ? score : -infinity();
 #pragma unroll
-    for (int by = 4; by < 32; by *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, by));  // which leaves NaN out
+    for (int by = 4; by < 32; by *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, by));  // ignores NaN
     if (threadIdx.x % 32 < 4 && stores && key < end) {
         best = best > -infinity() ? fminf(best, __uint_as_float(0x7f7fffff)) : __uint_as_float(0x7fc00000);
         problem.maxima[row * problem.maxima_stride + key / 8] = key / 8 == (end - 1) / 8 ? infinity() : best;
@@ -20,7 +21,7 @@ __device__ inline void store_maximum(const Problem& problem, int64 row, int key,
 #endif
 }
 
-// NaN for blocks that rows do not have.
+// Store NaN for blocks beyond the end of rows.
 __device__ inline void clear_other_maxima(const Problem& problem) {
 #if MAXIMA
     for (int64 row = blockIdx.x; row < int64(problem.table.rows) * problem.queries; row += gridDim.x) {
@@ -32,7 +33,8 @@ __device__ inline void clear_other_maxima(const Problem& problem) {
 #endif
 }
 
-// Twice the weighted sums over a thread's HEADS / 4 heads for its keys g and g + 8, for the query whose products begin at x[first].
+// Twice the weighted sums over the HEADS / 4 heads of a thread, for its keys g and g + 8 and the query whose products
+// begin at x[first].
 __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[HEADS / 4], float& low, float& high) {
     float sums[4];
 #pragma unroll
@@ -44,7 +46,7 @@ __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const flo
     low = sums[0] + sums[1], high = sums[2] + sums[3];
 }
 
-// Sum c of four sums, added up over four lanes.
+// Sum over the four lanes of value c.
 __device__ inline float sum_of_four(const float (&x)[4], int c) {
     bool odd = c & 1, upper = c & 2;
     float low = (odd ? x[1] : x[0]) + __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);

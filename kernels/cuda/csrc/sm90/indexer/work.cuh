@@ -1,4 +1,4 @@
-// What a CTA of the index logits works on: sizes, shared memory, the problem and the CTA's work range (sm90/indexer/logits.cu).
+// Sizes, shared memory, the problem and the work range of a CTA of the index logits (sm90/indexer/logits.cu).
 #pragma once
 #define ALIGNED 1
 #include "common/pages.cuh"
@@ -12,18 +12,18 @@ constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / 
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
 constexpr bool FEW_REGISTERS = WIDE || MXFP4 && PASSES > 1;  // for producers
 constexpr int PRODUCER_REGISTERS = FEW_REGISTERS ? 32 : 56, CONSUMER_REGISTERS = FEW_REGISTERS ? 112 : 104;
-// Three stages of pages are 13 MB in flight, which the memory needs. With more, all are requested at once at the start, and the first tile
-// arrives late.
+// Three stages of pages are 13 MB in flight, enough for the full memory bandwidth. With more stages all are requested
+// at once at the start, and the first tile arrives late.
 constexpr bool FEW_STAGES = HEADS == 64 && QUERY_GROUPS == 1 && MXFP4 == 0 && CANDIDATES == 0;
 constexpr int Q_STAGES = 2, K_STAGES = FEW_STAGES ? 3 : QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
 constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
-// What a group costs beside its tiles, in tiles: queries and weights are read, and products begin and end. Without it the CTA that has
-// the short groups at a prompt's beginning would end long after the others.
+// Cost of a group in addition to its tiles, in tiles: reading queries and weights, starting and ending products.
+// Without it the CTA with the short groups at the beginning of a prompt would end long after the others.
 constexpr int GROUP_COST = PAGED ? 0 : 2;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
-// Where tiles arrive no faster than they are needed, the first half of 128 columns is reduced while the second is multiplied.
-// Elsewhere one product of all queries reads less shared memory.
+// Where tiles arrive no faster than they are needed, the first half of 128 columns is reduced while the second half is
+// multiplied. Elsewhere one product of all queries reads less shared memory.
 constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 && HEADS * PASS == 128 ? 2 : 1;
 constexpr int COLUMNS = HEADS / 2 * PASS / PRODUCTS;  // in a thread's registers
 static_assert(HEADS * PASS <= 128 && Q_BYTES % 1024 == 0);
@@ -40,10 +40,10 @@ struct Info {
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr Barriers<Q_STAGES> q_ready{BARRIERS_AT}, q_free{q_ready.end()};
 constexpr Barriers<RINGS * K_STAGES> k_ready{q_free.end()}, k_free{k_ready.end()};  // [K_STAGES][RINGS], as all of keys
-constexpr uint32 PRESENT_AT = k_free.end();   // of each stage: a bit for each eight of its rows; bit 8 if a row is not seen
-constexpr uint32 SEEN_AT = PRESENT_AT + 4 * RINGS * K_STAGES;     // CANDIDATES: four bits for each eight of its rows, how many are seen
+constexpr uint32 PRESENT_AT = k_free.end();   // for each stage: a bit for each eight of its rows; bit 8 if a row is not seen
+constexpr uint32 SEEN_AT = PRESENT_AT + 4 * RINGS * K_STAGES;     // CANDIDATES: four bits for each eight rows of a stage: the number of rows that are seen
 constexpr uint32 INFO_AT = SEEN_AT + (CANDIDATES ? 4 * RINGS * K_STAGES : 0);  // of each Q stage
-constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range
+constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range itself
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
@@ -54,8 +54,9 @@ static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES 
 static_assert(!CANDIDATES || PAGED && !MAXIMA && QUERIES == 1);
 static_assert(SUMS_AT + 8 * (THREADS / 32) + 20 <= WEIGHTS_AT);
 
-// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
-// logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
+// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except the last one of a group
+// writes at least 256 logits. Otherwise the span of a group also has keys between the ranges of its queries, for which
+// compressed rows have no logits.
 #if PAGED
 using Count = int;
 using Unsigned = uint32;
@@ -64,7 +65,7 @@ using Count = int64;
 using Unsigned = uint64;
 #endif
 
-// Where the weight of a head is among those of its query. MXFP4: a lane's are contiguous.
+// Index of the weight of a head among the weights of its query. MXFP4: the weights of a lane are contiguous.
 __device__ inline int weight_at(int head) { return MXFP4 ? head % 8 / 2 * (HEADS / 4) + head / 8 * 2 + head % 2 : head; }
 
 struct Problem {
@@ -105,7 +106,7 @@ struct Problem {
         count = min(queries - first, QUERIES);
         return entry;
     }
-    // PAGED: how many positions a query of an entry sees.
+    // PAGED: number of positions that a query of an entry sees.
     __device__ int64 length_of(int entry, int j) const {
         return per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (queries - 1 - j);
     }
@@ -149,20 +150,20 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-// The work range of a CTA: what costs `cost`, after `skipped` of group `group`, which has `tiles` tiles for keys [first_key, end). A
-// group's own cost comes first.
+// The work range of a CTA: work of `cost`, which begins after `skipped` of group `group`. The group has `tiles` tiles
+// for keys [first_key, end), and its own cost precedes the tiles.
 struct WorkRange {
     int group, skipped, tiles, first_key, end;
     Count cost;
 };
-// This CTA's part of what costs `total`: where it begins, and what it costs.
+// This CTA's part of `total`: returns where it begins, and sets its cost.
 __device__ inline Count part_of(Count total, Count& cost) {
     Count even = Unsigned(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
     cost = even + (block < larger);
     return block * even + min(block, larger);
 }
 
-// The range, found by a warp alone, if groups are at most 32.
+// The work range, found by a single warp, for at most 32 groups.
 __device__ inline WorkRange work_range_of_warp(const Problem& problem) {
     int lane = threadIdx.x % 32, first_key = 0, end = 0, tiles = lane < problem.groups() ? problem.tiles_of(lane, first_key, end) : 0;
     Count own = problem.cost_of(tiles), up_to = sum_to(own), cost, first = part_of(__shfl_sync(~0u, up_to, 31), cost);

@@ -2,10 +2,10 @@
 #pragma once
 #include "sm90/dense/decode/work.cuh"
 
-constexpr int EARLY_PIECES = 2;  // pieces that are scored before the other consumer's block is added up
+constexpr int EARLY_PIECES = 2;  // pieces that are scored before the other consumer's block is added
 
-// Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
-// which seldom happens after the first blocks.
+// Weights are exp2(score - reference). The reference is raised to the running maximum when the maximum exceeds it by
+// more than RAISE, which is rare after the first blocks.
 constexpr float RAISE = 8.0f;
 
 template <bool VALUE_> struct Yes { static constexpr bool value = VALUE_; };
@@ -23,12 +23,13 @@ struct DenseProblem {
     float *partial_out, *partial_lse;
 };
 
-// One token, or a part of it. `phases`: bit c is the parity of consumer c's blocks so far, bit 2 that of tokens. Returns the next one's.
+// Process a token, or its part in this range. `phases`: bit c is the parity of the number of blocks of consumer c so
+// far, bit 2 the parity of the number of tokens. Returns the phases after this token.
 template <int CONSUMER>
 __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseTokens& tokens, int token, uint32 phases) {
     constexpr int consumer = CONSUMER;
     int thread = threadIdx.x % 128, cta = blockIdx.x, groups = (problem.heads + HEADS - 1) / HEADS;
-    asm volatile("" : "+r"(thread), "+r"(cta), "+r"(token));  // what follows from these is computed for every token, not kept in registers
+    asm volatile("" : "+r"(thread), "+r"(cta), "+r"(token));  // values derived from these are recomputed for every token instead of kept in registers
     int range = cta / groups, group = cta % groups, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
     int first_head = group * HEADS, request = token / problem.s_q, query = token % problem.s_q;
@@ -50,7 +51,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         fence_proxy_async();
         q_ready.in(window).arrive_warp();
         q_ready.in(window).wait(phases >> 2);
-        warpgroup_sync(2 + consumer);  // or the compiler treats what follows as divergent, and serialises the products
+        warpgroup_sync(2 + consumer);  // otherwise the compiler treats the following code as divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
     // The buffer of the other consumer's blocks; this consumer's pieces of every block.
@@ -66,7 +67,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     float reference[2] = {-infinity(), -infinity()}, total[2] = {};
     pin(low), pin(high);
 
-    // Raise the references, and rescale the sums so far.
+    // Raise the references to `now`, and rescale the sums of earlier blocks.
     auto raise_to = [&](const float (&now)[2]) {
         if (!__any_sync(~0u, now[0] != reference[0] || now[1] != reference[1])) return;
         float rescale[2];
@@ -79,7 +80,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
 #pragma unroll
         for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     };
-    // Start the PV products of the other consumer's block `block` (of its blocks of this token), with that consumer's weights.
+    // Start the PV products of block `block` of the other consumer (among its blocks of this token), with its weights.
     auto add_other = [&](int block) {
         uint32 parity = ((phases >> (consumer ^ 1)) + block) % 2;
         weights_ready[other].in(window).wait(parity);
@@ -105,7 +106,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         float scores[32];
         auto score = [&](int piece) {
             k_ready[consumer][piece].in(window).wait(parity);
-            wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
+            wgmma_fence();  // repeated, because the compiler treats the code after a wait as divergent
 #pragma unroll
             for (int step = 0; step < 4 * tile_count(piece); ++step) {
                 int tile = (first_tile(piece) + step / 4) * (TILE_BYTES >> 4);
@@ -208,7 +209,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
-    DenseWork work = load_work(window);  // again: its registers serve the products
+    DenseWork work = load_work(window);  // reloaded: the products use its registers
     if (token == work.last_token()) pdl_release();  // the kernel that combines parts is launched while they are stored
     totals_ready[consumer].in(window).arrive_warp();
     totals_ready[other].in(window).wait(phases >> 2);

@@ -1,5 +1,5 @@
-// Dense MLA decode over a paged cache of 16-bit rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE; of query
-// tokens whose keys are divided among CTAs partial results for common/dense_decode_merge.cu.
+// Dense MLA decode over a paged cache of 16-bit rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE.
+// Query tokens whose keys are divided among CTAs give partial results for common/dense_decode_merge.cu.
 //
 // Keys are processed 64 at a time, a *block*.
 //
@@ -19,10 +19,10 @@
 //     weights of one block      8
 //     in all                    227
 //
-// A consumer multiplies its own weights from registers, and the other's from shared memory. Both add up the blocks in order,
-// so that each continues from the other's running maximum. Loads from global memory take longest, so each *piece* of a buffer
-// is refilled as soon as it has been used. A consumer adds up the other's block before it scores most of its own, whose keys
-// arrive later anyway. Pieces, in the order in which they are used and freed:
+// A consumer reads its own weights from registers, and the other consumer's weights from shared memory. Both consumers
+// add the blocks in order and continue from the same running maximum. Loads from global memory take longest, so each
+// *piece* of a buffer is refilled as soon as its products have ended. A consumer adds the other one's block before it
+// scores most of its own block, whose keys arrive later anyway. Pieces, in the order in which they are used and freed:
 //
 //     0  RoPE      freed by the consumer that scores the block
 //     1  values 0..127 (consumer 0)      2  values 256..383 (consumer 1)
@@ -31,8 +31,9 @@
 // A page consists of boxes of `box_rows` neighbouring rows. One thread copies a box, 64 values at a time (TMA). Blocks with
 // absent rows (a request's last block, missing pages) and pages without boxes (box_rows 0) are copied row by row.
 //
-// PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them next to each
-// other. They exchange nothing, but reading the same keys then costs less power, which bounds long batches.
+// PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them
+// close to each other. They exchange nothing, but reading the same keys then takes less power, which bounds long
+// batches.
 //
 // Limits: rows of 576 values (512 + RoPE); rows, pages and q aligned to 16 bytes.
 //

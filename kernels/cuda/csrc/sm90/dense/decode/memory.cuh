@@ -29,10 +29,10 @@ constexpr int PIECES = 5;
 //                                                                                                       weights end before new ones are stored
 //     named 4               128: producers, row by row              producers                           warps 1 to 3 after warp 0's k_free
 //
-// The consumer that scores a block does not arrive at k_free of the other's two pieces: these are freed after weights_ready, at
-// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks alternately, and add
-// up the other's block before they store weights of their own.
-// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+// The consumer that scores a block does not arrive at k_free of the two pieces of the other one: these are freed after
+// weights_ready, at which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score
+// blocks alternately, and add the other one's block before they store their own weights. Shared memory. Without static
+// shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr Barriers<2, PIECES> k_ready{BARRIERS_AT}, k_free{k_ready.end()};      // [buffer]
 constexpr Barriers<2> weights_ready{k_free.end()};                               // [consumer]

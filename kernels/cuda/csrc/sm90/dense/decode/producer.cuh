@@ -68,7 +68,7 @@ struct RowProducer {
             for (int r = 0; r < 4; ++r) {
                 bool present = rows[r] != ABSENT;
                 const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
-                asm volatile("" : "+l"(from), "+r"(to));  // or the compiler keeps every derived address in a register
+                asm volatile("" : "+l"(from), "+r"(to));  // otherwise the compiler keeps every derived address in a register
 #pragma unroll
                 for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile)
                     copy_async<16>(to + tile * TILE_BYTES + 2048 * r, from + 128 * tile, present);
@@ -79,7 +79,7 @@ struct RowProducer {
                 }
             }
             copies_commit();
-            if (piece) copies_wait<1>(), fence_proxy_async(), Barrier{ready.address - 8}.arrive();  // of the piece before
+            if (piece) copies_wait<1>(), fence_proxy_async(), Barrier{ready.address - 8}.arrive();  // of the previous piece
             if (piece == PIECES - 1) copies_wait<0>(), fence_proxy_async(), ready.arrive();
         }
     }
