@@ -18,8 +18,8 @@ CSRC = pathlib.Path(__file__).parent / "csrc"
 INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 _DEFINED = re.compile(r"^#define (\w+) ([^\n\\]+)$", re.MULTILINE)
 _DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr (?:u?int(?:32)?|bool) (\w+ = [^;]+);", re.MULTILINE)
-_FUNCTION = re.compile(r"^(?:__device__ )?constexpr int (\w+)\(int (\w+)\) \{ return ([^;]+); \}", re.MULTILINE)
-_NEXT = re.compile(r", (?=\w+ = )")  # of several constants in a declaration
+_FUNCTION = re.compile(r"^(?:__device__ )?constexpr int (\w+)\(int (\w+)\) \{\s*return ([^;]+);\s*\}", re.MULTILINE)
+_NEXT = re.compile(r",\s+(?=\w+ = )")  # of several constants in a declaration
 _TOKEN = re.compile(r"\s*((?:0x[0-9a-f]+|\d+)(?=[uU]?\b)|\w+(?:::\w+)?|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>?:()])[uU]?")
 
 Macro = int | str | CacheLayout

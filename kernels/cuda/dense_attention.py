@@ -152,7 +152,7 @@ def portable_decode(device: int, value: str, cache: str, aligned: bool, block_si
         device, shared_bytes, "sm80/dense/decode.cu", "mla_decode", VALUE=value, CACHE=cache, **sizes,
         ALIGNED=int(aligned), WHOLE_STEPS=int(block_size % sizes["KEYS"] == 0),
     )  # fmt: skip
-    return found, shared_bytes, constant("sm80/dense/barriers.cuh", "THREADS")
+    return found, shared_bytes, constant("sm80/steps.cuh", "THREADS")
 
 
 def portable_sizes(limit: int) -> tuple[dict[str, int], int]:

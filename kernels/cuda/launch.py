@@ -70,7 +70,7 @@ def _codes(text: str, c_type: str) -> str:
     if body is None:
         raise ValueError(f"{c_type}: unknown type of a kernel's argument")
     codes = ""
-    for member_type, star, names in re.findall(r"^    (?:const )?(\w+)(\*?) ([\w\[\], ]+);", body[1], re.MULTILINE):
+    for member_type, star, names in re.findall(r"^    (?:const )?(\w+)(\*?) ([\w\[\],\s]+);", body[1], re.MULTILINE):
         for member in names.split(","):
             count = re.search(r"\[(\d+)\]", member)
             codes += _codes(text, star or member_type) * (int(count[1]) if count else 1)

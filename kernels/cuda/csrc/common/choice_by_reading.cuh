@@ -30,7 +30,7 @@ __device__ inline void clear_from(const SlotsOfRow& out, int written, int mapped
 }
 
 template <class Out>
-__device__ inline void choose_by_reading(Scratch& shared, const float* row, int length, const Out& out, int topk) {
+__device__ inline void select_by_reading(Scratch& shared, const float* row, int length, const Out& out, int topk) {
     auto order = [=](int64 i) { return order_of(row[i]); };
     auto numbers = [=](auto number) {
         return [=](auto visit) {

@@ -112,13 +112,13 @@ __device__ inline void combine_compact(const CombinedRows& x, int token) {
             return;
         }
     }
-    int kept = 0;
+    int written = 0;
     for (int j = 0; j < x.topk; j += 32) {
         int entry = j + lane_id() < x.topk ? local[j + lane_id()] : -1;
         uint32 present = __ballot_sync(~0u, uint32(entry) < seen);
-        if (uint32(entry) < seen) row[kept + __popc(present & (1u << lane_id()) - 1)] = rows.base + entry;
-        kept += __popc(present);
+        if (uint32(entry) < seen) row[written + __popc(present & (1u << lane_id()) - 1)] = rows.base + entry;
+        written += __popc(present);
     }
-    for (int j = kept + lane_id(); j < x.width; j += 32) row[j] = rows.window_row(j - kept);
-    if (lane_id() == 0) x.combined_lens[token] = kept + rows.num_swa;
+    for (int j = written + lane_id(); j < x.width; j += 32) row[j] = rows.window_row(j - written);
+    if (lane_id() == 0) x.combined_lens[token] = written + rows.num_swa;
 }

@@ -156,7 +156,7 @@ template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_
 
 // Save the states of neighbouring tokens; called by warp `warp` of `warps`.
 template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int warp, int warps) {
-    constexpr int CHANNELS = COFF * W::DIM, QUADS = CHANNELS / 128, AT_ONCE = QUADS < 4 ? QUADS : 4;
+    constexpr int CHANNELS = COFF * W::DIM, READS = CHANNELS / 128, AT_ONCE = READS < 4 ? READS : 4;
     int first = PARTS > 1 ? warp : warp * step.saved_together;
     Tokens tokens(step.state_slots, first, PARTS > 1 ? step.tokens : min(first + step.saved_together, step.tokens),
                   step.num_state_slots, rows.state_slots, PARTS > 1 ? warps : 1);
@@ -168,7 +168,7 @@ template <class W> __device__ inline void save_states(const Rows& rows, const St
         float* target = rows.state + at.page * rows.state_page + at.row * rows.state_row + column;
 #pragma unroll 1
         for (int from = 0; from < CHANNELS; from += 128 * AT_ONCE) {
-            Quad kv[AT_ONCE], score[AT_ONCE];
+            Channels4 kv[AT_ONCE], score[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 kv[i] = read4(source + from + 128 * i);
@@ -280,7 +280,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
                 Place mine = place_of(rows, step, token, position, request, here, its_back);
                 uint32 found = __ballot_sync(~0u, mine.found) >> groups_before;
                 uint32 in_step = __ballot_sync(~0u, mine.here) >> groups_before;
-                Quad kv[AHEAD], score[AHEAD];
+                Channels4 kv[AHEAD], score[AHEAD];
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) {
                     int back = from + its + i * ALL_GROUPS, column = channel_read + (COFF == 2 && back < RATIO ? DIM : 0);
@@ -301,7 +301,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
                 for (int i = 0; i < AHEAD; ++i) {
                     int back = from + its + i * ALL_GROUPS, column = channel_read + (COFF == 2 && back < RATIO ? DIM : 0);
                     if (PARTS == 1) bias_at = rows.bias + remainder_of(remainder - back) * rows.bias_stride;
-                    Quad bias = read4(bias_at + column);
+                    Channels4 bias = read4(bias_at + column);
                     if (PARTS > 1) {
                         bias_row -= ALL_GROUPS % RATIO, bias_at -= ALL_GROUPS % RATIO * rows.bias_stride;
                         if (bias_row < 0) bias_row += RATIO, bias_at += RATIO * rows.bias_stride;

@@ -1,12 +1,12 @@
 // Estimates a bound from the columns that a CTA holds in registers, and selects among columns equal to it
 // (common/indexer_topk_bound.cu).
 //
-// Macros: THREADS, READS (of four columns of a thread), GUESSED.
+// Macros: THREADS, READS (of four columns of a thread), ESTIMATED.
 #pragma once
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
-#if GUESSED
+#if ESTIMATED
 constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
 constexpr int SHORTEST_SAMPLED = 1024;   // columns
 
@@ -15,7 +15,7 @@ constexpr int SHORTEST_SAMPLED = 1024;   // columns
 // the expected number of lanes should reach. Columns of all reads of the warp count, so that the sample covers the
 // whole row. largest[j] is the maximum of column j over the lane's reads of four columns; the last one is the maximum
 // of columns 2 and 3.
-__device__ inline uint32 guessed_order(const Row& row, const float (&largest)[3], int k) {
+__device__ inline uint32 estimated_order(const Row& row, const float (&largest)[3], int k) {
     constexpr int STEP = 4 * THREADS;  // columns of all threads' reads
     const int behind = int(row.end) - (int(threadIdx.x) / 32 + 1) * 128;  // number of columns after the warp's first read
     const int reads = behind < 0 ? 0 : min(behind / STEP + 1, READS);

@@ -152,7 +152,7 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
 }
 
 // Write columns above the threshold to the buffer, as far as they fit; their orders are written later.
-__device__ inline void put(Memory& memory, const Row& row, uint32 at, const float (&x)[VALUES], float bound) {
+__device__ inline void add_columns(Memory& memory, const Row& row, uint32 at, const float (&x)[VALUES], float bound) {
     uint32 mask = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
@@ -256,7 +256,7 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
 __device__ __noinline__ void read_several_times(Scratch& scratch, const Row& row, Out out, int topk) {
-    choose_by_reading(scratch, row.values + row.skipped, row.length(), out, topk);
+    select_by_reading(scratch, row.values + row.skipped, row.length(), out, topk);
 }
 
 // topk <= CAPACITY - CHUNK.
@@ -288,7 +288,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             float next[VALUES];
             int following = line + BATCH;
             if (AHEAD && following < part.lines) part.read(row, following, next);
-            put(shared, row, part.first + line * LINE, x, bound);
+            add_columns(shared, row, part.first + line * LINE, x, bound);
             line = following;
             if (!AHEAD && line < part.lines) part.read(row, line, x);
             if (AHEAD)

@@ -24,14 +24,14 @@
 // With ToSlots, the slots of the selected columns are written at the same places in another array. A row with an absent
 // page is also read again, because columns without a slot must be omitted.
 //
-// With GUESSED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the
+// With ESTIMATED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the
 // number of threads, and fewer threads suffice. If fewer than k columns exceed it, as where most scores are 0, the
 // first columns equal to it complete the selection; if these are not enough, all columns become candidates.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
-// held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT, GUESSED (0, or 1 with one block and round).
-#ifndef GUESSED
-#define GUESSED 0
+// held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT, ESTIMATED (0, or 1 with one block and round).
+#ifndef ESTIMATED
+#define ESTIMATED 0
 #endif
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
@@ -42,11 +42,11 @@
 #include "common/selection.cuh"
 
 static_assert(BLOCKS <= WARPS && READS <= 8);
-static_assert(!GUESSED || (BLOCKS == 1 && ROUNDS == 1));
+static_assert(!ESTIMATED || (BLOCKS == 1 && ROUNDS == 1));
 constexpr int REGION = 1280;                // keys that a CTA sends
 constexpr int FEW = 64;                     // keys ranked by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;  // lanes
-constexpr bool HELD = VALUES <= 16;         // whether values are taken from registers, which needs constant indices
+constexpr bool IN_REGISTERS = VALUES <= 16;         // whether values are taken from registers, which needs constant indices
 
 struct Sent {
     uint64 low, high;  // all keys from low on are included (every key if 0); none is above high
@@ -56,18 +56,18 @@ struct Sent {
 struct Memory {
     uint64 keys[CAPACITY];
     uint64 received[BLOCKS > 1 ? BLOCKS * REGION : 1];
-    uint64 few[FEW];
+    uint64 last_keys[FEW];
     Sent sent[BLOCKS];
     uint32 bits[WORDS];  // if ROUNDS > 1, first the order of each line's maximum, then the lines to read again
     Scratch scratch;
-    int few_count, before, sending;  // `sending`: in clusters; in a single CTA, the number of selected columns equal to the estimate
+    int last_count, before, sending;  // `sending`: in clusters; in a single CTA, the number of selected columns equal to the estimate
 };
 constexpr int SENT_BYTES = 24, RECEIVED = BLOCKS > 1 ? BLOCKS * REGION : 1;
 constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + FEW) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
 static_assert(sizeof(Sent) == SENT_BYTES && sizeof(Memory) <= SHARED_BYTES);
 
 // The selected keys: all above `high`, and the `rest` largest of the `here` keys between low and high.
-struct Cut {
+struct Boundary {
     uint64 low, high;
     int rest, here;
     bool enough;  // there are at least k
@@ -76,7 +76,7 @@ struct Cut {
 // Find the boundary of the k largest keys from low to high. `each` calls its argument with every key of a thread; the first
 // bins may have been counted already. Called by all threads.
 template <class Each>
-__device__ inline Cut cut(Scratch& scratch, int k, uint64 low, uint64 high, bool counted, Each each) {
+__device__ inline Boundary find_boundary(Scratch& scratch, int k, uint64 low, uint64 high, bool counted, Each each) {
     int rest = k;
 #pragma unroll 1
     for (;; counted = false) {
@@ -135,10 +135,10 @@ __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
 __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
-    choose_by_reading(scratch, row, length, out, topk);
+    select_by_reading(scratch, row, length, out, topk);
 }
 
-extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, GUESSED && THREADS < 1024 ? 2 : 1)
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, ESTIMATED && THREADS < 1024 ? 2 : 1)
 top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
                   int topk) {
@@ -155,7 +155,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #pragma unroll
     for (int i = 0; i < WORDS; i += THREADS)
         if (i + tid < WORDS) shared.bits[i + tid] = 0;
-    if (tid == 0) scratch.count = 0, shared.few_count = 0, shared.before = 0, shared.sending = 0;
+    if (tid == 0) scratch.count = 0, shared.last_count = 0, shared.before = 0, shared.sending = 0;
     pdl_release();
     const int64 number = blockIdx.x / BLOCKS;
     const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
@@ -186,17 +186,17 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const int pages_read = tid * BLOCKS + int(rank);  // pages to check, distributed over the threads of the cluster
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
     const int k = cta_limit(topk);
-#if GUESSED
-    const bool guesses = row.length() > 2 * topk && row.length() >= SHORTEST_SAMPLED;
+#if ESTIMATED
+    const bool estimates = row.length() > 2 * topk && row.length() >= SHORTEST_SAMPLED;
     float largest_of_columns[3] = {x[0], x[1], fmaxf(x[2], x[3])};
 #pragma unroll
     for (int i = 4; i < VALUES; ++i)
         largest_of_columns[min(i % 4, 2)] = fmaxf(largest_of_columns[min(i % 4, 2)], x[i]);
     float largest = fmaxf(fmaxf(largest_of_columns[0], largest_of_columns[1]), largest_of_columns[2]);
     uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order), inverted;
-    if (guesses) {
-        uint32 guess = guessed_order(row, largest_of_columns, topk);
-        inverted = guess ? ~guess : 0;
+    if (estimates) {
+        uint32 estimate = estimated_order(row, largest_of_columns, topk);
+        inverted = estimate ? ~estimate : 0;
     } else {  // all columns are candidates
         float smallest = x[0];
 #pragma unroll
@@ -228,18 +228,18 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     bool failed = __syncthreads_or(changed | lacks);
     const bool all = !failed && row.length() <= topk;  // every column is selected
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
-#if GUESSED
+#if ESTIMATED
     inverted = lane < WARPS ? scratch.most[WARPS + lane] : 0;
-    if (guesses && __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4) {  // the second smallest estimate
+    if (estimates && __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4) {  // the second smallest estimate
         uint32 smallest = __reduce_max_sync(~0u, inverted);
         if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
     }
     // The candidates exceed `least`: the estimate, or the order below the smallest number, which -ftz=true may have
     // flushed to zero.
     uint32 least = ~__reduce_max_sync(~0u, inverted);
-    if (!guesses) least = max((is_subnormal(least) ? LEAST_SUBNORMAL : least) - 1, MINUS_INFINITY);
+    if (!estimates) least = max((is_subnormal(least) ? LEAST_SUBNORMAL : least) - 1, MINUS_INFINITY);
     int count;
-    Cut best;
+    Boundary best;
 #pragma unroll 1
     for (bool again = false;; again = true) {
 #else
@@ -259,7 +259,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     uint32 mask = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-#if GUESSED
+#if ESTIMATED
         mark_if_above(mask, x[i], bound, 1u << i);
 #else
         if (x[i] >= bound) mask |= 1u << i;
@@ -267,8 +267,8 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
     if (__any_sync(~0u, mask)) {
         int to = places(scratch, lane, __popc(mask));
-        // Store their positions, and values if HELD; keys are computed when the entries are spread evenly over threads.
-        if (HELD) {
+        // Store their positions, and values if IN_REGISTERS; keys are computed when the entries are spread evenly over threads.
+        if (IN_REGISTERS) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
                 if (mask >> i & 1) {
@@ -284,7 +284,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
 #endif
     __syncthreads();
-#if GUESSED
+#if ESTIMATED
     count = min(scratch.count, CAPACITY);
     const bool enough = count >= topk;
 #else
@@ -295,7 +295,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     for (int i = tid; i < count; i += THREADS) {
         uint64 found = shared.keys[i];
         uint32 at = uint32(found);
-        float value = HELD ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
+        float value = IN_REGISTERS ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
         uint64 key = key_of(value, int(at - row.skipped));
         shared.keys[i] = key;
         if (!all && enough) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
@@ -303,14 +303,14 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
-#if GUESSED
-    best = enough && !all ? cut(scratch, k, low, high, true, own_keys) : Cut{1, 0, 0, 0, false};
+#if ESTIMATED
+    best = enough && !all ? find_boundary(scratch, k, low, high, true, own_keys) : Boundary{1, 0, 0, 0, false};
     if (enough || count == row.length() || failed) break;
     uint32 equal = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
     int equal_ones = min(mark_first(scratch, shared.bits, equal, int(first - row.skipped), topk - count), topk - count);
-    if (count + equal_ones == topk || again || !guesses) {
+    if (count + equal_ones == topk || again || !estimates) {
         if (tid == 0) shared.sending = equal_ones;
         __syncthreads();
         break;
@@ -327,10 +327,10 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     // If all keys of the last bin are selected, they need not be ranked.
     if (best.here == best.rest && best.enough) best.high = best.low - 1, best.here = 0;
 #else
-    Cut best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
+    Boundary best = all ? Boundary{1, 0, 0, 0, false} : find_boundary(scratch, k, low, high, true, own_keys);
 #endif
     failed |= scratch.count > CAPACITY;
-    int there = scratch.count + (GUESSED ? shared.sending : 0);
+    int there = scratch.count + (ESTIMATED ? shared.sending : 0);
 
 #if BLOCKS > 1
     // 3. Exchange of candidates.
@@ -369,7 +369,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         for (int i = tid / 32 / BLOCKS * 32 + lane; i < count; i += STRIDE) visit(shared.received[r * REGION + i]);
     };
     if (!failed) {
-        if (!all) best = cut(scratch, topk, from_all, high_all, false, all_keys);
+        if (!all) best = find_boundary(scratch, topk, from_all, high_all, false, all_keys);
         failed = !best.enough && from_all > 1ull << 32;
     }
 #else
@@ -393,13 +393,13 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     int before = 0;
     all_keys([&](uint64 key) {
         if (key > best.high) choose(key, before);
-        else if (key >= best.low && best.here) shared.few[atomicAdd(&shared.few_count, 1)] = key;
+        else if (key >= best.low && best.here) shared.last_keys[atomicAdd(&shared.last_count, 1)] = key;
     });
-    if (!GUESSED || best.here) __syncthreads();
+    if (!ESTIMATED || best.here) __syncthreads();
     if (tid < best.here) {
-        uint64 key = shared.few[tid];
+        uint64 key = shared.last_keys[tid];
         int above = 0;
-        for (int i = 0; i < best.here; ++i) above += shared.few[i] > key;
+        for (int i = 0; i < best.here; ++i) above += shared.last_keys[i] > key;
         if (above < best.rest) choose(key, before);
     }
     if (BLOCKS > 1) {

@@ -251,7 +251,7 @@ __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, i
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) scratch.bins[i] = 0;
     __syncthreads();
-    choose_by_reading(scratch, row, length, out, topk);
+    select_by_reading(scratch, row, length, out, topk);
 }
 
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS)

@@ -17,6 +17,6 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
     for (int64 number = blockIdx.x; number < num_rows; number += gridDim.x) {
         Range range = columns.range_of(number);
         const float* row = logits + number * stride + range.first;
-        choose_by_reading(shared, row, range.end - range.first, output.of_row(number, next_n), topk);
+        select_by_reading(shared, row, range.end - range.first, output.of_row(number, next_n), topk);
     }
 }

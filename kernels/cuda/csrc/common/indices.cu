@@ -80,7 +80,7 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     if (positions) table.see(complete_rows(positions[token], compress_ratio));
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
-    int kept = 0;
+    int written = 0;
     for (int first = 0; first < topk; first += 32 * AT_ONCE) {
         LoadedIndices entries[AT_ONCE];  // one per lane; all are loaded before the first is used
 #pragma unroll
@@ -94,12 +94,12 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
         for (int i = 0; i < AT_ONCE; ++i) {
             int slot = entries[i].at[0];
             uint32 present = __ballot_sync(~0u, slot >= 0);
-            if (slot >= 0) row[kept + __popc(present & (1u << lane_id()) - 1)] = slot;
-            kept += __popc(present);
+            if (slot >= 0) row[written + __popc(present & (1u << lane_id()) - 1)] = slot;
+            written += __popc(present);
         }
     }
-    for (int j = kept + lane_id(); j < topk; j += 32) row[j] = -1;
-    if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
+    for (int j = written + lane_id(); j < topk; j += 32) row[j] = -1;
+    if (lane_id() == 0) topk_lens[token] = valid ? written : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_topk_swa_indices(CombinedRows rows) {

@@ -29,7 +29,7 @@ struct Rings {
     __device__ float* row(int64 ring, int64 place) const { return rows + ring * ring_stride + place * row_stride; }
 };
 
-__device__ inline void write4(bf16* p, Quad q) {
+__device__ inline void write4(bf16* p, Channels4 q) {
     uint32 low = pack(bf16{}, q.x[0], q.x[1]), high = pack(bf16{}, q.x[2], q.x[3]);
 #if WIDE
     *reinterpret_cast<uint2*>(p) = {low, high};
@@ -40,7 +40,7 @@ __device__ inline void write4(bf16* p, Quad q) {
 
 // The channels of a row that a thread has.
 struct LatentRow {
-    Quad kv[RATIO], score[RATIO], norm;
+    Channels4 kv[RATIO], score[RATIO], norm;
 
     static __device__ int channel() { return 4 * threadIdx.x; }
 
@@ -112,7 +112,7 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
 #pragma unroll 1  // else registers spill on sm_120
         for (int first = max(start, end - capacity); first < end; first += SAVED_AT_ONCE) {
             int64 to[SAVED_AT_ONCE];
-            Quad kv[SAVED_AT_ONCE], score[SAVED_AT_ONCE];
+            Channels4 kv[SAVED_AT_ONCE], score[SAVED_AT_ONCE];
 #pragma unroll
             for (int i = 0; i < SAVED_AT_ONCE; ++i) to[i] = first + i < end ? int64(slots[first + i]) : -1;
 #pragma unroll
@@ -128,11 +128,11 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
                 }
         }
         if (restart_rows && pools) {
-            float* kept = restart_rows + slots[start] / capacity * restart_stride + LatentRow::channel();
+            float* saved = restart_rows + slots[start] / capacity * restart_stride + LatentRow::channel();
             if (restart == int(positions[start]))
-                row.kv[0] = read4(kept), row.score[0] = read4(kept + DIM);
+                row.kv[0] = read4(saved), row.score[0] = read4(saved + DIM);
             else if (end - start >= capacity)
-                write4(kept, row.kv[0]), write4(kept + DIM, row.score[0]), restart = int(positions[start]);
+                write4(saved, row.kv[0]), write4(saved + DIM, row.score[0]), restart = int(positions[start]);
             else
                 restart = 0;
         }

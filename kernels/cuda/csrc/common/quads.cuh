@@ -2,9 +2,9 @@
 #pragma once
 #include "common/device.cuh"
 
-struct alignas(16) Quad { float x[4]; };
+struct alignas(16) Channels4 { float x[4]; };
 
-__device__ inline Quad read4(const float* p) {
+__device__ inline Channels4 read4(const float* p) {
 #if WIDE
     float4 x = *reinterpret_cast<const float4*>(p);
     return {x.x, x.y, x.z, x.w};
@@ -13,7 +13,7 @@ __device__ inline Quad read4(const float* p) {
 #endif
 }
 
-__device__ inline Quad read4(const bf16* p) {
+__device__ inline Channels4 read4(const bf16* p) {
 #if WIDE
     uint2 x = *reinterpret_cast<const uint2*>(p);
     return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
@@ -24,9 +24,9 @@ __device__ inline Quad read4(const bf16* p) {
 }
 
 // The same, loaded at this point of the program, so that no load waits for the registers of another one.
-__device__ inline Quad ask4(const float* p) {
+__device__ inline Channels4 ask4(const float* p) {
 #if WIDE
-    Quad q;
+    Channels4 q;
     asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3]) : "l"(p));
     return q;
@@ -35,7 +35,7 @@ __device__ inline Quad ask4(const float* p) {
 #endif
 }
 
-__device__ inline Quad ask4(const bf16* p) {
+__device__ inline Channels4 ask4(const bf16* p) {
 #if WIDE
     uint2 x;
     asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
@@ -46,7 +46,7 @@ __device__ inline Quad ask4(const bf16* p) {
 #endif
 }
 
-__device__ inline void write4(float* p, Quad q) {
+__device__ inline void write4(float* p, Channels4 q) {
 #if WIDE
     *reinterpret_cast<float4*>(p) = make_float4(q.x[0], q.x[1], q.x[2], q.x[3]);
 #else
@@ -54,16 +54,16 @@ __device__ inline void write4(float* p, Quad q) {
 #endif
 }
 
-__device__ inline Quad operator+(Quad a, Quad b) {
+__device__ inline Channels4 operator+(Channels4 a, Channels4 b) {
     return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
 }
 
-__device__ inline Quad larger(Quad a, Quad b) {
+__device__ inline Channels4 larger(Channels4 a, Channels4 b) {
     return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
 }
 
 // The values of lane ^ `lanes`.
-__device__ inline Quad exchanged(Quad a, int lanes) {
+__device__ inline Channels4 exchanged(Channels4 a, int lanes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
     return a;
@@ -71,7 +71,7 @@ __device__ inline Quad exchanged(Quad a, int lanes) {
 
 // Running means of 4 channels weighted by the softmax of their scores: sum / total, with weights relative to the top score.
 struct Mean {
-    Quad top, total, sum;
+    Channels4 top, total, sum;
 
     __device__ void clear() {
 #pragma unroll

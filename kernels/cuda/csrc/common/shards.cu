@@ -98,7 +98,7 @@ localise_indices(const int* indices, int64 indices_stride, int width, const int*
     int request = token_to_req[token];
     const int* global = indices + token * indices_stride;
     int* row = slots + token * slots_stride;
-    int kept = 0;
+    int written = 0;
     for (int chunk = 0; chunk * CHUNK < width; ++chunk) {
         int first = chunk * CHUNK + warp * 32 * ROUNDS + lane, found[ROUNDS], before[ROUNDS], count = 0;
 #pragma unroll
@@ -113,15 +113,15 @@ localise_indices(const int* indices, int64 indices_stride, int width, const int*
         }
         if (lane == 0) counts[chunk % 2][warp] = count;
         __syncthreads();
-        int to = kept;
+        int to = written;
         for (int other = 0; other < THREADS / 32; ++other) {
             if (other < warp) to += counts[chunk % 2][other];
-            kept += counts[chunk % 2][other];
+            written += counts[chunk % 2][other];
         }
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i)
             if (found[i] >= 0) row[to + before[i]] = found[i];
     }
-    for (int j = kept + threadIdx.x; j < width; j += THREADS) row[j] = -1;
-    if (threadIdx.x == 0) lens[token] = is_valid_token == nullptr || is_valid_token[token] ? kept : 0;
+    for (int j = written + threadIdx.x; j < width; j += THREADS) row[j] = -1;
+    if (threadIdx.x == 0) lens[token] = is_valid_token == nullptr || is_valid_token[token] ? written : 0;
 }

@@ -80,12 +80,12 @@ struct Participants {
     }
 };
 
-// The tiles to recompute, as a bitmap of 32 tiles a word. The first KEPT words are kept in shared memory.
+// The tiles to recompute, as a bitmap of 32 tiles a word. The first CACHED words are cached in shared memory.
 struct Marks {
-    static constexpr int KEPT = 32;
+    static constexpr int CACHED = 32;
     const int* marks;
     int end;
-    uint32 (&kept)[KEPT];
+    uint32 (&cached)[CACHED];
 
     // Called by a whole warp.
     __device__ uint32 word(int number) const {
@@ -99,7 +99,7 @@ struct Marks {
         int warp = threadIdx.x / 32, own = 0;
         for (int number = warp; 32 * number < end; number += WARPS) {
             uint32 found = word(number);
-            if (number < KEPT && threadIdx.x % 32 == 0) kept[number] = found;
+            if (number < CACHED && threadIdx.x % 32 == 0) cached[number] = found;
             own += __popc(found);
         }
         if (threadIdx.x % 32 == 0) counts[warp] = own;
@@ -113,7 +113,7 @@ struct Marks {
     __device__ int find(int before) const {
 #pragma unroll 1
         for (int number = 0;; ++number) {
-            uint32 found = number < KEPT ? kept[number] : word(number);
+            uint32 found = number < CACHED ? cached[number] : word(number);
             int count = __popc(found), lane = threadIdx.x % 32;
             if (before < count) return 32 * number + __ffs(__ballot_sync(~0u, __popc(found & ((2u << lane) - 1)) == before + 1)) - 1;
             before -= count;
@@ -176,10 +176,10 @@ attention_epilogue(const __grid_constant__ SparseProblem problem, int everything
     if (marks && combined && !__syncthreads_or(marked)) return;
     Participants participants{counters, marks - 2, combined != 0};
     if (marks && !participants.enter()) return;
-    __shared__ uint32 kept[Marks::KEPT], found[WARPS];
+    __shared__ uint32 cached[Marks::CACHED], found[WARPS];
     auto is_wanted = [&](int item) { return everything || is_unsafe(problem, item / of_tile, item % of_tile); };
     WantedItems<decltype(is_wanted)> wanted(tiles * of_tile, is_wanted, found);
-    Marks all_marks{marks, tiles, kept};
+    Marks all_marks{marks, tiles, cached};
     int units = marks ? all_marks.count() * of_tile : 0, splits = marks ? max(1, min(most_parts, most_slots / max(1, units))) : 1;
     // One loop for both ways to find items: what attends is inlined once, which halves the time to compile it.
     for (;;) {

@@ -4,8 +4,8 @@
 //
 //     look up   addresses and scales of the keys of the next block                           4 threads per key
 //     score     S = Q K^T and an error bound for each score, 8 keys per warp      exact_mma_scores.cuh
-//     weigh     recompute in float64 the scores that are too coarse and not negligible; softmax    16 threads per head
-//     mix       O += P V, 64 of the 512 values per warp. P is the sum of two bfloat16 values, high and low
+//     softmax   first recompute in float64 the scores that are too coarse and not negligible    16 threads per head
+//     add       O += P V, 64 of the 512 values per warp. P is the sum of two bfloat16 values, high and low
 //
 // e4m3 values and RoPE are exact in bfloat16, hence K and V are exact; scales multiply the sums (for K) or P (for V) in
 // float32. NaN and infinities give the results of the plain formula. Scales and values beyond LARGE, and e4m3 values under
@@ -157,7 +157,7 @@ struct WideAttention {
         __syncwarp();
     }
 
-    __device__ void weigh(const Keys& keys) {
+    __device__ void softmax(const Keys& keys) {
         int row = exact_thread() / 16, part = exact_thread() % 16;
         double scores[BLOCK / 16], top = shared.top[row], new_top = top;
         auto higher = [](double x, double y) { return x != x || x > y ? x : y; };  // NaN wins
@@ -208,12 +208,12 @@ struct WideAttention {
         return values;
     }
 
-    __device__ void mix(const Keys& keys) {
-        if (warp < FP8_SLICES) mix<true>(keys);
-        else mix<false>(keys);
+    __device__ void add_products(const Keys& keys) {
+        if (warp < FP8_SLICES) add_products<true>(keys);
+        else add_products<false>(keys);
     }
 
-    template <bool FP8> __device__ void mix(const Keys& keys) {
+    template <bool FP8> __device__ void add_products(const Keys& keys) {
         float low = shared.rescale[g], high = shared.rescale[g + 8];
         Values<FP8> values = load_v<FP8>(keys, 0);
 #pragma unroll
@@ -285,10 +285,10 @@ struct WideAttention {
             }
             if (more) find_row(next, block + 1);
             score_again(keys, coarse);
-            weigh(keys);
+            softmax(keys);
             if (more) put(next, shared.keys[(block + 1 - first) % 2]);
             exact_sync();
-            mix(keys);
+            add_products(keys);
         }
         exact_sync();
     }

@@ -7,7 +7,7 @@ constexpr int ROWS = 16;  // heads
 constexpr int SLICE = 64;
 constexpr int SLICES = DIM / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;
 constexpr int SCALES = LAYOUT::num_scales, SLICES_PER_SCALE = FP8_SLICES ? LAYOUT::scale_tile / SLICE : 1;
-static_assert(V_DIM / WARPS == SLICE, "a warp mixes one slice");
+static_assert(V_DIM / WARPS == SLICE, "a warp adds one slice");
 
 // float32 bits.
 constexpr uint32 LARGE = (127u + 110) << 23, TINY = (127u - 100) << 23, NOT_FINITE = 0x7f800000;

@@ -10,8 +10,8 @@
 //
 //     copy     rows to a ring of stages, by cp.async                          sums     rows.cuh
 //     score    S = Q K^T of 16 heads per warp, Q in registers                 scores   scores.cuh
-//     weigh    P = 2^(S - top), where `top` is the maximum as of some step    scores
-//     mix      O += P V: 64 of the 512 values per warp, for all heads         sums
+//     softmax  P = 2^(S - top), where `top` is the maximum as of some step    scores
+//     add      O += P V: 64 of the 512 values per warp, for all heads         sums
 //
 // Scores run up to LEAD steps ahead of the sums, so that each scheduler has a warp of scores and two of sums with
 // different work. A score that exceeds `top` by more than LAZY raises it, and the sums are rescaled before that step.
@@ -46,7 +46,7 @@ struct Sums {
     }
 
     // O += P V of a step.
-    __device__ void mix(int number) {
+    __device__ void add_products(int number) {
         int thread = thread_index(), at = thread % 16, half = thread % 32 / 16;
         const uint8* p = shared.p[number % WEIGHED_SLOTS][at] + 16 * half;
         const uint8* v = shared.ring.rows[number % STAGES][at] + PLACE * (thread / 32) + 16 * half;
@@ -107,7 +107,7 @@ struct Sums {
                 shared.ring.barriers.wait_weighed(number);
                 if (number >= loader.token().first_keys) {
                     rescale(number);
-                    mix(number);
+                    add_products(number);
                 }
                 asm volatile("" : "+r"(number));  // its remainders are recomputed, so that they take no registers during the products
                 shared.ring.barriers.arrive_summed(number);

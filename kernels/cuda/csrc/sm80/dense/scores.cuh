@@ -91,7 +91,7 @@ struct Scores {
     }
 
     // Write the weights of a step to shared memory. Raises `top` first if a weight might leave the range of float16.
-    __device__ void weigh(int number) {
+    __device__ void softmax(int number) {
         int slot = number % WEIGHED_SLOTS;
         bool above = false;
         float step_most[2];
@@ -149,7 +149,7 @@ struct Scores {
                 shared.ring.barriers.wait_arrived(number);
                 score(number);
                 shared.ring.barriers.wait_summed(number - WEIGHED_SLOTS);
-                weigh(number);
+                softmax(number);
                 if (number + 1 == end) {
                     finish(shared.ring.token(current));
                     if (threadIdx.x == 32 * SUM_WARPS) shared.ring.list(problem, current + 2);

@@ -8,9 +8,9 @@
 // Keys are processed KEYS at a time, a *step*:
 //
 //     gather    copy raw rows of a later step into a ring of stages                            sm80/sparse/rows.cuh
-//     mix       O += P V of the previous step: 64 of the 512 values per warp, for all heads
+//     add       O += P V of the previous step: 64 of the 512 values per warp, for all heads
 //     score     S = Q K^T: some of the heads and of the keys per warp                          sm80/sparse/scores.cuh
-//     weigh     P = 2^(S - top), where `top` is the rows' maximum as of an earlier step
+//     softmax   P = 2^(S - top), where `top` is the rows' maximum as of an earlier step
 //
 // with one barrier per step. Only if a score exceeds `top` by more than LAZY, as in the first step of a tile, the
 // maxima are computed, P is recomputed and O rescaled, which takes two more barriers.
@@ -29,7 +29,7 @@
 #include "sm80/sparse/results.cuh"
 
 constexpr int VALUES = V_DIM / WARPS;
-static_assert(VALUES == SLICE, "a warp mixes one slice");
+static_assert(VALUES == SLICE, "a warp adds one slice");
 
 struct Sums {
     const SparseProblem& problem;
@@ -79,7 +79,7 @@ struct Sums {
         }
     }
 
-    template <bool FP8> __device__ void mix_slice(int number) {
+    template <bool FP8> __device__ void add_products_of_slice(int number) {
 #pragma unroll
         for (int column = 0; column < KEYS; column += 16) {
             uint32 low[VALUES / 8], high[VALUES / 8];
@@ -96,9 +96,9 @@ struct Sums {
     }
 
     // O += P V of a step.
-    __device__ void mix(int number) {
-        if (warp < FP8_SLICES) mix_slice<(FP8_SLICES > 0)>(number);
-        else mix_slice<FP8_SLICES == V_DIM / SLICE>(number);
+    __device__ void add_products(int number) {
+        if (warp < FP8_SLICES) add_products_of_slice<(FP8_SLICES > 0)>(number);
+        else add_products_of_slice<FP8_SLICES == V_DIM / SLICE>(number);
     }
 
     __device__ void multiply_by_factor() { multiply_rows(o, shared.factor); }
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) sparse_mla_mma(const
             bool done = !first && loader.step(number - 1).last;
             if (!done) loader.copy(number + AHEAD);
             else if (loader.step(number).tile >= 0) scores.copy_q(loader.step(number).tile);
-            if (!first) sums.mix(number - 1);
+            if (!first) sums.add_products(number - 1);
             if (done) break;
             scores.attend(number, tile);
             copies_wait<AHEAD - 1>();

@@ -10,8 +10,8 @@
 //     list     what later steps are, and where their rows are                 scores   sm80/sparse/heads64_steps.cuh
 //     copy     rows to a ring of stages, by cp.async                          sums     sm80/sparse/heads64_rows.cuh
 //     score    S = Q K^T of 16 heads per warp, Q in registers                 scores   sm80/sparse/heads64_scores.cuh
-//     weigh    P = 2^(S - top), where `top` is the maximum as of some step    scores
-//     mix      O += P V: 64 of the 512 values per warp, for all heads         sums
+//     softmax  P = 2^(S - top), where `top` is the maximum as of some step    scores
+//     add      O += P V: 64 of the 512 values per warp, for all heads         sums
 //
 // Scores run up to LEAD steps ahead of the sums, so that each scheduler has a warp of scores and two of sums with
 // different work. A score that exceeds `top` by more than LAZY raises it, and the sums are rescaled before that step.
@@ -46,7 +46,7 @@ struct Sums {
     }
 
     // O += P V of a step, V in float16 or bfloat16. Returns whether a bfloat16 value is not zero.
-    template <bool FLOAT16> __device__ bool mix(uint32 number) {
+    template <bool FLOAT16> __device__ bool add_products(uint32 number) {
         uint32 seen = 0;
         int thread = sum_thread(), at = thread % 16, half = thread % 32 / 16;
         const uint8* p = shared.p[number % WEIGHED_SLOTS][at] + 16 * half;
@@ -153,8 +153,8 @@ struct Sums {
             if (!weighed) shared.ring.barriers.wait_weighed(number);
             if (has_keys) {
                 rescale(number);
-                if (LAYOUT::quantized_dim && VALUES * (sum_thread() / 32) < LAYOUT::quantized_dim) mix<true>(number);
-                else if (LAYOUT::quantized_dim < V_DIM && mix<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
+                if (LAYOUT::quantized_dim && VALUES * (sum_thread() / 32) < LAYOUT::quantized_dim) add_products<true>(number);
+                else if (LAYOUT::quantized_dim < V_DIM && add_products<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
             }
             asm volatile("" : "+r"(number));  // its remainders are recomputed, so that they take no registers during the products
             shared.ring.barriers.arrive_summed(number);

@@ -139,7 +139,7 @@ struct Scores {
     }
 
     // Write the weights of a step to shared memory. Raises `top` first if a weight might leave the range of float16.
-    __device__ void weigh(uint32 number) {
+    __device__ void softmax(uint32 number) {
         int slot = number % WEIGHED_SLOTS, warp = warp_index(), lane = thread_index() % 32, g = lane / 4, c = lane % 4;
         bool above = false;
         float step_most[2];
@@ -209,7 +209,7 @@ struct Scores {
                 score(number);
                 list(lister, number, summed);
                 here = shared.ring.barriers.has_arrived(number + 1);
-                weigh(number);
+                softmax(number);
                 last = shared.ring.step(number).last();
                 if (last) finish(shared.ring.step(number).tile());
                 shared.ring.barriers.arrive_weighed(number);

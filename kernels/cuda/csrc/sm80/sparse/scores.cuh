@@ -238,7 +238,7 @@ struct Scores {
     static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 
     // Write P to shared memory.
-    __device__ void weigh(int number) {
+    __device__ void softmax(int number) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -261,7 +261,7 @@ struct Scores {
         if (none) return;
         if constexpr (FINE_SCALES) score_expanded(number, tile);
         else score(number, tile);
-        weigh(number);
+        softmax(number);
     }
 
     // Whether a score is so far above `top` that its weight may leave the range.
@@ -301,7 +301,7 @@ struct Scores {
                 total[m][r] *= factor;
                 if (column == 0 && c == 0) shared.factor[row] = factor;
             }
-        weigh(number);
+        softmax(number);
     }
 
     __device__ void add_step() {

@@ -139,7 +139,7 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //                            last block, when results are stored
 //     scheduled_full[t % 4]  1: lane 0 of the scheduler           all roles              ScheduledTile of tile t
 //     sums_full[t % 2]       4: warps of QK-softmax               scheduler              SUMS and TOP of tile t
-//     inv_sum_full[t % 2]    1: scheduler                         both PV                INV_SUM of tile t; WEIGHT and KEPT
+//     inv_sum_full[t % 2]    1: scheduler                         both PV                INV_SUM of tile t; WEIGHT and SINK_FACTOR
 //     log_sums_full          1: thread 0 at initialisation, and   scheduler              LOG_SUMS of all parts
 //                            bytes that all parts' schedulers
 //                            store
@@ -181,7 +181,7 @@ struct SharedMemory {
     // PARTS > 1: exchanged between the CTAs of a cluster.
     uint64 log_sums_full, parts_full;
     float weight[HEADS];                            // weight of this CTA in the combined result
-    float kept[HEADS];                              // factor by which the sink reduces the combined result
+    float sink_factor[HEADS];                              // factor by which the sink reduces the combined result
     float log_sums[PARTS][HEADS];
 };
 constexpr uint32 Q_AT = SHARED_AT(q), P_AT = SHARED_AT(p), ROPE_AT = SHARED_AT(rope), RAW_AT = SHARED_AT(raw);
@@ -195,7 +195,7 @@ constexpr Barriers<P_SLOTS> p_full{SHARED_AT(p_full)}, p_empty{SHARED_AT(p_empty
 constexpr Barriers<SCHEDULED_TILES> scheduled_full{SHARED_AT(scheduled_full)};
 constexpr Barriers<2> sums_full{SHARED_AT(sums_full)}, inv_sum_full{SHARED_AT(inv_sum_full)};
 constexpr Barrier log_sums_full{SHARED_AT(log_sums_full)}, parts_full{SHARED_AT(parts_full)};
-constexpr uint32 WEIGHT_AT = SHARED_AT(weight), KEPT_AT = SHARED_AT(kept), LOG_SUMS_AT = SHARED_AT(log_sums);
+constexpr uint32 WEIGHT_AT = SHARED_AT(weight), SINK_FACTOR_AT = SHARED_AT(sink_factor), LOG_SUMS_AT = SHARED_AT(log_sums);
 constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
 constexpr int LINES = HEADS / 4;                           // lines of a PV lane; a line is 8 neighbouring values of a head
 constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;    // lines that a CTA combines; the last CTAs may have fewer

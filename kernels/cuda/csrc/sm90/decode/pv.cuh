@@ -345,9 +345,9 @@ struct Pv {
 #pragma unroll
             for (int n = 0; n < Mine::COUNT; ++n) {
                 int head = first_head + Mine::column(n);
-                float kept = lds_float(KEPT_AT + columns_at + Mine::column(n) * 4), *x = lines.x[n];
+                float sink_factor = lds_float(SINK_FACTOR_AT + columns_at + Mine::column(n) * 4), *x = lines.x[n];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) x[j] *= kept;
+                for (int j = 0; j < 8; ++j) x[j] *= sink_factor;
                 if (head < heads)
                     *reinterpret_cast<uint4*>(out + head * problem.out_stride_h) = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]),
                                                                                      pack(bf16{}, x[4], x[5]), pack(bf16{}, x[6], x[7])};

@@ -27,7 +27,7 @@ struct TileScheduler {
 
     // Publish the next tile; after the last one, a tile without blocks. Returns its number of blocks. The FIRST tile is
     // located before the preceding kernel, which may still write lengths, has ended.
-    template <bool FIRST> __device__ int put() {
+    template <bool FIRST> __device__ int publish_next() {
         WorkTile work;
         bool more = range.more();
         int number = more ? range.number(problem) : 0;
@@ -93,7 +93,7 @@ struct TileScheduler {
         float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, inv_sum[2] = {1.0f / sum.x, 1.0f / sum.y};
         bool empty[2] = {sum.x == 0.0f, sum.y == 0.0f};
         if (BF16_ROWS) check_scores(summary.x, parity, top, empty);
-        if (PARTS > 1) weigh(row, mine, lse2, sink, empty, inv_sum);
+        if (PARTS > 1) find_weight(row, mine, lse2, sink, empty, inv_sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (PARTS == 1 && problem.attn_sink && whole) inv_sum[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
@@ -122,8 +122,8 @@ struct TileScheduler {
     }
 
     // Weight of this CTA in the combined result of a cluster's tile. Replaces lse2 by the LSE over all CTAs.
-    __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&inv_sum)[2]) {
-        float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2], kept[2];
+    __device__ void find_weight(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&inv_sum)[2]) {
+        float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2], sink_factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (empty[r]) own[r] = -infinity(), inv_sum[r] = 0.0f;
@@ -151,21 +151,21 @@ struct TileScheduler {
             empty[r] = total[r] == 0.0f;
             lse2[r] = top[r] + log2f(total[r]);
             weight[r] = empty[r] ? 0.0f : exp2f(own[r] - lse2[r]);
-            kept[r] = problem.attn_sink && !empty[r] ? 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2)) : 1.0f;
+            sink_factor[r] = problem.attn_sink && !empty[r] ? 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2)) : 1.0f;
         }
         if (!mine) return;
         sts_float2(WEIGHT_AT + row * 4, make_float2(weight[0], weight[1]));
-        sts_float2(KEPT_AT + row * 4, make_float2(kept[0], kept[1]));
+        sts_float2(SINK_FACTOR_AT + row * 4, make_float2(sink_factor[0], sink_factor[1]));
     }
 
     __device__ void run() {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
         uint32 phase = 0;
-        int blocks = put<true>();
+        int blocks = publish_next<true>();
         pdl_wait();
         for (int next; blocks; blocks = next) {
-            next = ONE_TILE ? 0 : put<false>();
+            next = ONE_TILE ? 0 : publish_next<false>();
             finish(ScheduledTile(ring), parity, phase);
             ring.advance();
             parity ^= 1;

@@ -184,7 +184,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
                           k_tile + step / 4 * (2 * TILE_BYTES >> 4) + step % 4 * 2, step > 0);
         wgmma_commit();
     };
-    auto mix = [&](int stage) {
+    auto add_products = [&](int stage) {
         uint64 v_tile = transposed_descriptor(V_AT + stage * V_BYTES);
 #pragma unroll
         for (int step = 0; step < 8; ++step)
@@ -233,7 +233,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         pin(sums);
         wgmma_fence();
         score(stage);
-        mix(before);
+        add_products(before);
         wgmma_wait<1>();
         pin(scores);
         k_empty[stage].arrive_warp();
@@ -251,7 +251,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         fence_proxy_async();
         pin(sums);
         wgmma_fence();
-        mix(last);
+        add_products(last);
         wgmma_wait<0>();
         pin(sums);
     }

@@ -122,7 +122,7 @@ struct Scores {
     }
 
     // The softmax of the n-th block. Writes weights in bfloat16 to shared memory.
-    __device__ void weigh(float (&x)[HEADS / 2], uint32 n, bool first) {
+    __device__ void softmax(float (&x)[HEADS / 2], uint32 n, bool first) {
         uint32 slot = n % WEIGHT_SLOTS;
         float2 reference[HEADS / 8];
         load_references(reference);
@@ -206,7 +206,7 @@ struct Scores {
                 float x[HEADS / 2];
                 score(x, place, first, left == 1, tiles);
                 mask(x, place);
-                weigh(x, n, first);
+                softmax(x, n, first);
                 place.advance(BLOCK_SLOTS);
             }
             finish(tile, tiles);

@@ -203,7 +203,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     } else {
         // A consumer warp, which would only wait, loads the first queries, so that the keys of the first ring do not
         // wait for them.
-        if (few && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.bring_first_queries(work_range_of_warp(problem));
+        if (few && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.load_first_queries(work_range_of_warp(problem));
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);
     }

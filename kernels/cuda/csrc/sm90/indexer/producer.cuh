@@ -32,7 +32,7 @@ struct Producer {
     __device__ int ring() const { return RINGS == 4 ? stage % RINGS : (threadIdx.x - CONSUMERS) / 32; }
 
     // Load `count` queries of an entry from the j-th on. Consumers exit at a group without tiles.
-    __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
+    __device__ void load_queries(int entry, int j, int count, int first_key, int tiles) {
         int lane = threadIdx.x % 32, q_stage = turns / 2 % Q_STAGES;
         q_free[q_stage].wait(turns / (2 * Q_STAGES) % 2 ^ 1);
         turns += 2;
@@ -82,7 +82,7 @@ struct Producer {
     // Load this ring's part of each tile from `key` on. Each lane has one box; the warp has the boxes of several tiles
     // at once. A lane reads the page of its box from the block table. CANDIDATES: a box is a candidate block, which is
     // read one round of tiles ahead.
-    __device__ void bring_tiles(int group, int key, int tiles, int end) {
+    __device__ void load_tiles(int group, int key, int tiles, int end) {
         // Boxes after the last key of a group are not loaded, except with six queries, where producers have no register
         // for the end.
         constexpr bool LOADS_WHOLE_TILES = MXFP4 && PASSES > 2;
@@ -112,7 +112,7 @@ struct Producer {
                     ready.arrive_expecting(__popc(present) * 8 * (ROW_BYTES + (CANDIDATES ? 0 : 4)));
                 }
                 __syncwarp();
-                if (CANDIDATES) bring_scales(i, page, place.row, ready);
+                if (CANDIDATES) load_scales(i, page, place.row, ready);
                 if (lane >> boxes_log == i && page >= 0) {
                     int row = key % RING_KEYS;
                     const uint8* from = problem.pages + page * problem.page_stride;
@@ -129,7 +129,7 @@ struct Producer {
     }
     // Copy the scales of the boxes of tile i, 32 bytes each, by two lanes for each box; lanes 8 i and following have
     // the pages and rows of the boxes. Bulk copies of so few bytes would take as long as the copies of the rows.
-    __device__ void bring_scales(int i, int page, int row, Barrier ready) {
+    __device__ void load_scales(int i, int page, int row, Barrier ready) {
         int lane = threadIdx.x % 32, from = 8 * i + lane / 2 % 8;
         page = __shfl_sync(~0u, page, from), row = __shfl_sync(~0u, row, from);
         if (lane < 16 && page >= 0) {
@@ -143,7 +143,7 @@ struct Producer {
         return column < problem.keys ? problem.candidates[group * problem.candidates_stride + column / 8] : -1;
     }
 #else
-    __device__ void bring_tiles(int, int key, int tiles, int) {
+    __device__ void load_tiles(int, int key, int tiles, int) {
         int lane = threadIdx.x % 32;
         for (int tile = 0; tile < tiles; ++tile, key += KEYS) {
             Barrier ready = k_ready[stage];
@@ -164,10 +164,10 @@ struct Producer {
 #endif
 
     // Load the queries of the first group of the range; `run` loads the others.
-    __device__ void bring_first_queries(const WorkRange& work) {
+    __device__ void load_first_queries(const WorkRange& work) {
         int tiles = work.cost ? int(min(Count(work.tiles - work.skipped), work.cost)) : 0;
         int j, count, entry = problem.entry_of(work.group, j, count);
-        bring_queries(entry, j, tiles ? count : 0, work.first_key + work.skipped * KEYS, tiles);
+        load_queries(entry, j, tiles ? count : 0, work.first_key + work.skipped * KEYS, tiles);
     }
 
     // first_loaded: whether another warp loads the queries of the first group.
@@ -182,10 +182,10 @@ struct Producer {
             if (tiles > 0 || none) {
                 int j, count, entry = problem.entry_of(group, j, count);
                 if (ring() == Q_WARP && first_loaded) turns += 2;
-                else if (ring() == Q_WARP) bring_queries(entry, j, none ? 0 : count, first, tiles);
+                else if (ring() == Q_WARP) load_queries(entry, j, none ? 0 : count, first, tiles);
                 first_loaded = false;
                 if (none) break;
-                if (RINGS == 4 || ring() < RINGS) bring_tiles(group, first, tiles, end);
+                if (RINGS == 4 || ring() < RINGS) load_tiles(group, first, tiles, end);
             }
             tiles = left > 0 ? problem.tiles_of(++group, first, end) : 0;
             if (tiles) left -= GROUP_COST;

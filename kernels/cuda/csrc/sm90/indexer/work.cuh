@@ -138,10 +138,10 @@ struct Problem {
 };
 
 // Store to and load from shared memory.
-__device__ inline void put(uint32 at, int x) { sts32(at, x); }
-__device__ inline void put(uint32 at, int64 x) { sts32(at, uint32(x)), sts32(at + 4, uint32(x >> 32)); }
-__device__ inline void get(uint32 at, int& x) { x = lds32(at); }
-__device__ inline void get(uint32 at, int64& x) { x = int64(uint64(lds32(at + 4)) << 32 | lds32(at)); }
+__device__ inline void store_shared(uint32 at, int x) { sts32(at, x); }
+__device__ inline void store_shared(uint32 at, int64 x) { sts32(at, uint32(x)), sts32(at + 4, uint32(x >> 32)); }
+__device__ inline void load_shared(uint32 at, int& x) { x = lds32(at); }
+__device__ inline void load_shared(uint32 at, int64& x) { x = int64(uint64(lds32(at + 4)) << 32 | lds32(at)); }
 
 __device__ inline int sum_of_warp(int x) { return __reduce_add_sync(~0u, x); }
 __device__ inline int64 sum_of_warp(int64 x) {
@@ -180,9 +180,9 @@ __device__ inline WorkRange work_range_of(const Problem& problem) {
     Count own = 0;
     for (int group = begin; group < behind; ++group) own += problem.cost_of(problem.tiles_of(group, first_key, end));
     Count up_to = sum_to(own), sum = 0;
-    if (lane == 31) put(SUMS_AT + sizeof(Count) * warp, up_to);
+    if (lane == 31) store_shared(SUMS_AT + sizeof(Count) * warp, up_to);
     __syncthreads();
-    if (lane < THREADS / 32) get(SUMS_AT + sizeof(Count) * lane, sum);
+    if (lane < THREADS / 32) load_shared(SUMS_AT + sizeof(Count) * lane, sum);
     Count total = sum_of_warp(sum), before = up_to - own + sum_of_warp(lane < warp ? sum : Count(0));
     Count count, first = part_of(total, count);
     constexpr uint32 FOUND_AT = SUMS_AT + sizeof(Count) * (THREADS / 32);

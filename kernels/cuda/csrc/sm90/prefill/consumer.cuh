@@ -90,7 +90,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // The softmax of a block. Stores the weights in bfloat16 in registers for this consumer, and in shared memory for
     // the other one.
-    __device__ void weigh(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
+    __device__ void softmax(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float largest = -infinity();
@@ -165,7 +165,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         mask(scores);
         uint32 weights[4][4];
         float now[2], sum[2];
-        weigh(scores, weights, now, sum);
+        softmax(scores, weights, now, sum);
         trace.note(WEIGHTS_STORED);
 
         raise_to(now);

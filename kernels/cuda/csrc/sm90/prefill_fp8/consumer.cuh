@@ -99,7 +99,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // Fast path: all keys present, one scale. Sets `largest` to the maxima of this lane's scores; `scores` are
     // unchanged.
-    __device__ void score_alike(const float (&scores)[32], float (&largest)[2], const float (&factor)[2], float scale, float exponent) {
+    __device__ void scale_uniform(const float (&scores)[32], float (&largest)[2], const float (&factor)[2], float scale, float exponent) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float most = scores[2 * r];
@@ -112,7 +112,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // General path: scores times the factors, plus the exponents of the key scales; -inf for absent keys. Sets
     // `largest` to the maxima of this lane.
-    __device__ void score_each(float (&scores)[32], float (&largest)[2], const float (&factor)[2], uint32 scales_at) {
+    __device__ void scale_general(float (&scores)[32], float (&largest)[2], const float (&factor)[2], uint32 scales_at) {
         largest[0] = largest[1] = -infinity();
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -129,8 +129,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         }
     }
 
-    // Weights after score_alike and after score_each, and their sums divided by the key scales.
-    __device__ void weigh_alike(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent, float inverse) {
+    // Weights after scale_uniform and after scale_general, and their sums divided by the key scales.
+    __device__ void softmax_uniform(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent, float inverse) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float shift = exponent - base[r];
@@ -144,7 +144,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             sum[r] *= inverse;
         }
     }
-    __device__ void weigh_each(float (&scores)[32], float (&sum)[2], const float (&base)[2], uint32 scales_at) {
+    __device__ void softmax_general(float (&scores)[32], float (&sum)[2], const float (&base)[2], uint32 scales_at) {
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -163,7 +163,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // The softmax of a block. Stores the weights in e4m3 in registers for this consumer, and in shared memory for the
     // other one. Waits for the products of the other consumer's block, which run meanwhile.
-    template <bool FIRST> __device__ __forceinline__ void weigh(float (&scores)[32], uint32 (&weights)[2][4], float (&now)[2], float (&sum)[2], const OwnBlock& of) {
+    template <bool FIRST> __device__ __forceinline__ void softmax(float (&scores)[32], uint32 (&weights)[2][4], float (&now)[2], float (&sum)[2], const OwnBlock& of) {
         uint32 scales = SCALES_AT + of.n % SCALE_SLOTS * (4 * BLOCK), scales_at = scales + 8 * (lane % 4), word = lds32(scales);
         uint2 some = lds64(scales + 8 * lane);
         bool alike = __all_sync(~0u, word && some.x == word && some.y == word);
@@ -172,9 +172,9 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         read_factors(factor, of.tiles);
         if (alike) {
             factor[0] *= scale, factor[1] *= scale;
-            score_alike(scores, largest, factor, scale, exponent);
+            scale_uniform(scores, largest, factor, scale, exponent);
         } else {
-            score_each(scores, largest, factor, scales_at);
+            scale_general(scores, largest, factor, scales_at);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -187,8 +187,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             wgmma_wait<0>();
             free_pieces();
         }
-        if (alike) weigh_alike(scores, sum, factor, base, exponent, inverse_of(word));
-        else weigh_each(scores, sum, base, scales_at);
+        if (alike) softmax_uniform(scores, sum, factor, base, exponent, inverse_of(word));
+        else softmax_general(scores, sum, base, scales_at);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -224,7 +224,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         k_free[of.n % K_SLOTS].arrive_warp();
         uint32 weights[2][4];
         float now[2], sum[2];
-        weigh<FIRST>(scores, weights, now, sum, of);
+        softmax<FIRST>(scores, weights, now, sum, of);
         pin(low), pin(high);
         raise_to(now);
         rows[0].total += sum[0], rows[1].total += sum[1];
