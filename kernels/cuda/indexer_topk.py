@@ -177,11 +177,11 @@ class BoundSize(NamedTuple):
     @property
     def macros(self) -> dict[str, int]:
         sizes = {"THREADS": self.threads, "BLOCKS": self.blocks, "READS": self.reads, "ROUNDS": self.rounds}
-        return sizes | ({"GUESSED": self.estimated} if self.estimated else {})
+        return sizes | ({"ESTIMATED": self.estimated} if self.estimated else {})
 
     @property
     def shared_bytes(self) -> int:
-        sizes = {name: value for name, value in self.macros.items() if name != "GUESSED"}
+        sizes = {name: value for name, value in self.macros.items() if name != "ESTIMATED"}
         return constant(BOUND, "SHARED_BYTES", **sizes)
 
     def finds(self, topk: int) -> bool:

@@ -117,7 +117,7 @@ SOURCES = [
             *(
                 (
                     "common/indexer_topk_few.cu",
-                    {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ROUNDS": 1, "ALIGNED": a, "GUESSED": guessed},
+                    {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ROUNDS": 1, "ALIGNED": a, "ESTIMATED": guessed},
                 )
                 for threads, reads, a, guessed in ((1024, 4, 0, 1), (1024, 8, 1, 1))
             ),

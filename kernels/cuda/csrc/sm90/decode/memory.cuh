@@ -124,29 +124,28 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 for each 1 of a warp).
 //
-//     barrier                arrivals of a phase                  waits                  guards
-//     raw_full[slot]         65: 64 lanes of the row producers,   QK-softmax, both PV    raw rows, RoPE, FACTOR and BIAS
-//                            when their copies have landed; the                          of a block
-//                            scale warp. For FP4 rows both PV
-//                            in place of those lanes (ROW_ARRIVALS)
-//     raw_landed[slot]       64: lanes of the row producers         both PV             FP4 rows that they expand (EXPANDS)
-//     raw_empty[slot][part]  10: warps of both PV, and the two    row producer `part`,   the same of half a block, until
-//                            of QK-softmax that score the half.   the scale warp         it is in registers; bfloat16
-//                            bfloat16 rows: 9, and one of those                          rows: of a quarter
-//     p_full[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
-//     p_empty[slot]          8: warps of both PV, when their      QK-softmax             the same; for a tile's last block
-//                            products have ended; for a tile's                           also INV_SUM and ScheduledTile
-//                            last block, when results are stored
-//     scheduled_full[t % 4]  1: lane 0 of the scheduler           all roles              ScheduledTile of tile t
-//     sums_full[t % 2]       4: warps of QK-softmax               scheduler              SUMS and TOP of tile t
-//     inv_sum_full[t % 2]    1: scheduler                         both PV                INV_SUM of tile t; WEIGHT and SINK_FACTOR
-//     log_sums_full          1: thread 0 at initialisation, and   scheduler              LOG_SUMS of all parts
-//                            bytes that all parts' schedulers
-//                            store
-//     parts_full             1: thread 0 at initialisation, and   both PV                lines from the other parts
+//     barrier                arrivals of a phase                     waits             guards
+//     raw_full[slot]         65: 64 lanes of the row producers,      QK-softmax, both  raw rows, RoPE, FACTOR and BIAS of a block
+//                            when their copies have landed; the      PV
+//                            scale warp. For FP4 rows both PV in
+//                            place of those lanes (ROW_ARRIVALS)
+//     raw_landed[slot]       64: lanes of the row producers          both PV           FP4 rows that they expand (EXPANDS)
+//     raw_empty[slot][part]  10: warps of both PV, and the two of    row producer      the same of half a block, until it is in
+//                            QK-softmax that score the half.         `part`, the       registers; bfloat16 rows: of a quarter
+//                            bfloat16 rows: 9, and one of those      scale warp
+//     p_full[slot]           4: warps of QK-softmax                  both PV           P, ALPHA and RAISED of a block
+//     p_empty[slot]          8: warps of both PV, when their         QK-softmax        the same; for a tile's last block also INV_SUM
+//                            products have ended; for a tile's last                    and ScheduledTile
+//                            block, when results are stored
+//     scheduled_full[t % 4]  1: lane 0 of the scheduler              all roles         ScheduledTile of tile t
+//     sums_full[t % 2]       4: warps of QK-softmax                  scheduler         SUMS and TOP of tile t
+//     inv_sum_full[t % 2]    1: scheduler                            both PV           INV_SUM of tile t; WEIGHT and SINK_FACTOR
+//     log_sums_full          1: thread 0 at initialisation, and      scheduler         LOG_SUMS of all parts
+//                            bytes that all parts' schedulers store
+//     parts_full             1: thread 0 at initialisation, and      both PV           lines from the other parts
 //                            bytes of the others' lines
-//     named 1                128: QK-softmax                      QK-softmax             Q; HIGHEST, TOP and ALPHA
-//     cluster                all threads of the cluster           schedulers             barriers of all parts are initialised
+//     named 1                128: QK-softmax                         QK-softmax        Q; HIGHEST, TOP and ALPHA
+//     cluster                all threads of the cluster              schedulers        barriers of all parts are initialised
 //
 // log_sums_full, parts_full and the cluster barrier are used only where PARTS > 1, for one phase each. Not freed by a barrier:
 //     SUMS, TOP      those of tile t + 2 are written once it is scheduled, which is after the scheduler's epilogue of tile t

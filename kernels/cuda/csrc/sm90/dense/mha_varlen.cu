@@ -19,13 +19,12 @@
 //
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
-//     barrier         arrivals of a phase                             waits              guards
-//     k_full[stage]   128: producer threads, when copies have landed  both consumers     K of a block
-//     k_empty[stage]  8: warps of both consumers                      producer threads   K until its products have ended
-//     v_full[stage]   128: producer threads, when copies have landed  both consumers     V of a block
-//     v_empty[stage]  8: warps of both consumers; none for the last   producer threads   V until its products have ended
-//                     block
-//     named 1, 2      128: consumer 0; consumer 1                     the same consumer  its 64 queries, copied by all its threads
+//     barrier         arrivals of a phase                                  waits              guards
+//     k_full[stage]   128: producer threads, when copies have landed       both consumers     K of a block
+//     k_empty[stage]  8: warps of both consumers                           producer threads   K until its products have ended
+//     v_full[stage]   128: producer threads, when copies have landed       both consumers     V of a block
+//     v_empty[stage]  8: warps of both consumers; none for the last block  producer threads   V until its products have ended
+//     named 1, 2      128: consumer 0; consumer 1                          the same consumer  its 64 queries, copied by all its threads
 //
 // Limits: 192 values of Q and K, 64 of them RoPE, and 128 of V; all arrays aligned to 16 bytes.
 //

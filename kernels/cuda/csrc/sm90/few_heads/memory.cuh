@@ -20,23 +20,23 @@ constexpr int WEIGHT_SLOTS = 2, MOST_SLOTS = 12;
 
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
-//     barrier              arrivals of a phase                    waits                               guards
-//     rows_ready[slot]          4: producer warps, and the bytes of    warp w of the scores: slot w of a   rows of a slot; PRESENT
-//                          four rows each                         block; both values: all four
-//     rows_free[slot]           8: warps of both values, when they     producer warps                      rows of a slot and PRESENT until they
-//                          have it in registers; for a tile's                                         were read; results, which are
-//                          last block, when results are stored                                        transposed in place of the rows
-//     q_ready[piece]       1: producer warp `piece`, and the      scores, in a tile's first block     Q's tiles of a piece
-//                          bytes of its boxes
-//     q_free[piece]        4: warps of the scores, in a tile's    producer warp `piece`               Q's tiles until their products have
-//                          last block                                                                 ended
-//     weights_ready[n % 2] 4: warps of the scores                 both values                         WEIGHTS, RAISED and LOWER of block n
-//     weights_free[n % 2]  8: warps of both values, when their    scores, before they write those of  the same; for a tile's last block
-//                          products with block n have ended; for  block n + 2                         also INV_SUM and LOGITS
-//                          a tile's last, when results are stored
-//     result_ready[t % 2]  4: warps of the scores                 both values                         INV_SUM and LOGITS of tile t
-//     named 1              128: scores                            scores                              HIGHEST, TOTALS, REFERENCE, LOWER
-//     named 2, 3           128: values 0; values 1                the same warpgroup                  a vote: whether results are finite
+//     barrier               arrivals of a phase                     waits                            guards
+//     rows_ready[slot]      4: producer warps, and the bytes of     warp w of the scores: slot w of  rows of a slot; PRESENT
+//                           four rows each                          a block; both values: all four
+//     rows_free[slot]       8: warps of both values, when they      producer warps                   rows of a slot and PRESENT until they
+//                           have it in registers; for a tile's                                       were read; results, transposed in
+//                           last block, when results are stored                                      place of the rows
+//     q_ready[piece]        1: producer warp `piece`, and the       scores, in a tile's first block  Q's tiles of a piece
+//                           bytes of its boxes
+//     q_free[piece]         4: warps of the scores, in a tile's     producer warp `piece`            Q's tiles until their products have
+//                           last block                                                               ended
+//     weights_ready[n % 2]  4: warps of the scores                  both values                      WEIGHTS, RAISED and LOWER of block n
+//     weights_free[n % 2]   8: warps of both values, when their     scores, before they write those  the same; for a tile's last block
+//                           products with block n have ended; for   of block n + 2                   also INV_SUM and LOGITS
+//                           a tile's last, when results are stored
+//     result_ready[t % 2]   4: warps of the scores                  both values                      INV_SUM and LOGITS of tile t
+//     named 1               128: scores                             scores                           HIGHEST, TOTALS, REFERENCE, LOWER
+//     named 2, 3            128: values 0; values 1                 the same warpgroup               a vote: whether results are finite
 //
 // The scores do not arrive at rows_free: the values arrive there only after weights_ready of the block, at which the
 // scores arrive when they have read its rows. No barrier frees INV_SUM and LOGITS: they are written for tile t + 2

@@ -30,15 +30,15 @@
 //
 // Barriers. One lane arrives for its warp, after all lanes.
 //
-//     barrier          arrivals of a phase                             waits                          guards
-//     q_ready[stage]   33: the lanes of the query warp, when their     all consumers                  Q, weights and Info of a group
-//                      copies have landed; lane 0 again; Q's bytes
-//     q_free[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
-//     k_ready[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
-//                      of rows and scales; else and CANDIDATES 33: its 16 / RINGS warps               tile, or of 64 keys of it
-//                      lanes, when scales have landed, lane 0 again,
-//                      keys' bytes
-//     k_free[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
+//     barrier         arrivals of a phase                            waits                    guards
+//     q_ready[stage]  33: the lanes of the query warp, when their    all consumers            Q, weights and Info of a group
+//                     copies have landed; lane 0 again; Q's bytes
+//     q_free[stage]   16: warps of the consumers                     the query warp           the same until the last tile is scored
+//     k_ready[stage]  PAGED 1: lane 0 of the ring's warp, and bytes  consumers of the ring's  keys, scales and (PAGED) PRESENT of a
+//                     of rows and scales; else and CANDIDATES 33:    keys: 16 / RINGS warps   tile, or of 64 keys of it
+//                     its lanes, when scales have landed, lane 0
+//                     again, keys' bytes
+//     k_free[stage]   16 / RINGS: warps that waited                  the ring's warp          the same until they were multiplied
 //
 // No named barrier except that of __syncthreads, while the work range is computed.
 //

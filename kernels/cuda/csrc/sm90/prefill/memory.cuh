@@ -23,21 +23,22 @@ constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
-//     barrier               arrivals of a phase                  waits                              guards
-//     k_ready[buffer][piece]  4: producer warps, when their rows   the consumer that scores the       rows of a piece; PRESENT, written
-//                           of the piece have landed             block: all pieces; the other one:  before the first
-//                                                                its two (CONSUMER, CONSUMER + 2)
-//     k_free[buffer][piece]   4: warps of the consumer that has    producer warps                     rows of a piece until their products
-//                           the piece's values, after its PV                                        have ended; PRESENT
-//     q_ready[piece]        with a map 1: producer warp `piece`, both consumers, before each block  Q's tiles of a piece
-//                           and the bytes of its boxes; else     that they score
-//                           4: producer warps
-//     q_free[piece]         8: warps of both consumers, after    the warp that loads the piece;     Q's tiles until their products have
-//                           their last block of a tile is        without a map all producer warps   ended
-//                           scored; at once if they score none
-//     weights_ready[c]      4: warps of consumer c               the other consumer                 WEIGHTS and REFERENCE[c] of c's block
-//     totals_ready[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
-//     named 2, 3            128: consumer 0; consumer 1          the same consumer                  WEIGHTS: its products with the last
+//     barrier                 arrivals of a phase                 waits                             guards
+//     k_ready[buffer][piece]  4: producer warps, when their rows  the consumer that scores the      rows of a piece; PRESENT, written
+//                             of the piece have landed            block: all pieces; the other      before the first
+//                                                                 one: its two (CONSUMER, CONSUMER
+//                                                                 + 2)
+//     k_free[buffer][piece]   4: warps of the consumer that has   producer warps                    rows of a piece until their products
+//                             the piece's values, after its PV                                      have ended; PRESENT
+//     q_ready[piece]          with a map 1: producer warp         both consumers, before each       Q's tiles of a piece
+//                             `piece`, and the bytes of its       block that they score
+//                             boxes; else 4: producer warps
+//     q_free[piece]           8: warps of both consumers, after   the warp that loads the piece;    Q's tiles until their products have
+//                             their last block of a tile is       without a map all producer warps  ended
+//                             scored; at once if they score none
+//     weights_ready[c]        4: warps of consumer c              the other consumer                WEIGHTS and REFERENCE[c] of c's block
+//     totals_ready[t % 2][c]  4: warps of consumer c              the other consumer                TOTALS of tile t
+//     named 2, 3              128: consumer 0; consumer 1         the same consumer                 WEIGHTS: its products with the last
 //                                                                                                   weights end before new ones are stored
 //
 // The consumer that scores a block does not arrive at k_free of the other's two pieces: these are freed after weights_ready, at

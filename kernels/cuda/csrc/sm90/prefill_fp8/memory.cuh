@@ -20,22 +20,22 @@ constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK
 // Waits are by parity: when a warp waits for a phase, the previous phase has completed and the next one cannot
 // complete.
 //
-//     barrier               arrivals of a phase                  waits                              guards
-//     landed[n % 3]         64: threads of the copiers, when     the consumer that scores the       K and SCALES of block n
-//                           their copies have landed             block; transposers
-//     k_free[n % 3]         4: that consumer, when its products  copiers                            K of block n
-//                           have ended; 4: transposers, when
-//                           they have read
-//     values_ready[c][j % 3]  2: transposers of c                consumer c                         V^T of its piece j
-//     values_free[c][j % 3] 4: consumer c, when its products     transposers of c                   the same
-//                           have ended
-//     weights_ready[c]      4: warps of consumer c               the other consumer                 WEIGHTS[c] and REFERENCE[c]
-//     q_ready[t % 2]        2: converters                        both consumers, before each block  Q and Q_SCALE of tile t
-//                                                                that they score
-//     q_free[t % 2]         8: warps of both consumers, when     converters, before they convert    the same; results of
-//                           their results have been stored       those of tile t + 2                tile t, which replace Q
-//     totals_ready[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
-//     named 2, 3            128: consumer 0; consumer 1          the same consumer                  nothing: the end of a tile
+//     barrier                 arrivals of a phase               waits                            guards
+//     landed[n % 3]           64: threads of the copiers, when  the consumer that scores the     K and SCALES of block n
+//                             their copies have landed          block; transposers
+//     k_free[n % 3]           4: that consumer, when its        copiers                          K of block n
+//                             products have ended; 4:
+//                             transposers, when they have read
+//     values_ready[c][j % 3]  2: transposers of c               consumer c                       V^T of its piece j
+//     values_free[c][j % 3]   4: consumer c, when its products  transposers of c                 the same
+//                             have ended
+//     weights_ready[c]        4: warps of consumer c            the other consumer               WEIGHTS[c] and REFERENCE[c]
+//     q_ready[t % 2]          2: converters                     both consumers, before each      Q and Q_SCALE of tile t
+//                                                               block that they score
+//     q_free[t % 2]           8: warps of both consumers, when  converters, before they convert  the same; results of tile t, which
+//                             their results have been stored    queries of tile t + 2            replace Q
+//     totals_ready[t % 2][c]  4: warps of consumer c            the other consumer               TOTALS of tile t
+//     named 2, 3              128: consumer 0; consumer 1       the same consumer                nothing: the end of a tile
 //
 // WEIGHTS and REFERENCE have no barrier that frees them: a consumer stores its weights of block n + 2 after it has
 // received the weights of block n + 1, which the other consumer stores after its products with block n. SCALES of block

@@ -12,27 +12,28 @@ constexpr int PIECES = 5;
 
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
-//     barrier               arrivals of a phase                     waits                               guards
-//     k_ready[buffer][piece]  128: row by row: each producer thread,  the consumer that scores the        rows of a piece; with piece 0
-//                           when its copies have landed; by boxes:  block: all pieces; the other one:   PRESENT
-//                           lane 0 of warp 0 for all threads, and   its two (1 + consumer,
-//                           the bytes of the boxes                  3 + consumer)
-//     k_free[buffer][piece]   4: piece 0: warps of the consumer that  producer warp 0                     rows of a piece until their products
-//                           scores the block; others: of the one                                        have ended; with piece 0 PRESENT
-//                           with the piece's values, after its PV
-//     weights_ready[c]      4: warps of consumer c                  the other consumer                  WEIGHTS and REFERENCE[c] of c's block
-//     totals_ready[c]       4: warps of consumer c; once a token    the other consumer                  TOTALS[c]; Q and WEIGHTS, which
-//                                                                                                       the next token overwrites
-//     q_ready               8: warps of both consumers; once a      both consumers                      Q, of which each copies half;
-//                           token                                                                       TOTALS, which were read before
-//     named 2, 3            128: consumer 0; consumer 1             the same consumer                   WEIGHTS: its products with the last
-//                                                                                                       weights end before new ones are stored
-//     named 4               128: producers, row by row              producers                           warps 1 to 3 after warp 0's k_free
+//     barrier                 arrivals of a phase                     waits                      guards
+//     k_ready[buffer][piece]  128: row by row: each producer thread,  the consumer that scores   rows of a piece; with piece 0 PRESENT
+//                             when its copies have landed; by boxes:  the block: all pieces;
+//                             lane 0 of warp 0 for all threads, and   the other one: its two (1
+//                             the bytes of the boxes                  + consumer, 3 + consumer)
+//     k_free[buffer][piece]   4: piece 0: warps of the consumer that  producer warp 0            rows of a piece until their products
+//                             scores the block; others: of the one                               have ended; with piece 0 PRESENT
+//                             with the piece's values, after its PV
+//     weights_ready[c]        4: warps of consumer c                  the other consumer         WEIGHTS and REFERENCE[c] of c's block
+//     totals_ready[c]         4: warps of consumer c; once a token    the other consumer         TOTALS[c]; Q and WEIGHTS, which the
+//                                                                                                next token overwrites
+//     q_ready                 8: warps of both consumers; once a      both consumers             Q, of which each copies half; TOTALS,
+//                             token                                                              which were read before
+//     named 2, 3              128: consumer 0; consumer 1             the same consumer          WEIGHTS: its products with the last
+//                                                                                                weights end before new ones are stored
+//     named 4                 128: producers, row by row              producers                  warps 1 to 3 after warp 0's k_free
 //
 // The consumer that scores a block does not arrive at k_free of the two pieces of the other one: these are freed after
 // weights_ready, at which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score
-// blocks alternately, and add the other one's block before they store their own weights. Shared memory. Without static
-// shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+// blocks alternately, and add the other one's block before they store their own weights.
+//
+// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr Barriers<2, PIECES> k_ready{BARRIERS_AT}, k_free{k_ready.end()};      // [buffer]
 constexpr Barriers<2> weights_ready{k_free.end()};                               // [consumer]
