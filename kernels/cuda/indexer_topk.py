@@ -1,15 +1,14 @@
 """The indexer's top-k: four kernels, and which of them selects from how many rows of how many columns.
 
-    kernel     source                  where a row is              taken for (132 multiprocessors, aligned rows)
-    registers  indexer_topk_held.cu    registers of 1 to 8 CTAs    rows that all run at a time, up to 16,384 columns; of
-                                                                   up to 57 rows also longer ones, by clusters; short
-                                                                   rows in any number
-    bound      indexer_topk_few.cu     registers of 1 to 8 CTAs,   rows that all run at a time and do not fit in the
-                                       or read in rounds           registers above: longer ones, or 58 and more
-    wide       indexer_topk_wide.cu    read several times          other rows, k above 16 times the threads of a CTA
-    stream     indexer_topk.cu         read once                   all other rows
+    kernel     where a row is              taken for (132 multiprocessors, aligned rows)
+    registers  registers of 1 to 8 CTAs    rows that all run at a time, up to 16,384 columns; of up to 57 rows also longer
+                                           ones, by clusters; short rows in any number
+    bound      registers of 1 to 8 CTAs,   rows that all run at a time and do not fit in the registers above: longer ones,
+               or read in rounds           or 58 and more
+    wide       read several times          other rows, k above 16 times the threads of a CTA
+    stream     read once                   all other rows
 
-The first kernel whose sizes fit is taken, in this order. docs/kernels/topk.md has the table by rows and columns.
+Their sources are common/indexer_topk_KERNEL.cu. The first kernel whose sizes fit is taken, in this order. docs/kernels/topk.md has the table by rows and columns.
 """
 
 import functools
@@ -24,10 +23,10 @@ from .device import device_sms, has_clusters
 from .indices import division
 from .launch import is_aligned, pointer, strides
 
-REGISTERS, BOUND, STREAM, WIDE = (f"common/indexer_topk{suffix}.cu" for suffix in ("_held", "_few", "", "_wide"))
+REGISTERS, BOUND, STREAM, WIDE = (f"common/indexer_topk_{name}.cu" for name in ("registers", "bound", "stream", "wide"))
 KERNELS = {
-    "registers": (REGISTERS, "top_k_of_held_rows"),
-    "bound": (BOUND, "top_k_of_few_rows"),
+    "registers": (REGISTERS, "top_k_in_registers"),
+    "bound": (BOUND, "top_k_by_bound"),
     "stream": (STREAM, "top_k_per_row"),
 }
 MAX_GRID_X = 2**31 - 1
@@ -84,7 +83,7 @@ def kernel_for_rows(
 
 
 class RegistersSize(NamedTuple):
-    """Sizes of common/indexer_topk_held.cu: threads of a CTA, reads of four columns of a thread, and CTAs of a row."""
+    """Sizes of common/indexer_topk_registers.cu: threads of a CTA, reads of four columns of a thread, CTAs of a row."""
 
     threads: int
     reads: int
@@ -124,7 +123,7 @@ def registers_size(num_rows: int, width: int, sms: int, most_blocks: int, aligne
 
 
 class StreamSize(NamedTuple):
-    """Sizes of common/indexer_topk.cu: threads of a CTA, which takes row after row."""
+    """Sizes of common/indexer_topk_stream.cu: threads of a CTA, which takes row after row."""
 
     threads: int
     blocks: int = 1
@@ -144,7 +143,7 @@ class StreamSize(NamedTuple):
 
 
 def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: bool) -> int:
-    """Threads per CTA of common/indexer_topk.cu: 256 take fewer instructions for all rows, 512 read one row faster.
+    """Threads per CTA of common/indexer_topk_stream.cu: 256 take fewer instructions in all, 512 read one row faster.
 
     of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
                  decides the time. For prompts' rows it was measured with k 2,048 alone
@@ -154,7 +153,7 @@ def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
 
 
 class BoundSize(NamedTuple):
-    """Sizes of common/indexer_topk_few.cu.
+    """Sizes of common/indexer_topk_bound.cu.
 
     threads    of a CTA
     blocks     CTAs of a row
@@ -216,7 +215,7 @@ def bound_size(num_rows: int, width: int, topk: int, sms: int, most_blocks: int,
             size = BoundSize(threads, blocks, reads)
             if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
                 return size
-        # Rows that do not fit in registers; a single CTA would be no faster than common/indexer_topk.cu.
+        # Rows that do not fit in registers; a single CTA would be no faster than common/indexer_topk_stream.cu.
         rounds = max(2, 1 << (-(-width // (32 * 1024 * blocks)) - 1).bit_length())
         size = BoundSize(1024, blocks, 8, rounds)
         if blocks > 1 and rounds <= MOST_ROUNDS and size.finds(topk):

@@ -33,8 +33,8 @@ SPILLS_ALLOWED = {
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,
     # A register beside the calls of functions that are not inlined.
-    "common/indexer_topk_held.cu-1024-2-4-1-ToSlots-sm_90a": 8,
-    "common/indexer_topk_held.cu-512-8-2-1-ToColumns-sm_100": 4,
+    "common/indexer_topk_registers.cu-1024-2-4-1-ToSlots-sm_90a": 8,
+    "common/indexer_topk_registers.cu-512-8-2-1-ToColumns-sm_100": 4,
     # Once a tile, beside 128 registers of queries.
     "sm80/index_scores.cu-uint8-INDEXER_MXFP4-64-1-1-1-sm_100": 8,
     # A size that takes 163 KB: devices of 8.9 have 99, and get another one (dense_attention.PORTABLE_SIZES).
@@ -46,11 +46,11 @@ if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registe
     # Once per tile, in a kernel that runs on Hopper only on request.
     SPILLS_ALLOWED["sm80/sparse/attention.cu-DSV4_FP8-16-32-3-2-sm_90a"] = 16
     for target in ("sm_100", "sm_120"):  # with the 80 registers of three thread blocks per multiprocessor
-        SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-ToColumns-{target}"] = 4
+        SPILLS_ALLOWED[f"common/indexer_topk_stream.cu-256-1-ToColumns-{target}"] = 4
     rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
-    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToColumns-sm_80"] = 16
-    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToSlots-sm_120"] = 4  # with a row's columns in registers
+    SPILLS_ALLOWED["common/indexer_topk_bound.cu-1024-1-8-1-1-ToColumns-sm_80"] = 16
+    SPILLS_ALLOWED["common/indexer_topk_bound.cu-1024-1-8-1-1-ToSlots-sm_120"] = 4  # with a row's columns in registers
     # Beside 128 registers of queries, on Hopper only on request; and beside the queries of decodes.
     SPILLS_ALLOWED["sm80/index_scores.cu-uint8-INDEXER_FP8-64-1-0-1-sm_90a"] = 4
     SPILLS_ALLOWED["sm80/sparse/heads64.cu-DSV4_FP8-32-4-96-sm_80"] = 32

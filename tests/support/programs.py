@@ -103,26 +103,26 @@ SOURCES = [
         (file, {**macros, "OUTPUT": output})
         for output in ("ToColumns", "ToSlots")
         for file, macros in (
-            ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
-            ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
-            ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
+            ("common/indexer_topk_stream.cu", {"THREADS": 256, "ALIGNED": 1}),
+            ("common/indexer_topk_stream.cu", {"THREADS": 512, "ALIGNED": 0}),
+            ("common/indexer_topk_stream.cu", {"THREADS": 512, "ALIGNED": 1}),
             *(
-                ("common/indexer_topk_held.cu", {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ALIGNED": a})
+                ("common/indexer_topk_registers.cu", {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ALIGNED": a})
                 for threads, reads in ((1024, 2), (1024, 4), (512, 2))
                 for a in (1, 0)
             ),
-            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
-            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
-            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
+            ("common/indexer_topk_bound.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
+            ("common/indexer_topk_bound.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
+            ("common/indexer_topk_bound.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
             *(
                 (
-                    "common/indexer_topk_few.cu",
+                    "common/indexer_topk_bound.cu",
                     {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ROUNDS": 1, "ALIGNED": a, "ESTIMATED": guessed},
                 )
                 for threads, reads, a, guessed in ((1024, 4, 0, 1), (1024, 8, 1, 1))
             ),
             *(
-                ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": a})
+                ("common/indexer_topk_bound.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": a})
                 for a in (0, 1)
             ),
             ("common/indexer_topk_wide.cu", {"THREADS": 512}),
@@ -454,7 +454,7 @@ COMPILATIONS += [  # clusters
 ]  # fmt: skip
 COMPILATIONS += [
     (
-        "common/indexer_topk_held.cu",
+        "common/indexer_topk_registers.cu",
         {"THREADS": threads, "BLOCKS": blocks, "READS": reads, "ALIGNED": 1, "OUTPUT": OUTPUTS[turn % 2]},
         target,
     )
@@ -465,7 +465,7 @@ COMPILATIONS += [
 ]
 COMPILATIONS += [
     (
-        "common/indexer_topk_few.cu",
+        "common/indexer_topk_bound.cu",
         {
             "THREADS": threads, "BLOCKS": blocks, "READS": 8, "ROUNDS": rounds, "ALIGNED": int(rounds < 8),
             "OUTPUT": OUTPUTS[turn % 2],

@@ -7,10 +7,9 @@
 #include "common/pages.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens, int64 tokens_stride,
-             const SAMPLED* sampled_token_ids, int64 sampled_stride, POSITION* input_positions, int64 positions_stride,
-             int* seq_lens, int64 lens_stride, SLOT* slot_mapping, int64 slots_stride, const int* block_tables,
-             int64 table_stride, int table_columns) {
+    advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens, int64 tokens_stride, const SAMPLED* sampled_token_ids,
+                 int64 sampled_stride, POSITION* input_positions, int64 positions_stride, int* seq_lens, int64 lens_stride,
+                 SLOT* slot_mapping, int64 slots_stride, const int* block_tables, int64 table_stride, int table_columns) {
     pdl_wait();
     int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= num_seqs) return;

@@ -9,6 +9,5 @@
 extern "C" __global__ void __launch_bounds__(128) dequantize_and_gather_k_cache(GatheredRows rows) {
     pdl_wait();
     const int first_row = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * TOKENS;
-    for (int request = blockIdx.y; request < rows.requests; request += gridDim.y)
-        gather_rows<LAYOUT>(rows, request, first_row);
+    for (int request = blockIdx.y; request < rows.requests; request += gridDim.y) gather_rows<LAYOUT>(rows, request, first_row);
 }

@@ -121,9 +121,8 @@ __device__ inline void store_eight_scales(Token token, int lane, const uint32 (&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, int64 rope_stride,
-                            const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
-                            int block_size) {
+    quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, int64 rope_stride, const SLOT* slot_mapping,
+                                int num_tokens, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
     pdl_wait();
     int lane = threadIdx.x % LANES;
     int token = blockIdx.x * TOKENS + threadIdx.x / LANES;

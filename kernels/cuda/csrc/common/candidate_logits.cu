@@ -37,11 +37,11 @@ __device__ inline void read_chunk(const Token& token, int d, float (&x)[CHUNK]) 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-candidate_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
-                 int64 weights_stride, const int* lens, int64 lens_stride, int per_query, int next_n, int num_queries,
-                 const int* candidates, int64 candidates_stride, int block, int columns, float fill,
-                 const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
-                 int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride) {
+    candidate_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+                     int64 weights_stride, const int* lens, int64 lens_stride, int per_query, int next_n, int num_queries,
+                     const int* candidates, int64 candidates_stride, int block, int columns, float fill, const int* block_table,
+                     int64 table_stride, int table_rows, int table_columns, uint8* pages, int64 page_stride, int64 num_slots,
+                     int block_size, float* logits, int64 logits_stride) {
     alignas(16) __shared__ float key[HALF][KEY_STRIDE];
     alignas(16) __shared__ float query_head[HALF][HEAD_STRIDE];
     __shared__ float sums[THREADS / 32][KEYS];

@@ -16,9 +16,8 @@ constexpr int SEGMENT = 8192;  // blocks of a row that a CTA masks
 // newest block; for another one it counts as the largest finite value, so that the newest is always selected. Subnormal logits
 // keep their values (fmaxf and fminf would flush them, -ftz=true).
 extern "C" __global__ void __launch_bounds__(THREADS)
-candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                 const int* lens, int64 lens_stride, int next_n, int per_row, int block, float* maxima,
-                 int64 maxima_stride, int blocks) {
+    candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                     int64 lens_stride, int next_n, int per_row, int block, float* maxima, int64 maxima_stride, int blocks) {
     pdl_wait();
     Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, -1, width};
     for (int64 m = blockIdx.y; m < num_rows; m += gridDim.y) {
@@ -44,9 +43,9 @@ candidate_maxima(const float* logits, int64 stride, int width, int64 num_rows, c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-apply_candidate_mask(float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                     const int* lens, int64 lens_stride, int next_n, int per_row, int block, const int* candidates,
-                     int64 candidates_stride, int num_candidates, float fill) {
+    apply_candidate_mask(float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                         int64 lens_stride, int next_n, int per_row, int block, const int* candidates, int64 candidates_stride,
+                         int num_candidates, float fill) {
     __shared__ uint32 is_candidate[SEGMENT / 32];
     pdl_wait();
     Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, -1, width};
@@ -75,8 +74,7 @@ apply_candidate_mask(float* logits, int64 stride, int width, int64 num_rows, con
 
 // Convert columns of candidate logits to positions, in place.
 extern "C" __global__ void __launch_bounds__(THREADS)
-candidate_positions(int* indices, int64 stride, int topk, int64 num_rows, const int* candidates, int64 candidates_stride,
-                    int block) {
+    candidate_positions(int* indices, int64 stride, int topk, int64 num_rows, const int* candidates, int64 candidates_stride, int block) {
     pdl_wait();
     for (int64 m = blockIdx.y; m < num_rows; m += gridDim.y)
         for (int i = blockIdx.x * THREADS + threadIdx.x; i < topk; i += gridDim.x * THREADS) {

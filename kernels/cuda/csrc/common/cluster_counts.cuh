@@ -15,38 +15,30 @@ constexpr int GROUP = 128, GROUPS = BINS / GROUP;
 static_assert(GROUPS % 32 == 0 && BLOCKS <= WARPS && GROUP / RUN >= BLOCKS && GROUP / RUN <= 32);
 
 struct Counted {
-    uint32 groups[GROUPS];             // sums over the cluster, 0 at first
+    uint32 groups[GROUPS];                   // sums over the cluster, 0 at first
     alignas(16) uint32 bins[BLOCKS][GROUP];  // of the group of the k-th number, by CTA
 };
 
-__device__ inline uint32 rank_in_cluster() {
-    uint32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
+__device__ inline uint32 rank_in_cluster() { return cluster_rank(); }
 // The address of `here` in another CTA's shared memory.
-__device__ inline uint32 address_there(const void* here, uint32 rank) {
-    uint32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32(__cvta_generic_to_shared(here))), "r"(rank));
-    return there;
-}
+__device__ inline uint32 remote_address(const void* here, uint32 rank) { return cluster_address(shared_address(here), rank); }
 __device__ inline void send(uint64& here, uint32 rank, uint64 x) {
-    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(address_there(&here, rank)), "l"(x) : "memory");
+    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(remote_address(&here, rank)), "l"(x) : "memory");
 }
 __device__ inline void send(int& here, uint32 rank, int x) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_there(&here, rank)), "r"(x) : "memory");
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote_address(&here, rank)), "r"(x) : "memory");
 }
-__device__ inline void add_there(uint32& here, uint32 rank, uint32 x) {
-    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address_there(&here, rank)), "r"(x) : "memory");
+__device__ inline void add_remote(uint32& here, uint32 rank, uint32 x) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(remote_address(&here, rank)), "r"(x) : "memory");
 }
-__device__ inline uint4 read_there(const uint32* here, uint32 rank) {
+__device__ inline uint4 read_remote(const uint32* here, uint32 rank) {
     uint4 x;
     asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address_there(here, rank)) : "memory");
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(remote_address(here, rank))
+                 : "memory");
     return x;
 }
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Adds this CTA's sums of groups to the sums of all CTAs, except the last bin, which is cleared. Called by all threads,
 // after a barrier and before a cluster barrier.
@@ -62,7 +54,7 @@ __device__ inline void send_groups(Counted& counted, uint32* bins) {
 #pragma unroll
     for (int step = LANES_OF_GROUP / 2; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     uint32 rank = threadIdx.x % LANES_OF_GROUP;
-    if (rank < BLOCKS && sum) add_there(counted.groups[threadIdx.x / LANES_OF_GROUP], rank, sum);
+    if (rank < BLOCKS && sum) add_remote(counted.groups[threadIdx.x / LANES_OF_GROUP], rank, sum);
 }
 
 // The bin of the rest-th number, where each lane of a warp has PER neighbouring counts, lane 0 the first; -1 if there
@@ -103,7 +95,7 @@ __device__ inline ClusterDigit digit_of_cluster(Counted& counted, const uint32* 
         group = place_of(counts, rest);
         if (group >= 0) {
             group = GROUPS - 1 - group;
-            *reinterpret_cast<uint4*>(&counted.bins[warp][lane * 4]) = read_there(bins + group * GROUP + lane * 4, warp);
+            *reinterpret_cast<uint4*>(&counted.bins[warp][lane * 4]) = read_remote(bins + group * GROUP + lane * 4, warp);
         }
     }
     __syncthreads();
@@ -116,8 +108,8 @@ __device__ inline ClusterDigit digit_of_cluster(Counted& counted, const uint32* 
     }
     int bin = GROUP - 1 - place_of(counts, rest);
     uint32 of_block = lane < BLOCKS ? counted.bins[lane % BLOCKS][bin] : 0;
-    return {group * GROUP + bin, rest, int(__reduce_add_sync(~0u, of_block)),
-            int(__reduce_add_sync(~0u, lane < int(rank) ? of_block : 0)), int(__reduce_max_sync(~0u, of_block))};
+    return {group * GROUP + bin, rest, int(__reduce_add_sync(~0u, of_block)), int(__reduce_add_sync(~0u, lane < int(rank) ? of_block : 0)),
+            int(__reduce_max_sync(~0u, of_block))};
 }
 #else
 #define CLUSTER

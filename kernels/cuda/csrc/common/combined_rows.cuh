@@ -25,9 +25,9 @@ struct CombinedRows {
 
 // A token's request, and the rows of its window.
 struct Gathered {
-    int base = 0;      // first row of the request
+    int base = 0;         // first row of the request
     uint32 complete = 0;  // compressed rows that the token sees
-    int num_swa = 0;   // entries of the window; those from `swa_first` to `swa_end` are in the workspace
+    int num_swa = 0;      // entries of the window; those from `swa_first` to `swa_end` are in the workspace
     int swa_first = 0, swa_end = 0;
     int swa_base = 0;  // row of the window's first entry
 
@@ -68,8 +68,7 @@ __device__ inline void write_combined(const CombinedRows& x, int token, const Ga
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
                 int rank = j + i - num_topk, entry = rows.window_row(rank);
-                if (rank < 0 && uint32(entries[step].at[i]) < uint32(x.swa_start))
-                    entry = rows.base + entries[step].at[i];
+                if (rank < 0 && uint32(entries[step].at[i]) < uint32(x.swa_start)) entry = rows.base + entries[step].at[i];
                 entries[step].at[i] = entry;
             }
             store_entries(row + j, entries[step]);

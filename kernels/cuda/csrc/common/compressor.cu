@@ -18,10 +18,10 @@
 // Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 if there is one), INPUT and WEIGHT (float or
 // bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS,
 // AHEAD, WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
-#include "common/chosen_tokens.cuh"
+#include "common/tokens_with_slots.cuh"
 #include "common/packed.cuh"
 #include "common/device.cuh"
-#include "common/quads.cuh"
+#include "common/channels4.cuh"
 #include "common/warp_row.cuh"
 
 constexpr int ALL_GROUPS = PARTS > 1 ? 16 : GROUPS, ALL_PARTS = 8;
@@ -76,11 +76,6 @@ struct Step {
     float eps;
 };
 
-#if PARTS > 1
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-#endif
-
 // Sum over all threads that hold channels of a row. Called by all threads of the block.
 template <class W> struct RowSum {
     float (*places)[W::PLACES];  // double-buffered by row: one is read while the next is written
@@ -92,14 +87,12 @@ template <class W> struct RowSum {
         if (PARTS == 1 && W::WARPS == 1 && GROUPS == 1) return of_warp;
 #if PARTS > 1
         static_assert(W::WARPS == 1);
-        uint32 rank, here = uint32(__cvta_generic_to_shared(place)), there;
-        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        uint32 rank = cluster_rank(), here = shared_address(place);
         if (turn == 1) cluster_wait();  // the first time: all CTAs have started
         int part = lane / W::THREADS_OF_PART, peer = lane % W::THREADS_OF_PART;  // of this CTA's parts
         if (holds && part < ALL_PARTS / PARTS && peer < PARTS) {
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                         : "=r"(there) : "r"(here + 4 * (rank * (ALL_PARTS / PARTS) + part)), "r"(peer));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(of_warp) : "memory");
+            uint32 remote = cluster_address(here + 4 * (rank * (ALL_PARTS / PARTS) + part), peer);
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(of_warp) : "memory");
         }
         cluster_arrive();
         cluster_wait();
@@ -158,8 +151,8 @@ template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_
 template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int warp, int warps) {
     constexpr int CHANNELS = COFF * W::DIM, READS = CHANNELS / 128, AT_ONCE = READS < 4 ? READS : 4;
     int first = PARTS > 1 ? warp : warp * step.saved_together;
-    Tokens tokens(step.state_slots, first, PARTS > 1 ? step.tokens : min(first + step.saved_together, step.tokens),
-                  step.num_state_slots, rows.state_slots, PARTS > 1 ? warps : 1);
+    Tokens tokens(step.state_slots, first, PARTS > 1 ? step.tokens : min(first + step.saved_together, step.tokens), step.num_state_slots,
+                  rows.state_slots, PARTS > 1 ? warps : 1);
     for (int token = tokens.next(); token >= 0; token = tokens.next()) {
         PageRow at = page_row_of(int64(step.state_slots[token]), step.state_block);
         int column = 4 * (threadIdx.x % 32);
@@ -190,8 +183,7 @@ struct Place {
     bool found, here;
 };
 
-__device__ inline Place place_of(const Rows& rows, const Step& step, int token, int64 position, int request, int here,
-                                 int back) {
+__device__ inline Place place_of(const Rows& rows, const Step& step, int token, int64 position, int request, int here, int back) {
     const void* in_step = rows.kv_score + (token - (back < here ? back : 0)) * rows.kv_stride;
     if (back >= COFF * RATIO || position < back) return {in_step, false, true};
     PageRow page = page_row_of(position - back, step.state_block);
@@ -287,7 +279,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
                     uint64 source = __shfl_sync(~0u, reinterpret_cast<uint64>(mine.source), groups_before + i);
                     if (sizeof(INPUT) == 4 || !(in_step >> i & 1)) {
                         const float* values = reinterpret_cast<const float*>(source) + column;
-                        if (PARTS > 1) kv[i] = ask4(values), score[i] = ask4(values + CHANNELS);
+                        if (PARTS > 1) kv[i] = read4_volatile(values), score[i] = read4_volatile(values + CHANNELS);
                         else kv[i] = read4(values), score[i] = read4(values + CHANNELS);
                     } else {
                         const INPUT* values = reinterpret_cast<const INPUT*>(source) + column;
@@ -346,8 +338,8 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
             row.x[j] = a * cosines[j / 2] - b * sines[j / 2];
             row.x[j + 1] = b * cosines[j / 2] + a * sines[j / 2];
         }
-        row.template insert<typename W::Layout>(token_at<typename W::Layout>(
-            rows.pages, rows.page_stride, rows.block_size, int64(step.slots[token])));
+        row.template insert<typename W::Layout>(
+            token_at<typename W::Layout>(rows.pages, rows.page_stride, rows.block_size, int64(step.slots[token])));
     }
 }
 
@@ -360,10 +352,10 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 // CTAs that save states of the first compressor, then of the second one, then CTAs that pool rows of both. For long
 // windows, which have one compressor: CTAs that pool, then CTAs that save.
 extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 512 / First::THREADS)
-compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
+    compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
 #if PARTS > 1
     extern __shared__ uint4 memory[];  // sums of squares and the groups' means
-    auto places = reinterpret_cast<float(*)[First::PLACES]>(memory);
+    auto places = reinterpret_cast<float (*)[First::PLACES]>(memory);
 #else
     __shared__ float places[2][First::PLACES], second_places[2][Second::PLACES];
 #endif

@@ -9,8 +9,8 @@ constexpr int THREADS = 256;
 constexpr int UNROLL = CHUNK / THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-copy_blocks(const uint8* src, int64 src_stride, int64 src_blocks, uint8* dst, int64 dst_stride, int64 dst_blocks,
-            const PAIR* pairs, int64 pairs_stride, int64 pair_stride, int64 page_units, int chunks) {
+    copy_blocks(const uint8* src, int64 src_stride, int64 src_blocks, uint8* dst, int64 dst_stride, int64 dst_blocks, const PAIR* pairs,
+                int64 pairs_stride, int64 pair_stride, int64 page_units, int chunks) {
     pdl_wait();
     const PAIR* pair = pairs + (blockIdx.x / chunks) * pairs_stride;
     int64 source = pair[0], destination = pair[pair_stride];

@@ -35,8 +35,8 @@ __device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : 
 
 // One head of a token that is divided: {token, range of its first part, number of its parts}.
 __device__ inline void merge(uint4 entry, int head, const float* partial_out, const float* partial_lse, int s_q, int heads, VALUE* out,
-                             int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
-                             int64 lse_stride_h, int64 lse_stride_s) {
+                             int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h,
+                             int64 lse_stride_s) {
     int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
     // Row of part i of a token: first_row + 2 * i, but one more for part 0.
     int token = int(entry.x), splits = int(entry.z);
@@ -93,10 +93,10 @@ __device__ inline void merge(uint4 entry, int head, const float* partial_out, co
     if (thread == 0) *lse = empty ? infinity() : sum.top + logf(sum.total);
 }
 
-extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
-mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int entries, int s_q, int heads,
-                 VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
-                 int64 lse_stride_h, int64 lse_stride_s) {
+extern "C" __global__ void __launch_bounds__(SET* MAX_SETS, MIN_BLOCKS)
+    mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int entries, int s_q, int heads, VALUE* out,
+                     int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h,
+                     int64 lse_stride_s) {
     pdl_release();
     // The division precedes the decode, so it is complete when this kernel starts. Partial results are not.
     bool any = false;

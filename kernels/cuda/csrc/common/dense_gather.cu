@@ -52,10 +52,9 @@ __device__ inline void move_row(const uint8* src, uint8* dst, int row_bytes, int
 #endif
 
 extern "C" __global__ void __launch_bounds__(128)
-gather_cache(const uint8* pages, int64 page_stride, int64 num_slots, int block_size, int row_bytes, uint8* dst,
-             int64 dst_stride, int num_rows, const int* block_table, int64 table_stride, int table_columns,
-             const int* cu_seq_lens, int requests, const int* seq_starts, int64 seq_starts_stride, const float* scale,
-             float scale_value) {
+    gather_cache(const uint8* pages, int64 page_stride, int64 num_slots, int block_size, int row_bytes, uint8* dst, int64 dst_stride,
+                 int num_rows, const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens, int requests,
+                 const int* seq_starts, int64 seq_starts_stride, const float* scale, float scale_value) {
     pdl_wait();
     BlockTable table{block_table, table_stride, requests, table_columns};
     GatheredRows rows{cu_seq_lens, requests};

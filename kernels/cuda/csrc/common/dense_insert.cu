@@ -22,9 +22,9 @@ __device__ inline void store_chunk(e4m3* p, Raw8<INPUT> raw, float scale) {
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-concat_and_cache_mla(const INPUT* kv_c, int64 kv_c_stride, const INPUT* k_pe, int64 k_pe_stride,
-                     const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
-                     int block_size, const float* scale, float scale_value) {
+    concat_and_cache_mla(const INPUT* kv_c, int64 kv_c_stride, const INPUT* k_pe, int64 k_pe_stride, const SLOT* slot_mapping,
+                         int num_tokens, uint8* pages, int64 page_stride, int64 num_slots, int block_size, const float* scale,
+                         float scale_value) {
     pdl_wait();
     int lane = threadIdx.x % 32;
     int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;

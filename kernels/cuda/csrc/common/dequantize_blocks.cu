@@ -7,9 +7,9 @@
 #include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-dequantize_blocks(const uint8* codes, int64 group_stride, int64 row_stride, const float* scales, int64 scale_group_stride,
-                  int64 scale_row_stride, bf16* out, int64 out_group_stride, int64 out_row_stride, int columns, int block_rows,
-                  int block_columns) {
+    dequantize_blocks(const uint8* codes, int64 group_stride, int64 row_stride, const float* scales, int64 scale_group_stride,
+                      int64 scale_row_stride, bf16* out, int64 out_group_stride, int64 out_row_stride, int columns, int block_rows,
+                      int block_columns) {
     pdl_wait();
     int row = blockIdx.x, group = blockIdx.y;
     codes += group * group_stride + row * row_stride;

@@ -65,9 +65,7 @@ __device__ inline float larger(float a, float b) {
 }
 
 // 2^e as float32 for -149 <= e <= 127.
-__device__ inline float exp2i(int e) {
-    return __uint_as_float(e >= -126 ? uint32(e + 127) << 23 : 1u << (e + 149));
-}
+__device__ inline float exp2i(int e) { return __uint_as_float(e >= -126 ? uint32(e + 127) << 23 : 1u << (e + 149)); }
 
 // 2^e for exponents of normal numbers.
 __device__ inline float power_of_two(int e) { return __uint_as_float(uint32(e + 127) << 23); }
@@ -111,14 +109,12 @@ __device__ inline uint32 float_to_e4m3(float x) {
     if (x != x) return 0x7f;
     uint32 sign = __float_as_uint(x) >> 24 & 0x80;
     uint32 magnitude = __float_as_uint(x) & 0x7fffffff;
-    if (magnitude >= 0x43e00000) return sign | 0x7e;                                  // 448
-    if (magnitude < 0x3c800000) return sign | __float2int_rn(fabsf(x) * 512.0f);      // below 2^-6: steps of 2^-9
+    if (magnitude >= 0x43e00000) return sign | 0x7e;                                   // 448
+    if (magnitude < 0x3c800000) return sign | __float2int_rn(fabsf(x) * 512.0f);       // below 2^-6: steps of 2^-9
     return sign | (magnitude + 0x7ffff + (magnitude >> 20 & 1)) - (120u << 23) >> 20;  // 3 bits of mantissa
 }
 
-__device__ inline uint32 float_to_e4m3x2(float low, float high) {
-    return float_to_e4m3(low) | float_to_e4m3(high) << 8;
-}
+__device__ inline uint32 float_to_e4m3x2(float low, float high) { return float_to_e4m3(low) | float_to_e4m3(high) << 8; }
 
 #endif
 
@@ -148,9 +144,7 @@ __device__ inline float exp2_approx(float x) {
 
 // ---- pairs of float16 from bfloat16, and approximate arithmetic
 
-__device__ inline uint32 bf16x2_to_f16x2(uint32 x) {
-    return pack(f16{}, __uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
+__device__ inline uint32 bf16x2_to_f16x2(uint32 x) { return pack(f16{}, __uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
 __device__ inline uint4 bf16x8_to_f16x8(uint4 x) {
     return {bf16x2_to_f16x2(x.x), bf16x2_to_f16x2(x.y), bf16x2_to_f16x2(x.z), bf16x2_to_f16x2(x.w)};
 }
@@ -187,9 +181,7 @@ __device__ inline float reciprocal_fast(float x) {
 __device__ inline uint4 load16(const void* p) {
 #if ALIGNED
     uint4 x;
-    asm volatile("ld.global" EVICTION ".nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
+    asm volatile("ld.global" EVICTION ".nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
     return x;
 #else
     uint32 words[4] = {};
@@ -292,8 +284,7 @@ template <class T> __device__ inline void store_raw8(T* p, Raw8<T> raw) { store1
 __device__ inline void store_e4m3x8(uint8* p, const float (&x)[8]) {
     uint32 words[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-        words[i] = float_to_e4m3x2(x[4 * i], x[4 * i + 1]) | float_to_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
+    for (int i = 0; i < 2; ++i) words[i] = float_to_e4m3x2(x[4 * i], x[4 * i + 1]) | float_to_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
     store8(p, {words[0], words[1]});
 }
 
@@ -307,6 +298,25 @@ __device__ inline void dequantize8(uint2 bytes, float scale, float (&x)[8]) {
         x[2 * i + 1] = mul(x[2 * i + 1], scale);
     }
 }
+
+// ---- clusters
+
+__device__ inline uint32 cluster_rank() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The address in the cluster of `address` in the shared memory of CTA `rank`.
+__device__ inline uint32 cluster_address(uint32 address, uint32 rank) {
+    uint32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// All threads of a cluster arrive; threads that depend on the others' writes wait until all have arrived.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // ---- asynchronous copies from global to shared memory (cp.async)
 
@@ -333,10 +343,8 @@ __device__ inline void copy_async_part(uint32 target, const void* source, int si
 // Copy BYTES (4, 8 or 16) from global to shared memory, or zeros, without a global access, if `present` is false.
 template <int BYTES> __device__ inline void copy_async(uint32 target, const void* source, bool present) {
     int size = present ? BYTES : 0;
-    if (BYTES == 16)
-        copy_async_part(target, source, size);
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(own(target)), "l"(source), "n"(BYTES), "r"(size) : "memory");
+    if (BYTES == 16) copy_async_part(target, source, size);
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(own(target)), "l"(source), "n"(BYTES), "r"(size) : "memory");
 }
 template <int BYTES> __device__ inline void copy_async(void* target, const void* source, bool present) {
     copy_async<BYTES>(shared_address(target), source, present);

@@ -4,14 +4,12 @@
 #include "common/pages.cuh"
 #include "common/device.cuh"
 
-constexpr int THREADS = 64;             // per CTA
+constexpr int THREADS = 64;                  // per CTA
 constexpr int WIDTH = WIDE_ENTRIES ? 4 : 1;  // entries that a lane handles at a time
-constexpr int STEP = 32 * WIDTH;        // entries that a warp handles at a time
-constexpr int STEPS = 4;                // loads of a lane in flight
+constexpr int STEP = 32 * WIDTH;             // entries that a warp handles at a time
+constexpr int STEPS = 4;                     // loads of a lane in flight
 
-struct LoadedIndices {
-    int at[WIDTH];
-};
+struct LoadedIndices { int at[WIDTH]; };
 
 __device__ inline LoadedIndices load_entries(const int* p) {
     LoadedIndices x;
@@ -56,9 +54,7 @@ struct QueryPositions {
     __device__ bool has(int request) const { return request >= 0 && request < count; }
 
     // Position of a query token in its sequence. The last query token is the last token of the sequence.
-    __device__ int64 position(int request, int64 token) const {
-        return int64(seq_lens[request]) - query_start_loc[request + 1] + token;
-    }
+    __device__ int64 position(int request, int64 token) const { return int64(seq_lens[request]) - query_start_loc[request + 1] + token; }
 };
 
 // Number of complete rows of `compress_ratio` positions at `position`. A 32-bit division suffices: a larger position is

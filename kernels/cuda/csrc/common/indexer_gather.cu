@@ -44,10 +44,9 @@ __device__ inline uint4 in_units(uint2 codes, uint32 scale, uint32 unit) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots, int block_size, uint8* dst_k,
-                                int64 k_stride, uint8* dst_scale, int64 scale_stride, int num_rows,
-                                const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,
-                                int requests) {
+    cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots, int block_size, uint8* dst_k, int64 k_stride,
+                                    uint8* dst_scale, int64 scale_stride, int num_rows, const int* block_table, int64 table_stride,
+                                    int table_columns, const int* cu_seq_lens, int requests) {
     pdl_wait();
     BlockTable table{block_table, table_stride, requests, table_columns};
     GatheredRows rows{cu_seq_lens, requests};

@@ -30,8 +30,7 @@ __device__ inline float largest_of(const Raw8<INPUT> (&raw)[PARTS]) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i)
-            bits = larger(INPUT{}, bits, magnitudes(INPUT{}, reinterpret_cast<const uint32*>(&raw[part])[i]));
+        for (int i = 0; i < WORDS; ++i) bits = larger(INPUT{}, bits, magnitudes(INPUT{}, reinterpret_cast<const uint32*>(&raw[part])[i]));
 #pragma unroll
     for (int lane = 1; lane < LANES; lane *= 2) bits = larger(INPUT{}, bits, __shfl_xor_sync(~0u, bits, lane));
     float largest = value_of(INPUT{}, bits);
@@ -49,8 +48,8 @@ __device__ inline float largest_of(const Raw8<INPUT> (&raw)[PARTS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-indexer_k_quant_and_cache(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens, uint8* pages,
-                          int64 page_stride, int64 num_slots, int block_size) {
+    indexer_k_quant_and_cache(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride,
+                              int64 num_slots, int block_size) {
     pdl_release();
     pdl_wait();
     int lane = threadIdx.x % LANES, token = blockIdx.x * GROUPS + threadIdx.x / LANES;

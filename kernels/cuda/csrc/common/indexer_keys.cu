@@ -15,9 +15,8 @@ __device__ inline void assign(float x, float& y) { y = x; }
 __device__ inline void assign(bf16 x, bf16& y) { y = x; }  // keeps the bits, also of NaN
 template <class From, class To> __device__ inline void assign(From x, To& y) { convert(to_float(x), y); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-insert_keys(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride,
-            int64 num_slots, int block_size) {
+extern "C" __global__ void __launch_bounds__(THREADS) insert_keys(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens,
+                                                                  uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
     pdl_wait();
     int token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (token >= num_tokens) return;
@@ -32,9 +31,8 @@ insert_keys(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_to
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-gather_keys(uint8* pages, int64 page_stride, int64 num_slots, int block_size, VALUE* out, int64 out_stride,
-            int num_rows, const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,
-            int requests) {
+    gather_keys(uint8* pages, int64 page_stride, int64 num_slots, int block_size, VALUE* out, int64 out_stride, int num_rows,
+                const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens, int requests) {
     pdl_wait();
     BlockTable table{block_table, table_stride, requests, table_columns};
     for (int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; row < num_rows; row += gridDim.x * (THREADS / 32)) {

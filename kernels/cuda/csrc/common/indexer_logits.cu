@@ -27,8 +27,8 @@ __device__ inline float key_value(const uint8* row, const uint8* scales, int d) 
 struct Queries {
     const int *starts, *ends;  // PAGED: lengths, and null
     int64 lens_stride;
-    int per_query, count;  // count: number of queries, of an entry if PAGED
-    int keys, compressed_width;        // compressed_width: width of compressed rows, else 0
+    int per_query, count;        // count: number of queries, of an entry if PAGED
+    int keys, compressed_width;  // compressed_width: width of compressed rows, else 0
 
     __device__ void range_of(int query, int& first, int& end) const {
         if (PAGED) {
@@ -43,11 +43,11 @@ struct Queries {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-indexer_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
-               int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int count,
-               int num_queries, const uint8* k, int64 k_stride, const uint8* scales, int keys, int compressed_width,
-               const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
-               int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride) {
+    indexer_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+                   int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int count, int num_queries,
+                   const uint8* k, int64 k_stride, const uint8* scales, int keys, int compressed_width, const int* block_table,
+                   int64 table_stride, int table_rows, int table_columns, uint8* pages, int64 page_stride, int64 num_slots, int block_size,
+                   float* logits, int64 logits_stride) {
     __shared__ float key[KEYS][DIM + 1];
     __shared__ float query_head[WARPS][DIM];
     __shared__ float sums[WARPS][KEYS];
@@ -99,8 +99,8 @@ indexer_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-clean_logits(const int* starts, const int* ends, int64 lens_stride, int per_query, int count, int num_queries, int keys,
-             int compressed_width, float* logits, int64 logits_stride) {
+    clean_logits(const int* starts, const int* ends, int64 lens_stride, int per_query, int count, int num_queries, int keys,
+                 int compressed_width, float* logits, int64 logits_stride) {
     pdl_wait();
     Queries queries{starts, ends, lens_stride, per_query, count, keys, compressed_width};
     int width = compressed_width ? compressed_width : keys, stride = gridDim.x * THREADS;

@@ -46,8 +46,7 @@ __device__ inline int rows_of(int64 positions, int compress_ratio) {
 }
 
 // The slot of the row that a token completes, or -1. Slots are 64-bit: page numbers may be large.
-__device__ inline int64 compressed_slot(BatchRequests requests, BlockTable table, int token, int block_size,
-                                        int compress_ratio) {
+__device__ inline int64 compressed_slot(BatchRequests requests, BlockTable table, int token, int block_size, int compress_ratio) {
     int request = requests.of(token);
     if (request < 0 || request >= table.rows) return -1;
     int64 positions = requests.visible_to(request, token);
@@ -65,9 +64,7 @@ struct DecodeEntries {
     bool flatten;
     int compress_ratio;
 
-    __device__ int first_of(int request) const {
-        return flatten ? min(max(requests.query_start_loc[request], 0), batch_size) : request;
-    }
+    __device__ int first_of(int request) const { return flatten ? min(max(requests.query_start_loc[request], 0), batch_size) : request; }
 
     // The request of an entry that is a token, or -1 for padding.
     __device__ int request_of(int entry) const {
@@ -88,15 +85,12 @@ struct DecodeEntries {
 __device__ inline void schedule_splits(DecodeEntries entries, int split_rows, int num_sms, int2* schedule) {
     __shared__ int64 splits_before[THREADS + 1];
     int run = (entries.num_decodes + THREADS - 1) / THREADS;
-    auto splits_of = [&](int request, int entry) {
-        return (int64(entries.rows_seen(request, entry)) + split_rows - 1) / split_rows;
-    };
+    auto splits_of = [&](int request, int entry) { return (int64(entries.rows_seen(request, entry)) + split_rows - 1) / split_rows; };
 
     int64 splits = 0;
     int last_request = min((int(threadIdx.x) + 1) * run, entries.num_decodes);
     for (int request = threadIdx.x * run; request < last_request; ++request)
-        for (int entry = entries.first_of(request); entry < entries.first_of(request + 1); ++entry)
-            splits += splits_of(request, entry);
+        for (int entry = entries.first_of(request); entry < entries.first_of(request + 1); ++entry) splits += splits_of(request, entry);
     if (threadIdx.x == 0) splits_before[0] = 0;
     splits_before[threadIdx.x + 1] = splits;
     __syncthreads();
@@ -148,8 +142,7 @@ __device__ inline void build_chunk(const int* query_start_loc, const int* seq_le
     __syncthreads();
     int request = block / chunk.splits;
     uint32 rows = 0;
-    for (int earlier = threadIdx.x; earlier < request; earlier += THREADS)
-        rows += rows_of(seq_lens[earlier], compress_ratio);
+    for (int earlier = threadIdx.x; earlier < request; earlier += THREADS) rows += rows_of(seq_lens[earlier], compress_ratio);
     if (rows) atomicAdd(&rows_before, rows);
     __syncthreads();
     int row_start = int(min(rows_before, uint32(chunk.total_rows)));
@@ -172,12 +165,11 @@ __device__ inline void build_chunk(const int* query_start_loc, const int* seq_le
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
-              int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
-              int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
-              int compress_ratio, int decode_len_of_longest, int maps_slots, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
-              int* out_block_table, int64 out_table_stride, int* schedule, int num_sms, int element_blocks,
-              int decode_blocks, Chunk chunk) {
+    build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table, int64 table_stride,
+                  int table_columns, int num_decodes, int batch_size, int flatten, int lens_per_entry, int columns, int entries_before,
+                  int columns_before, int block_size, int compress_ratio, int decode_len_of_longest, int maps_slots, int* decode_lens,
+                  int* out_seq_lens, int capacity, int64* slot_mapping, int* out_block_table, int64 out_table_stride, int* schedule,
+                  int num_sms, int element_blocks, int decode_blocks, Chunk chunk) {
     pdl_wait();
     if (blockIdx.x >= decode_blocks) return build_chunk(query_start_loc, seq_lens, compress_ratio, chunk, blockIdx.x - decode_blocks);
     BatchRequests requests{query_start_loc, seq_lens, num_reqs};
@@ -220,9 +212,8 @@ build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, con
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
-                        int64 table_stride, int table_columns, int num_tokens, int block_size, int compress_ratio,
-                        int64* slot_mapping, int64 num_slots) {
+    compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table, int64 table_stride,
+                            int table_columns, int num_tokens, int block_size, int compress_ratio, int64* slot_mapping, int64 num_slots) {
     pdl_wait();
     int64 i = int64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= num_slots) return;
@@ -232,13 +223,13 @@ compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, Chunk chunk) {
+    build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, Chunk chunk) {
     pdl_wait();
     build_chunk(query_start_loc, seq_lens, compress_ratio, chunk, blockIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-paged_mqa_logits_metadata(const int* lens, int64 lens_stride, int count, int split_rows, int* schedule, int num_sms) {
+    paged_mqa_logits_metadata(const int* lens, int64 lens_stride, int count, int split_rows, int* schedule, int num_sms) {
     pdl_wait();
     BatchRequests requests{nullptr, lens, count, lens_stride};
     schedule_splits(DecodeEntries{requests, count, count, 1, false, 1}, split_rows, num_sms, reinterpret_cast<int2*>(schedule));

@@ -10,10 +10,9 @@ constexpr int WARPS = 4;
 using Row = WarpRow<4>;
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weight, const WEIGHT* bias, int rows,
-                              const SLOT* slots, const POSITION* positions, const float* cos_sin, int64 cos_stride,
-                              int max_position, int rope_dim, float eps, uint8* pages, int64 page_stride,
-                              int64 num_slots, int block_size) {
+    indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weight, const WEIGHT* bias, int rows, const SLOT* slots,
+                                  const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
+                                  float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
     __shared__ float before[WARPS][Row::DIM];  // RoPE
     pdl_wait();
     int warp = threadIdx.x / 32, token = blockIdx.x * WARPS + warp;

@@ -69,11 +69,10 @@ __device__ inline void store_row(uint8* row, uint32 codes, const E2m1Scale& scal
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-fused_indexer_q_rope_quant(const POSITION* positions, const INPUT* q, int64 q_stride, int64 q_head_stride,
-                           const TABLE* table, int64 table_stride, int table_rows, const WEIGHT* weights,
-                           int64 weights_stride, float scale, int rope_first, int is_neox, int least_exponent,
-                           int64 tokens, int heads, OUTPUT* q_out, int64 out_stride, int64 out_head_stride,
-                           float* weights_out, int64 weights_out_stride) {
+    fused_indexer_q_rope_quant(const POSITION* positions, const INPUT* q, int64 q_stride, int64 q_head_stride, const TABLE* table,
+                               int64 table_stride, int table_rows, const WEIGHT* weights, int64 weights_stride, float scale, int rope_first,
+                               int is_neox, int least_exponent, int64 tokens, int heads, OUTPUT* q_out, int64 out_stride,
+                               int64 out_head_stride, float* weights_out, int64 weights_out_stride) {
     pdl_wait();
     int lane = threadIdx.x % LANES;
     int64 number = int64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
@@ -125,6 +124,5 @@ fused_indexer_q_rope_quant(const POSITION* positions, const INPUT* q, int64 q_st
     }
     if (!present) return;
     if constexpr (Q_FORMAT != MXFP4_ROWS) store(to + 8 * lane, x);
-    if (lane == 0)
-        weights_out[token * weights_out_stride + head] = to_float(weights[token * weights_stride + head]) * q_scale * scale;
+    if (lane == 0) weights_out[token * weights_out_stride + head] = to_float(weights[token * weights_stride + head]) * q_scale * scale;
 }

@@ -1,15 +1,14 @@
-// Top-k columns of each row of logits, ascending, for a topk above the limit of common/indexer_topk.cu.
+// Top-k columns of each row of logits, ascending, for a topk above the limit of common/indexer_topk_stream.cu.
 //
 // Grid: a CTA per row, strided. Block: THREADS threads. Shared memory: one `Scratch`, static.
 //
 // Macros: THREADS, OUTPUT.
-#include "common/choice_by_reading.cuh"
+#include "common/select_by_reading.cuh"
 #include "common/device.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
-                   int topk) {
+    top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                       int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
     __shared__ Scratch shared;
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bins[i] = 0;
     pdl_wait();

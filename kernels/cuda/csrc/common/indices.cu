@@ -12,11 +12,10 @@
 constexpr int AT_ONCE = 16;  // loads of a lane in flight where slots are compacted: each entry needs a lookup
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
-                             const int* token_to_req_indices, const bool* is_valid_token, const int* block_table,
-                             int64 table_stride, int table_rows, int table_columns, int block_size,
-                             uint32 block_multiplier, int block_shift, int window_size, int token_offset,
-                             int* swa_indices, int64 indices_stride, int* swa_lens) {
+    compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
+                                 const int* token_to_req_indices, const bool* is_valid_token, const int* block_table, int64 table_stride,
+                                 int table_rows, int table_columns, int block_size, uint32 block_multiplier, int block_shift,
+                                 int window_size, int token_offset, int* swa_indices, int64 indices_stride, int* swa_lens) {
     pdl_wait();
     if (warp_id() >= num_tokens) return;
     int token = warp_id() + token_offset;
@@ -24,8 +23,7 @@ compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const i
     QueryPositions batch{query_start_loc, seq_lens, requests};
     int64 position = is_valid_token[token] && batch.has(request) ? batch.position(request, token) : -1;
     Window window(position, window_size);
-    TableRow table({block_table, table_stride, table_rows, table_columns}, request,
-                   {block_size, block_multiplier, block_shift});
+    TableRow table({block_table, table_stride, table_rows, table_columns}, request, {block_size, block_multiplier, block_shift});
     int* row = swa_indices + warp_id() * indices_stride;
     for (int j = lane_id() * WIDTH; j < window_size; j += 32 * WIDTH)
         store_entries(row + j, table.slots(range(window.start, j, window.lookups)));
@@ -33,11 +31,11 @@ compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
-                                     const int* token_to_req_indices, const int* block_table, int64 table_stride,
-                                     int table_rows, int table_columns, int block_size, uint32 block_multiplier,
-                                     int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
-                                     int* global_topk_indices, int64 global_stride, int* topk_lens) {
+    compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                         const int* token_to_req_indices, const int* block_table, int64 table_stride, int table_rows,
+                                         int table_columns, int block_size, uint32 block_multiplier, int block_shift,
+                                         const bool* is_valid_token, const int* positions, int compress_ratio, int* global_topk_indices,
+                                         int64 global_stride, int* topk_lens) {
     pdl_wait();
     int token = warp_id();
     if (token >= num_tokens) return;
@@ -66,11 +64,11 @@ compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, in
 // The same with the present entries compacted to the left of each row, in order. ALIGNED is 0: a lane has one entry at
 // a time.
 extern "C" __global__ void __launch_bounds__(THREADS)
-compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
-                                      const int* token_to_req_indices, const int* block_table, int64 table_stride,
-                                      int table_rows, int table_columns, int block_size, uint32 block_multiplier,
-                                      int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
-                                      int* global_topk_indices, int64 global_stride, int* topk_lens) {
+    compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                          const int* token_to_req_indices, const int* block_table, int64 table_stride, int table_rows,
+                                          int table_columns, int block_size, uint32 block_multiplier, int block_shift,
+                                          const bool* is_valid_token, const int* positions, int compress_ratio, int* global_topk_indices,
+                                          int64 global_stride, int* topk_lens) {
     pdl_wait();
     int token = warp_id();
     if (token >= num_tokens) return;
@@ -112,18 +110,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_compact_topk_swa_i
     if (warp_id() < rows.num_tokens) combine_compact(rows, warp_id());
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-build_flashinfer_mixed_sparse_indices(
-    int num_tokens, const int* decode_swa_indices, int64 decode_swa_stride, int num_decode_tokens,
-    const int* decode_compressed_indices, int64 decode_compressed_stride, int decode_topk,
-    const int* decode_compressed_topk_lens, const int* prefill_topk_indices, int64 prefill_topk_stride,
-    const int* query_start_loc, const int* seq_lens, int requests, const int* token_to_req_indices,
+extern "C" __global__ void __launch_bounds__(THREADS) build_flashinfer_mixed_sparse_indices(
+    int num_tokens, const int* decode_swa_indices, int64 decode_swa_stride, int num_decode_tokens, const int* decode_compressed_indices,
+    int64 decode_compressed_stride, int decode_topk, const int* decode_compressed_topk_lens, const int* prefill_topk_indices,
+    int64 prefill_topk_stride, const int* query_start_loc, const int* seq_lens, int requests, const int* token_to_req_indices,
     const int* swa_block_table, int64 swa_table_stride, int swa_table_rows, int swa_table_columns, int swa_block_size,
-    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table,
-    int64 compressed_table_stride, int compressed_table_rows, int compressed_table_columns, int compressed_block_size,
-    uint32 compressed_block_multiplier, int compressed_block_shift, int window_size, int compress_ratio, int topk,
-    int decode_indices_are_local, const bool* decode_is_valid_token, int swa_block_span, int compressed_block_span,
-    int* sparse_indices, int64 sparse_stride, int width, int* sparse_topk_lens) {
+    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table, int64 compressed_table_stride,
+    int compressed_table_rows, int compressed_table_columns, int compressed_block_size, uint32 compressed_block_multiplier,
+    int compressed_block_shift, int window_size, int compress_ratio, int topk, int decode_indices_are_local,
+    const bool* decode_is_valid_token, int swa_block_span, int compressed_block_span, int* sparse_indices, int64 sparse_stride, int width,
+    int* sparse_topk_lens) {
     pdl_wait();
     int token = warp_id();
     if (token >= num_tokens) return;
@@ -146,8 +142,8 @@ build_flashinfer_mixed_sparse_indices(
     BlockSize swa_size{swa_block_size, swa_block_multiplier, swa_block_shift};
     BlockSize compressed_size{compressed_block_size, compressed_block_multiplier, compressed_block_shift};
     TableRow swa_table({swa_block_table, swa_table_stride, swa_table_rows, swa_table_columns}, request, swa_size);
-    TableRow compressed_table({compressed_block_table, compressed_table_stride, compressed_table_rows,
-                               compressed_table_columns}, request, compressed_size);
+    TableRow compressed_table({compressed_block_table, compressed_table_stride, compressed_table_rows, compressed_table_columns}, request,
+                              compressed_size);
     int64 position = -1;
     if (!decode) {
         QueryPositions batch{query_start_loc, seq_lens, requests};

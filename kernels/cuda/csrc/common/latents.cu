@@ -13,7 +13,7 @@
 // may be accessed 4 values at a time).
 #include "common/packed.cuh"
 #include "common/device.cuh"
-#include "common/quads.cuh"
+#include "common/channels4.cuh"
 #include "common/requests.cuh"
 
 constexpr int DIM = 512, THREADS = 128;
@@ -49,11 +49,11 @@ struct LatentRow {
         if (RATIO == 2) score[which] = read4(token + DIM + channel());
     }
     // The same for tokens of this step, which no thread writes: loaded before it is known whether they are needed.
-    __device__ void ask(int which, const INPUT* token) {
-        kv[which] = ask4(token + channel());
-        if (RATIO == 2) score[which] = ask4(token + DIM + channel());
+    __device__ void load_early(int which, const INPUT* token) {
+        kv[which] = read4_volatile(token + channel());
+        if (RATIO == 2) score[which] = read4_volatile(token + DIM + channel());
     }
-    __device__ void ask_norm(const WEIGHT* weight) { norm = ask4(weight + channel()); }
+    __device__ void load_norm(const WEIGHT* weight) { norm = read4_volatile(weight + channel()); }
 
     // Pool both tokens, normalise, and write the row. Called by the CTA; no other call uses `squares`.
     __device__ void finish(float (&squares)[THREADS / 32], float eps, OUTPUT* out) {
@@ -87,10 +87,10 @@ struct LatentRow {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 10)
-compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, const SLOT* slots, int num_slots,
-                 OUTPUT* latents, int64 latents_stride, const POSITION* positions, const int* starts, int requests,
-                 float* state, int64 ring_stride, int64 row_stride, int64 num_rows, int capacity, float* restart_rows,
-                 int64 restart_stride, int* restart_positions, float eps) {
+    compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, const SLOT* slots, int num_slots, OUTPUT* latents,
+                     int64 latents_stride, const POSITION* positions, const int* starts, int requests, float* state, int64 ring_stride,
+                     int64 row_stride, int64 num_rows, int capacity, float* restart_rows, int64 restart_stride, int* restart_positions,
+                     float eps) {
     __shared__ float squares[RATIO][THREADS / 32];
     pdl_wait();
     LatentRow row;
@@ -106,8 +106,8 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         if (pools) {
             if (restart_rows) restart = restart_positions[slot / capacity];
             row.load(0, rings.row(slot / capacity, (position - 1) % capacity));
-            row.ask(1, kv_score + start * kv_stride);
-            row.ask_norm(weight);
+            row.load_early(1, kv_score + start * kv_stride);
+            row.load_norm(weight);
         }
 #pragma unroll 1  // else registers spill on sm_120
         for (int first = max(start, end - capacity); first < end; first += SAVED_AT_ONCE) {
@@ -118,7 +118,7 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
 #pragma unroll
             for (int i = 0; i < SAVED_AT_ONCE; ++i) {
                 const INPUT* from = kv_score + min(first + i, end - 1) * kv_stride + LatentRow::channel();
-                kv[i] = ask4(from), score[i] = ask4(from + DIM);
+                kv[i] = read4_volatile(from), score[i] = read4_volatile(from + DIM);
             }
 #pragma unroll
             for (int i = 0; i < SAVED_AT_ONCE; ++i)
@@ -129,12 +129,9 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         }
         if (restart_rows && pools) {
             float* saved = restart_rows + slots[start] / capacity * restart_stride + LatentRow::channel();
-            if (restart == int(positions[start]))
-                row.kv[0] = read4(saved), row.score[0] = read4(saved + DIM);
-            else if (end - start >= capacity)
-                write4(saved, row.kv[0]), write4(saved + DIM, row.score[0]), restart = int(positions[start]);
-            else
-                restart = 0;
+            if (restart == int(positions[start])) row.kv[0] = read4(saved), row.score[0] = read4(saved + DIM);
+            else if (end - start >= capacity) write4(saved, row.kv[0]), write4(saved + DIM, row.score[0]), restart = int(positions[start]);
+            else restart = 0;
         }
         if (pools) row.finish(squares[0], eps, latents + start * latents_stride);
         // All threads have read it: in a CTA that pools, before the barrier in `finish`.
@@ -143,9 +140,9 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
     }
     int token = 2 * (blockIdx.x - requests);
     // Usually the second token completes a row with the first one, so they are loaded before this is known.
-    row.ask(0, kv_score + token * kv_stride);
-    row.ask(1, kv_score + min(token + 1, num_slots - 1) * kv_stride);
-    row.ask_norm(weight);
+    row.load_early(0, kv_score + token * kv_stride);
+    row.load_early(1, kv_score + min(token + 1, num_slots - 1) * kv_stride);
+    row.load_norm(weight);
     bool odd[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -156,15 +153,15 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
 #pragma unroll 1
     for (int i = 1; i >= 0; --i, --token) {
         if (!(i ? odd[1] : odd[0]) || token == 0) continue;
-        if (i == 0) row.ask(0, kv_score + (token - 1) * kv_stride), row.ask(1, kv_score + token * kv_stride);
+        if (i == 0) row.load_early(0, kv_score + (token - 1) * kv_stride), row.load_early(1, kv_score + token * kv_stride);
         int request = GatheredRows{starts, requests}.request_by_warp(token);
         if (request < 0 || token <= max(starts[request], 0)) continue;  // the CTA of the request has the first token
         row.finish(squares[i], eps, latents + token * latents_stride);
     }
 #else
     int token = blockIdx.x;
-    row.ask(0, kv_score + token * kv_stride);
-    row.ask_norm(weight);
+    row.load_early(0, kv_score + token * kv_stride);
+    row.load_norm(weight);
     if (slots[token] >= 0) row.finish(squares[0], eps, latents + token * latents_stride);
 #endif
 }

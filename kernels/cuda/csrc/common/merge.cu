@@ -12,12 +12,12 @@ __device__ inline void store(f16* p, float x) { p->bits = uint16(pack(f16{}, x, 
 // An infinite LSE of either sign means that no key was attended.
 __device__ inline float finite_or_minus_infinity(float lse) { return lse == infinity() ? -infinity() : lse; }
 
-extern "C" __global__ void merge_attn_states(
-    VALUE* output, int64 output_stride_t, int64 output_stride_h, const VALUE* prefix, int64 prefix_stride_t,
-    int64 prefix_stride_h, const float* prefix_lse, int64 prefix_lse_stride_h, int64 prefix_lse_stride_t,
-    const VALUE* suffix, int64 suffix_stride_t, int64 suffix_stride_h, const float* suffix_lse,
-    int64 suffix_lse_stride_h, int64 suffix_lse_stride_t, float* output_lse, int64 output_lse_stride_h,
-    int64 output_lse_stride_t, int heads, int dim) {
+extern "C" __global__ void merge_attn_states(VALUE* output, int64 output_stride_t, int64 output_stride_h, const VALUE* prefix,
+                                             int64 prefix_stride_t, int64 prefix_stride_h, const float* prefix_lse,
+                                             int64 prefix_lse_stride_h, int64 prefix_lse_stride_t, const VALUE* suffix,
+                                             int64 suffix_stride_t, int64 suffix_stride_h, const float* suffix_lse,
+                                             int64 suffix_lse_stride_h, int64 suffix_lse_stride_t, float* output_lse,
+                                             int64 output_lse_stride_h, int64 output_lse_stride_t, int heads, int dim) {
     int64 token = blockIdx.x / heads, head = blockIdx.x % heads;
     float a = finite_or_minus_infinity(prefix_lse[head * prefix_lse_stride_h + token * prefix_lse_stride_t]);
     float b = finite_or_minus_infinity(suffix_lse[head * suffix_lse_stride_h + token * suffix_lse_stride_t]);

@@ -18,11 +18,10 @@ __device__ inline float larger_or_nan(float x, float y) { return x != x || x > y
 __device__ inline float log_sum_at(const float* lse) { return *lse == infinity() ? -infinity() : *lse; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64 part_stride_s, int64 part_stride_h,
-               const float* lses, int64 lse_part_stride, int64 lse_part_stride_b, int64 lse_part_stride_h,
-               int64 lse_part_stride_s, const float* attn_sink, VALUE* out, int64 out_stride_b, int64 out_stride_s,
-               int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, int count,
-               int s_q, int heads, int dim, int64 pieces) {
+    merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64 part_stride_s, int64 part_stride_h, const float* lses,
+                   int64 lse_part_stride, int64 lse_part_stride_b, int64 lse_part_stride_h, int64 lse_part_stride_s, const float* attn_sink,
+                   VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
+                   int64 lse_stride_h, int64 lse_stride_s, int count, int s_q, int heads, int dim, int64 pieces) {
     pdl_wait();
     int64 piece = (int64(blockIdx.x) * THREADS + threadIdx.x) / 32;
     if (piece >= pieces) return;

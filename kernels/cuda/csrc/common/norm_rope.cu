@@ -82,10 +82,10 @@ struct Query {
 
 // Grid: (tokens, CTAs): a warp per head of the token, and then one for its row.
 extern "C" __global__ void __launch_bounds__(128)
-qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out,
-                      int64 out_token, int64 out_head, int heads, const SLOT* slots, int num_slots_given,
-                      const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position,
-                      int rope_dim, float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
+    qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out, int64 out_token,
+                          int64 out_head, int heads, const SLOT* slots, int num_slots_given, const POSITION* positions,
+                          const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, float eps, uint8* pages,
+                          int64 page_stride, int64 num_slots, int block_size) {
     pdl_wait();
     int token = blockIdx.x, head = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
     if (head > heads) return;
@@ -107,9 +107,9 @@ qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-norm_rope_and_insert(const bf16* kv, int64 kv_token, const WEIGHT* weight, int rows, const SLOT* slots,
-                     const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
-                     float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
+    norm_rope_and_insert(const bf16* kv, int64 kv_token, const WEIGHT* weight, int rows, const SLOT* slots, const POSITION* positions,
+                         const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, float eps, uint8* pages, int64 page_stride,
+                         int64 num_slots, int block_size) {
     pdl_wait();
     int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (token >= rows) return;
@@ -126,10 +126,10 @@ norm_rope_and_insert(const bf16* kv, int64 kv_token, const WEIGHT* weight, int r
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens, int heads, int heads_of_group,
-                          const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position,
-                          int rope_dim, int powers_of_two, uint8* values, int64 values_group, int64 values_token,
-                          float* scales, int64 scales_group, int64 scales_token) {
+    inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens, int heads, int heads_of_group,
+                              const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
+                              int powers_of_two, uint8* values, int64 values_group, int64 values_token, float* scales, int64 scales_group,
+                              int64 scales_token) {
     pdl_wait();
     int64 item = int64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (item >= int64(tokens) * heads) return;
@@ -147,9 +147,8 @@ inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_weight, bf16* q_out, int64 q_out_stride,
-                   const bf16* kv, int64 kv_stride, int kv_dim, const WEIGHT* kv_weight, bf16* kv_out,
-                   int64 kv_out_stride, float eps) {
+    fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_weight, bf16* q_out, int64 q_out_stride, const bf16* kv,
+                       int64 kv_stride, int kv_dim, const WEIGHT* kv_weight, bf16* kv_out, int64 kv_out_stride, float eps) {
     __shared__ float partial[32];
     pdl_wait();
     bool keys = blockIdx.y == 1;
@@ -191,15 +190,13 @@ fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_w
 // Grid: (tokens, CTAs that stride over the token's heads). A thread takes UNIT neighbouring values from `first` on: if x is
 // rotated in place, the values before `first` stay.
 extern "C" __global__ void __launch_bounds__(256)
-apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim,
-           int first, const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
-           float direction) {
+    apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim, int first,
+               const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, float direction) {
     pdl_wait();
     int units = (dim - first) / UNIT, start = dim - rope_dim;
     int64 token = blockIdx.x;
     const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
-    for (int64 item = int64(blockIdx.y) * blockDim.x + threadIdx.x; item < int64(heads) * units;
-         item += int64(gridDim.y) * blockDim.x) {
+    for (int64 item = int64(blockIdx.y) * blockDim.x + threadIdx.x; item < int64(heads) * units; item += int64(gridDim.y) * blockDim.x) {
         int64 head = item / units;
         int at = first + UNIT * int(item % units), pair = (at - start) / 2;
         const bf16* source = x + token * x_token + head * x_head + at;

@@ -8,7 +8,7 @@ struct PackedTile {
     int first_query;  // in the packed rows
     int queries;      // of this tile; 0: no such tile
     int first_key, keys;
-    int last_key;     // last key that the tile's first query sees under a causal mask, relative to first_key; may be < 0
+    int last_key;  // last key that the tile's first query sees under a causal mask, relative to first_key; may be < 0
 };
 
 __device__ inline int clamped(int x, int high) { return min(max(x, 0), high); }
@@ -16,8 +16,8 @@ __device__ inline int clamped(int x, int high) { return min(max(x, 0), high); }
 // Tile `index` of the tiles of ROWS queries of all sequences. The tiles of a sequence are in descending order, because
 // under a causal mask the last ones have the most keys. Every warp computes this for itself.
 template <int ROWS>
-__device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries,
-                                       int num_keys, int index) {
+__device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries, int num_keys,
+                                       int index) {
     int lane = threadIdx.x % 32;
     for (int base = 0; base < sequences; base += 32) {
         int i = base + lane, first = 0, count = 0;

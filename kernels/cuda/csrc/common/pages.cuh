@@ -46,7 +46,7 @@ struct BlockTable {
 // absent or its slot is beyond `num_slots` or int32.
 template <class Position>
 __device__ inline PageRow lookup_page_row(BlockTable table, int row, Position position, int block_size,
-                                     int64 num_slots = INT32_LIMIT + 1ll) {
+                                          int64 num_slots = INT32_LIMIT + 1ll) {
     PageRow absent{-1, 0};
     if (row < 0 || row >= table.rows || position < 0 || position >= int64(table.columns) * block_size) return absent;
     PageRow column = page_row_of(position, block_size);
@@ -118,7 +118,7 @@ __device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second)
 __device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
     constexpr uint32 LOW_SMALL = 0xc0800000, LOW_LARGE = 0xc0804000;    // low bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6
     constexpr uint32 HIGH_SMALL = 0x3f3f3f00, HIGH_LARGE = 0x40404040;  // high bytes
-    uint32 even = codes << 4;  // the sign of every second code is the highest bit of a byte
+    uint32 even = codes << 4;                                           // the sign of every second code is the highest bit of a byte
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         uint32 magnitudes = (codes & 0x77777777) >> 16 * i;
@@ -151,8 +151,7 @@ template <class Layout> struct StoredValues {
 };
 
 template <class Layout> __device__ inline StoredValues<Layout> load_stored(Token token, int first) {
-    if (first >= Layout::quantized_dim)
-        return {load16(token.row + Layout::rope_offset + 2 * (first - Layout::quantized_dim)), 0};
+    if (first >= Layout::quantized_dim) return {load16(token.row + Layout::rope_offset + 2 * (first - Layout::quantized_dim)), 0};
     int tile = first / Layout::scale_tile;
     if (Layout::e2m1_values) return {{load4(token.row + first / 2), 0, 0, 0}, token.scales[tile]};
     uint2 bytes = load8(token.row + first);
@@ -199,7 +198,7 @@ __device__ inline int scale_exponent(float amax, int least) {
 // The scale of a tile: a power of two, or an e4m3 number. A tile with a NaN, which e2m1 cannot represent, has the scale
 // NaN and codes of 0.
 struct E2m1Scale {
-    uint32 byte;    // as stored
+    uint32 byte;  // as stored
     float value;
     float inverse;  // of a power of two
     bool is_nan;

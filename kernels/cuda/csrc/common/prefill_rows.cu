@@ -20,9 +20,8 @@ template <class Layout> __device__ inline void gather(const GatheredRows& rows, 
 }
 
 // Number of CTAs for lists, for the window of a request, and for its compressed rows.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-prefill_rows(CombinedRows lists, GatheredRows windows, GatheredRows compressed, int list_blocks, int window_blocks,
-             int compressed_blocks) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) prefill_rows(CombinedRows lists, GatheredRows windows, GatheredRows compressed,
+                                                                      int list_blocks, int window_blocks, int compressed_blocks) {
     pdl_wait();
     int block = blockIdx.x;
     if (block < list_blocks) {

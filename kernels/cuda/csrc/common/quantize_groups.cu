@@ -9,8 +9,8 @@
 using Row = WarpRow<16>;
 
 extern "C" __global__ void __launch_bounds__(128)
-quantize_groups(const bf16* x, int64 x_group, int64 x_token, uint8* values, int64 values_group, int64 values_token,
-                float* scales, int64 scales_group, int64 scales_token, int64 scales_column, int columns) {
+    quantize_groups(const bf16* x, int64 x_group, int64 x_token, uint8* values, int64 values_group, int64 values_token, float* scales,
+                    int64 scales_group, int64 scales_token, int64 scales_column, int columns) {
     pdl_wait();
     int token = blockIdx.x, group = blockIdx.y, column = (blockIdx.z * 4 + threadIdx.x / 32) * 512;
     Row row = {};

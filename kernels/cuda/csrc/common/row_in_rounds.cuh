@@ -70,8 +70,7 @@ __device__ inline float read_in_rounds(uint32* bits, const Row& row, uint32 rank
 }
 
 // Writes the positions of columns that reach the bound to `keys`, and clears `bits`. A warp reads its own lines.
-__device__ inline void read_candidates(Scratch& scratch, uint32* bits, uint64* keys, const Row& row, uint32 rank,
-                                       uint32 least) {
+__device__ inline void read_candidates(Scratch& scratch, uint32* bits, uint64* keys, const Row& row, uint32 rank, uint32 least) {
     constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such groups of lanes in a warp
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
     const float bound = value_of(least);
@@ -115,4 +114,3 @@ __device__ inline void read_candidates(Scratch& scratch, uint32* bits, uint64* k
     for (int round = 0; round < ROUNDS; ++round) word(round * 32 + lane) = 0;
 }
 #endif
-

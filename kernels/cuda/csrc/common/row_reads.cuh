@@ -18,8 +18,7 @@ __device__ inline Row row_of(const float* columns, Range range) {
 
 // Four columns.
 __device__ inline void read4(const float* from, float* x) {
-    if (ALIGNED)
-        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from));
+    if (ALIGNED) asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from));
     else
 #pragma unroll
         for (int i = 0; i < 4; ++i) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x[i]) : "l"(from + i));
@@ -28,12 +27,14 @@ __device__ inline void read4(const float* from, float* x) {
 __device__ inline void read4(const float* from, bool present, float* x) {
     if (ALIGNED)
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}\n"
-                     : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(from), "r"(int(present)));
+                     : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+                     : "l"(from), "r"(int(present)));
     else
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}\n"
-                         : "+f"(x[i]) : "l"(from + i), "r"(int(present)));
+                         : "+f"(x[i])
+                         : "l"(from + i), "r"(int(present)));
 }
 // A column that was read before.
 __device__ inline float read_again(const float* from) {

@@ -11,9 +11,9 @@
 #endif
 
 constexpr int WARPS = THREADS / 32;
-constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT;        // bits per digit
-[[maybe_unused]] constexpr int PASSES = 4;                   // digits of 32 bits
-constexpr int RUN = BINS / THREADS;                       // bins per thread
+constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT;  // bits per digit
+[[maybe_unused]] constexpr int PASSES = 4;            // digits of 32 bits
+constexpr int RUN = BINS / THREADS;                   // bins per thread
 
 // Columns [first, end) of a row; or the unchecked range that the caller gave.
 struct Range {
@@ -22,19 +22,21 @@ struct Range {
     __device__ bool operator!=(const Range& other) const { return first != other.first || end != other.end; }
 };
 
-// Addresses of the caller's range of a row's columns.
-struct Said {
+// Addresses of the range of a row's columns that the caller gave.
+struct RangeAddresses {
     const int *first, *end;  // may be null
-    int fewer;               // columns to subtract from `end`
+    int subtracted;          // columns to subtract from `end`
 
     __device__ static int at(const int* from, int otherwise) {
         int x = otherwise;
         // Bypasses the L1 cache: the value may be read before the previous kernel has ended, and again afterwards.
         asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.relaxed.gpu.global.s32 %0, [%1];\n}\n"
-                     : "+r"(x) : "l"(from) : "memory");
+                     : "+r"(x)
+                     : "l"(from)
+                     : "memory");
         return x;
     }
-    __device__ Range now() const { return {at(first, 0), at(end, INT32_LIMIT)}; }
+    __device__ Range load() const { return {at(first, 0), at(end, INT32_LIMIT)}; }
 };
 
 // The valid columns of each row.
@@ -46,7 +48,7 @@ struct Columns {
     int num_keys;  // of compressed rows, or -1
     int width;
 
-    __device__ Said said_of(int64 row) const {
+    __device__ RangeAddresses addresses_of(int64 row) const {
         if (!lens) return {starts ? starts + row : nullptr, ends ? ends + row : nullptr, 0};
         int64 request = row;
         int j = 0;
@@ -54,14 +56,14 @@ struct Columns {
         return {nullptr, lens + request * lens_stride + (per_row ? j : 0), per_row ? 0 : next_n - 1 - j};
     }
     // The given range, clamped to the row.
-    __device__ Range range_of(const Said& said, Range x) const {
+    __device__ Range range_of(const RangeAddresses& addresses, Range x) const {
         int keys = num_keys < 0 ? width : num_keys;
-        int first = min(max(x.first, 0), keys), end = min(max(max(x.end, 0) - said.fewer, first), keys);
+        int first = min(max(x.first, 0), keys), end = min(max(max(x.end, 0) - addresses.subtracted, first), keys);
         return num_keys < 0 ? Range{first, end} : Range{0, min(end - first, width)};
     }
     __device__ Range range_of(int64 row) const {
-        Said said = said_of(row);
-        return range_of(said, said.now());
+        RangeAddresses addresses = addresses_of(row);
+        return range_of(addresses, addresses.load());
     }
 };
 
@@ -81,15 +83,15 @@ __device__ inline void mark_if_above(uint32& mask, float x, float bound, uint32 
     asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(bound), "r"(bit));
 }
 __device__ inline uint32 bit_if_above(float x, float bound, uint32 bit) {
-    uint32 given;
-    asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.u32 %0, %3, 0, p;\n}\n" : "=r"(given) : "f"(x), "f"(bound), "r"(bit));
-    return given;
+    uint32 result;
+    asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\nselp.u32 %0, %3, 0, p;\n}\n" : "=r"(result) : "f"(x), "f"(bound), "r"(bit));
+    return result;
 }
 __device__ inline void mark_if_equal(uint32& mask, float x, float other, uint32 bit) {
     asm("{\n.reg .pred p;\nsetp.eq.f32 p, %1, %2;\n@p or.b32 %0, %0, %3;\n}\n" : "+r"(mask) : "f"(x), "f"(other), "r"(bit));
 }
 
-// The float of a non-zero order; -inf for orders below that of -inf.
+// The float of a non-zero order; -inf for orders below MINUS_INFINITY.
 __device__ inline float value_of(uint32 order) {
     order = max(order, MINUS_INFINITY);
     return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order);
@@ -159,8 +161,7 @@ __device__ inline int find_digit(Scratch& scratch, int rest) {
 #pragma unroll
         for (int i = RUN - 1; i >= 0; --i) {
             int up_to = before + int(counts[i]);
-            if (before < rest && rest <= up_to)
-                scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
+            if (before < rest && rest <= up_to) scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
             before = up_to;
         }
     __syncthreads();

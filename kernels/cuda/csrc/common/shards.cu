@@ -30,7 +30,7 @@ struct Shard {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-local_seq_lens(const int* seq_lens, int s_q, int rank, int size, int interleave, int* out, int count) {
+    local_seq_lens(const int* seq_lens, int s_q, int rank, int size, int interleave, int* out, int count) {
     pdl_wait();
     int i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= count) return;
@@ -40,8 +40,8 @@ local_seq_lens(const int* seq_lens, int s_q, int rank, int size, int interleave,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-local_block_table(const int* block_table, int64 table_stride, int table_columns, int s_q, int first, int step, int* out,
-                  int64 out_stride, int rows, int columns) {
+    local_block_table(const int* block_table, int64 table_stride, int table_columns, int s_q, int first, int step, int* out,
+                      int64 out_stride, int rows, int columns) {
     pdl_wait();
     int64 i = int64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= int64(rows) * columns) return;
@@ -62,9 +62,9 @@ __device__ inline int request_of(const int* query_start_loc, int requests, int t
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests, const int* block_table,
-                   int64 table_stride, int table_rows, int table_columns, int block_size, int compress_ratio, int rank,
-                   int size, int interleave, int64* out, int count) {
+    local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests, const int* block_table, int64 table_stride,
+                       int table_rows, int table_columns, int block_size, int compress_ratio, int rank, int size, int interleave,
+                       int64* out, int count) {
     pdl_wait();
     int token = blockIdx.x * THREADS + threadIdx.x;
     if (token >= count) return;
@@ -86,10 +86,9 @@ constexpr int ROUNDS = 4;  // of 32 entries in a piece
 constexpr int CHUNK = THREADS * ROUNDS;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-localise_indices(const int* indices, int64 indices_stride, int width, const int* token_to_req,
-                 const bool* is_valid_token, const int* block_table, int64 table_stride, int table_rows,
-                 int table_columns, int block_size, int rank, int size, int interleave, int* slots, int64 slots_stride,
-                 int* lens) {
+    localise_indices(const int* indices, int64 indices_stride, int width, const int* token_to_req, const bool* is_valid_token,
+                     const int* block_table, int64 table_stride, int table_rows, int table_columns, int block_size, int rank, int size,
+                     int interleave, int* slots, int64 slots_stride, int* lens) {
     __shared__ int counts[2][THREADS / 32];  // double-buffered by chunk
     pdl_wait();
     int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;

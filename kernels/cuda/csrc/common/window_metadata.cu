@@ -26,14 +26,12 @@ __device__ inline int find_request(const int* query_start_loc, int requests, int
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, int num_decodes, int num_decode_tokens,
-                 int num_tokens, int rows, int rows_before, const SLOT* slot_mapping, const int* block_table,
-                 int64 table_stride, int table_columns, int block_size, int window_size,
-                 const int* c128a_block_table, int64 c128a_table_stride, int c128a_table_columns, int c128a_block_size,
-                 int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
-                 bool* is_valid_token, int* positions, int* swa_indices, int* swa_lens, int* prefill_gather_lens,
-                 int max_prefills, int* c128a_indices, int* c128a_lens, int token_blocks, const int* replay_start,
-                 int noncausal, int swa_width) {
+    build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, int num_decodes, int num_decode_tokens, int num_tokens,
+                     int rows, int rows_before, const SLOT* slot_mapping, const int* block_table, int64 table_stride, int table_columns,
+                     int block_size, int window_size, const int* c128a_block_table, int64 c128a_table_stride, int c128a_table_columns,
+                     int c128a_block_size, int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
+                     bool* is_valid_token, int* positions, int* swa_indices, int* swa_lens, int* prefill_gather_lens, int max_prefills,
+                     int* c128a_indices, int* c128a_lens, int token_blocks, const int* replay_start, int noncausal, int swa_width) {
     pdl_wait();
     if (blockIdx.x == token_blocks) {
         for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
@@ -68,8 +66,7 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
     }
     BlockTable table{block_table, table_stride, requests, table_columns};
     int* window = swa_indices + int64(token) * swa_width;
-    for (int j = lane; j < swa_width; j += 32)
-        window[j] = j < length ? lookup_slot(table, request, start + j, block_size) : -1;
+    for (int j = lane; j < swa_width; j += 32) window[j] = j < length ? lookup_slot(table, request, start + j, block_size) : -1;
 
     if (c128a_width) {
         int compressed = int(min((position + 1) / C128A_RATIO, int64(c128a_width)));
@@ -77,10 +74,8 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
         int* row = c128a_indices + token * c128a_stride;
         for (int j = lane; j < max(c128a_width, width_before); j += 32) {
             int slot = -1;
-            if (j < compressed && token < num_decode_tokens)
-                slot = lookup_slot(c128a_table, request, j, c128a_block_size);
-            else if (j < compressed)
-                slot = j;
+            if (j < compressed && token < num_decode_tokens) slot = lookup_slot(c128a_table, request, j, c128a_block_size);
+            else if (j < compressed) slot = j;
             row[j] = slot;
         }
         if (lane == 0) c128a_lens[token] = compressed;

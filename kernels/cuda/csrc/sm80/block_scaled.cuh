@@ -77,10 +77,9 @@ struct Sums {
 // Two floats at `from` in the shared memory of CTA `rank` of the cluster.
 __device__ inline float2 load_pair_of(int rank, const float* from) {
 #if SPLITS > 1
-    uint32 there;
+    uint32 remote = cluster_address(shared_address(from), rank);
     float2 x;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(from)), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(remote) : "memory");
     return x;
 #else
     return *reinterpret_cast<const float2*>(from);
@@ -88,8 +87,8 @@ __device__ inline float2 load_pair_of(int rank, const float* from) {
 }
 __device__ inline void sync_splits() {
 #if SPLITS > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 #else
     __syncthreads();
 #endif
@@ -98,7 +97,7 @@ __device__ inline void sync_splits() {
 __device__ inline void leave_splits() {
 #if SPLITS > 1
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_wait();
 #endif
 }
 
@@ -139,8 +138,7 @@ __device__ inline void store_sums(float* partial, const Sums& sums, int part, in
         float* to = partial + (part * TOKENS + lane % 4 * 2) * SUM_STRIDE + strip_row + 8 * i + lane / 4;
 #pragma unroll
         for (int j = 0; j < TOKENS / 4; ++j)
-            to[(j / 2 * 8 + j % 2) * SUM_STRIDE] =
-                is_nan ? __uint_as_float(0x7fc00000) : sums.x[i / 2][j / 2][i % 2 * 2 + j % 2];
+            to[(j / 2 * 8 + j % 2) * SUM_STRIDE] = is_nan ? __uint_as_float(0x7fc00000) : sums.x[i / 2][j / 2][i % 2 * 2 + j % 2];
     }
 }
 

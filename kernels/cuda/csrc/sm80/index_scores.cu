@@ -87,9 +87,9 @@ struct Keys {
     const int* candidates;     // blocks of each query, [.., columns / block]
     int64 candidates_stride;
     BlockSize block;
-    int columns;               // of logits
-    int count;                 // packed keys
-    int compressed_width;      // of compressed rows of packed keys, else 0
+    int columns;           // of logits
+    int count;             // packed keys
+    int compressed_width;  // of compressed rows of packed keys, else 0
     BlockTable table;
     uint8* bytes;  // pages, or packed keys
     int64 stride;  // of pages or keys, in bytes
@@ -108,7 +108,7 @@ struct Cursor {
     const int* blocks;
     int candidate, position, page;  // -1: no candidate, a position that the query does not see, an absent page
 
-    __device__ Cursor(const Keys& given, int query) : keys(given), entry(query / given.next_n), first(0), candidate(-1) {
+    __device__ Cursor(const Keys& other, int query) : keys(other), entry(query / other.next_n), first(0), candidate(-1) {
         int j = query - entry * keys.next_n;
         if (PAGED) {
             length = keys.per_query ? keys.starts[entry * keys.lens_stride + j]
@@ -165,8 +165,7 @@ struct WorkItem {
     int query, part, parts;  // parts: 0 if there is nothing
 };
 
-// Item `item`; there are as many items as warps in the grid. All parts have nearly the same length, for any lengths of
-// queries.
+// Item `item`; the grid has one warp for each item. All parts have nearly the same length, for any lengths of queries.
 __device__ inline WorkItem divide_by_lengths(const Keys& keys, int num_queries, int item) {
     int lane = threadIdx.x % 32;
     int64 total = 0;
@@ -193,23 +192,23 @@ __device__ inline WorkItem divide_by_lengths(const Keys& keys, int num_queries, 
 constexpr int CTAS = HEADS == 64 || BY_BITS ? 2 : 3;  // on an SM
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
-index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
-             int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int next_n,
-             int num_queries, const int* candidates, int64 candidates_stride, int block, uint32 block_multiplier,
-             int block_shift, int columns, float fill, int count, int compressed_width, const int* block_table,
-             int64 table_stride, int table_rows, int table_columns, uint8* bytes, int64 stride, int64 num_slots,
-             int block_size, uint32 block_size_multiplier, int block_size_shift, const uint8* scales, float* logits,
-             int64 logits_stride, int parts) {
+    index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+                 int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int next_n, int num_queries,
+                 const int* candidates, int64 candidates_stride, int block, uint32 block_multiplier, int block_shift, int columns,
+                 float fill, int count, int compressed_width, const int* block_table, int64 table_stride, int table_rows, int table_columns,
+                 uint8* bytes, int64 stride, int64 num_slots, int block_size, uint32 block_size_multiplier, int block_size_shift,
+                 const uint8* scales, float* logits, int64 logits_stride, int parts) {
     extern __shared__ uint4 memory[];
     int lane = threadIdx.x % 32, c = lane % 4, key = 8 * c + lane / 4;
     Stage* ring = reinterpret_cast<Stage*>(memory) + threadIdx.x / 32 * STAGES;
     int64 item = int64(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (parts && item >= int64(num_queries) * parts) return;
     pdl_wait();
-    const Keys keys{starts, ends, lens_stride, per_query, next_n, candidates, candidates_stride,
-                    {block, block_multiplier, block_shift}, columns, count, compressed_width,
-                    {block_table, table_stride, table_rows, table_columns}, bytes, stride, num_slots,
-                    {block_size, block_size_multiplier, block_size_shift}, scales};
+    const Keys keys{starts,  ends,       lens_stride,       per_query,
+                    next_n,  candidates, candidates_stride, {block, block_multiplier, block_shift},
+                    columns, count,      compressed_width,  {block_table, table_stride, table_rows, table_columns},
+                    bytes,   stride,     num_slots,         {block_size, block_size_multiplier, block_size_shift},
+                    scales};
     WorkItem work = parts ? WorkItem{int(item / parts), int(item % parts), parts} : divide_by_lengths(keys, num_queries, int(item));
     if (work.parts == 0) return;
     int query = work.query;
@@ -249,8 +248,8 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
     for (int64 tile = first; tile < end; ++tile) {
         copy(ring[stage == 0 ? STAGES - 1 : stage - 1], tile + STAGES - 1);
         copies_wait<STAGES - 1>();
-        const Stage& now = ring[stage];
-        uint32 scale = LAYOUT::num_scales ? now.scales[lane] : 0;
+        const Stage& current = ring[stage];
+        uint32 scale = LAYOUT::num_scales ? current.scales[lane] : 0;
         float sums[4] = {};
         for (int first_head = 0; first_head < (HEADS ? HEADS : heads); first_head += CHUNK_HEADS) {
             if (!HEADS) of_query.read(own_q, q_stride_h, own_weights, first_head, heads);
@@ -262,10 +261,10 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         factors[i] = scale_pair(__shfl_sync(~0u, scale, (lane & ~3) + 2 * half + i) >> 8 * c & 0xff);
-uint32 a[STEPS][4];  // loaded before all products, which then do not wait
+                uint32 a[STEPS][4];  // loaded before all products, which then do not wait
 #pragma unroll
                 for (int h = 0; h < PIECES; ++h) {
-                    uint4 low = now.rows[2 * half][h][lane], high = now.rows[2 * half + 1][h][lane];
+                    uint4 low = current.rows[2 * half][h][lane], high = current.rows[2 * half + 1][h][lane];
 #pragma unroll
                     for (int step = h * PIECE_STEPS; step < (h + 1) * PIECE_STEPS; ++step) {
                         key_pairs(low, step % PIECE_STEPS, factors[0], a[step][0], a[step][2], nan[0]);

@@ -37,11 +37,10 @@ __device__ inline void load_rows(uint8* target, int stride, const VALUE* source,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, int64 k_stride_t, int64 k_stride_h,
-           const VALUE* k_pe, int64 k_pe_stride_t, const VALUE* v, int64 v_stride_t, int64 v_stride_h,
-           const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries, int num_keys,
-           float scale_log2, OUTPUT* out, int64 out_stride_t, int64 out_stride_h, float* lse, int64 lse_stride_h,
-           int64 lse_stride_t) {
+    mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, int64 k_stride_t, int64 k_stride_h, const VALUE* k_pe,
+               int64 k_pe_stride_t, const VALUE* v, int64 v_stride_t, int64 v_stride_h, const int* cu_seqlens_q, const int* cu_seqlens_k,
+               int sequences, int num_queries, int num_keys, float scale_log2, OUTPUT* out, int64 out_stride_t, int64 out_stride_h,
+               float* lse, int64 lse_stride_h, int64 lse_stride_t) {
     extern __shared__ uint4 memory[];
     PackedTile tile = find_tile<QUERIES>(cu_seqlens_q, cu_seqlens_k, sequences, num_queries, num_keys, blockIdx.x);
     if (!tile.queries) return;
@@ -57,12 +56,10 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         int64 first = tile.first_key + block * KEYS;
         int count = tile.keys - block * KEYS;
         load_rows<NOPE_DIM>(k_at, QK_STRIDE, k + first * k_stride_t + head * k_stride_h, k_stride_t, count);
-        if constexpr (ROPE_DIM > 0)
-            load_rows<ROPE_DIM>(k_at + 2 * NOPE_DIM, QK_STRIDE, k_pe + first * k_pe_stride_t, k_pe_stride_t, count);
+        if constexpr (ROPE_DIM > 0) load_rows<ROPE_DIM>(k_at + 2 * NOPE_DIM, QK_STRIDE, k_pe + first * k_pe_stride_t, k_pe_stride_t, count);
     };
     if (blocks) {
-        load_rows<QK_DIM>(q_at, QK_STRIDE, q + int64(tile.first_query) * q_stride_t + head * q_stride_h, q_stride_t,
-                          tile.queries);
+        load_rows<QK_DIM>(q_at, QK_STRIDE, q + int64(tile.first_query) * q_stride_t + head * q_stride_h, q_stride_t, tile.queries);
         load_k(0);
         copies_commit();
     }
@@ -110,14 +107,14 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float now = -infinity();
+            float new_top = -infinity();
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; ++n) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-            now = fmaxf(top[half], now * scale_log2);
-            float base = now == -infinity() ? 0.0f : now, rescale = exp2_approx(top[half] - base);
-            top[half] = now;
+            for (int n = 0; n < KEYS / 8; ++n) new_top = fmaxf(new_top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
+            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
+            new_top = fmaxf(top[half], new_top * scale_log2);
+            float base = new_top == -infinity() ? 0.0f : new_top, rescale = exp2_approx(top[half] - base);
+            top[half] = new_top;
             total[half] *= rescale;
             float scale = scale_log2;
             if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
@@ -143,8 +140,7 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         __syncthreads();
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
-            uint32 a[4] = {pack(VALUE{}, scores[2 * step][0], scores[2 * step][1]),
-                           pack(VALUE{}, scores[2 * step][2], scores[2 * step][3]),
+            uint32 a[4] = {pack(VALUE{}, scores[2 * step][0], scores[2 * step][1]), pack(VALUE{}, scores[2 * step][2], scores[2 * step][3]),
                            pack(VALUE{}, scores[2 * step + 1][0], scores[2 * step + 1][1]),
                            pack(VALUE{}, scores[2 * step + 1][2], scores[2 * step + 1][3])};
             uint32 b[4];
@@ -168,7 +164,6 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < V_DIM / 8; ++n) store_pair(to + 8 * n, sums[n][2 * half] * inv_sum, sums[n][2 * half + 1] * inv_sum);
-        if (lane % 4 == 0)
-            lse[head * lse_stride_h + query * lse_stride_t] = empty ? infinity() : (top[half] + log2f(total[half])) * LN_2;
+        if (lane % 4 == 0) lse[head * lse_stride_h + query * lse_stride_t] = empty ? infinity() : (top[half] + log2f(total[half])) * LN_2;
     }
 }

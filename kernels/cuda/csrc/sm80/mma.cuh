@@ -9,26 +9,30 @@
 
 __device__ inline void mma(f16, float (&x)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ inline void mma(bf16, float (&x)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // The same for 8 columns over 4 values in float64: lane 4 g + c holds value c of rows g and g + 8 of a, value c of column g of b.
 __device__ inline void mma(double (&x)[4], const double (&a)[2], double b) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(x[2 * i]), "+d"(x[2 * i + 1]) : "d"(a[i]), "d"(b));
+        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+            : "+d"(x[2 * i]), "+d"(x[2 * i + 1])
+            : "d"(a[i]), "d"(b));
 }
 
 // Four 8 x 8 matrices of 16-bit values; lanes 8 i to 8 i + 7 point to the rows of matrix i.
 __device__ inline void load_matrices(uint32 (&x)[4], uint32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(row)
+                 : "memory");
 }
 __device__ inline void load_matrices(uint32 (&x)[4], const void* row) { load_matrices(x, shared_address(row)); }
 
@@ -37,7 +41,8 @@ __device__ inline void load_matrices(uint32 (&x)[4], const void* row) { load_mat
 [[maybe_unused]] constexpr float CODE_UNIT = 1.0f;
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-        : "=r"(low), "=r"(high) : "r"(bytes));
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
 }
 __device__ inline bool has_nan(uint32) { return false; }  // the conversion keeps NaN
 #else

@@ -9,7 +9,9 @@ constexpr int row_stride(int dim) { return 2 * dim + 16; }
 // Four 8 x 8 matrices, transposed; lanes 8 i to 8 i + 7 point to the rows of matrix i.
 __device__ inline void load_transposed(uint32 (&x)[4], uint32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(row)
+                 : "memory");
 }
 __device__ inline void load_transposed(uint32 (&x)[4], const void* row) { load_transposed(x, shared_address(row)); }
 

@@ -76,8 +76,7 @@ __device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights, 
             for (int half = 0; half < 2; ++half) {
                 int at = (16 * h + g + 8 * half) * 128 + ((2 * q + c / 2) ^ 2 * (g & 3)) * 16 + c % 2 * 8;
                 uint2 codes = *reinterpret_cast<const uint2*>(weights + at);
-                if (!FINITE)
-                    sums.nan[h][half] |= ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
+                if (!FINITE) sums.nan[h][half] |= ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
                 uint32 unit = code_unit(scale[h][half][FINE ? q : 3]);
                 codes_to_bf16(codes.x, unit, a[h][2 * q][half], a[h][2 * q][half + 2]);
                 codes_to_bf16(codes.y, unit, a[h][2 * q + 1][half], a[h][2 * q + 1][half + 2]);
@@ -134,7 +133,7 @@ struct Mma {
                 uint4 values = *reinterpret_cast<const uint4*>(row + ((4 * q + c) ^ 4 * (g & 1)) * 16);
 #pragma unroll
                 for (int h = 0; h < HEIGHT; ++h) {
-                    float(&to)[4] = POWER_OF_TWO ? sums.x[h][n] : products[h];
+                    float (&to)[4] = POWER_OF_TWO ? sums.x[h][n] : products[h];
                     mma(bf16{}, to, a[h][2 * q], {values.x, values.y});
                     mma(bf16{}, to, a[h][2 * q + 1], {values.z, values.w});
                     if (!POWER_OF_TWO && (FINE || q == 3)) {
@@ -150,8 +149,7 @@ struct Mma {
     }
 };
 
-extern "C" CLUSTER __global__ void __launch_bounds__(BOUNDS)
-block_scaled_product(Weights w, Tokens tokens, int block_rows) {
+extern "C" CLUSTER __global__ void __launch_bounds__(BOUNDS) block_scaled_product(Weights w, Tokens tokens, int block_rows) {
     extern __shared__ uint4 memory[];
     uint8* ring = reinterpret_cast<uint8*>(memory);
     Tile tile(w, tokens);

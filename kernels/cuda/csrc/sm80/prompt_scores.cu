@@ -12,8 +12,8 @@
 #include "sm80/operands.cuh"
 
 constexpr int QUERIES = 8, THREADS = 32 * QUERIES, KEYS = 64, STAGES = 3;
-constexpr int ROW_STRIDE = 2 * DIM + 16;                       // of expanded rows
-constexpr int CHUNKS = KEYS * DIM / 16 / THREADS;              // of 16 bytes, of a thread in a tile
+constexpr int ROW_STRIDE = 2 * DIM + 16;           // of expanded rows
+constexpr int CHUNKS = KEYS * DIM / 16 / THREADS;  // of 16 bytes, of a thread in a tile
 [[maybe_unused]] constexpr int SHARED_BYTES = STAGES * KEYS * DIM + 2 * KEYS * ROW_STRIDE;
 
 struct PromptShared {
@@ -40,9 +40,9 @@ __device__ inline void expand(uint4 stored, uint4 (&to)[2]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-prompt_scores(const QUERY* q, int64 q_stride, int64 q_stride_h, const float* weights, int64 weights_stride, const int* starts,
-              const int* ends, int num_queries, int count, int compressed_width, const uint8* keys, int64 stride, const float* scales,
-              float* logits, int64 logits_stride, int parts) {
+    prompt_scores(const QUERY* q, int64 q_stride, int64 q_stride_h, const float* weights, int64 weights_stride, const int* starts,
+                  const int* ends, int num_queries, int count, int compressed_width, const uint8* keys, int64 stride, const float* scales,
+                  float* logits, int64 logits_stride, int parts) {
     extern __shared__ uint4 memory[];
     PromptShared& shared = *reinterpret_cast<PromptShared*>(memory);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -109,7 +109,8 @@ prompt_scores(const QUERY* q, int64 q_stride, int64 q_stride_h, const float* wei
 #pragma unroll
                 for (int n = 0; n < HEADS / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) sums[2 * half + i / 2] = fmaf(positive(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
+                    for (int i = 0; i < 4; ++i)
+                        sums[2 * half + i / 2] = fmaf(positive(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
             }
             float score = sum_of_four(sums) * UNIT * scale;
             if (key >= first && key < end) row[key] = score;

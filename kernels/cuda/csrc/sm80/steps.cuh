@@ -14,7 +14,9 @@ constexpr int ARRIVED_SLOTS = 4, WEIGHED_SLOTS = 2;
 struct StepBarrier {
     uint64 state;
 
-    __device__ void init(int warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
+    __device__ void init(int warps) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory");
+    }
     // By all lanes of a warp.
     __device__ void arrive() {
         __syncwarp();
@@ -25,7 +27,8 @@ struct StepBarrier {
     }
     // Wait until all warps have arrived for the `round`th time, counted from 0.
     template <class Round> __device__ void wait(Round round) {
-        asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(shared_address(&state)),
+        asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+                         shared_address(&state)),
                      "r"(round & 1)
                      : "memory");
     }
@@ -33,7 +36,9 @@ struct StepBarrier {
     template <class Round> __device__ bool passed(Round round) const {
         uint32 answer;
         asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
-                     : "=r"(answer) : "r"(shared_address(&state)), "r"(round & 1) : "memory");
+                     : "=r"(answer)
+                     : "r"(shared_address(&state)), "r"(round & 1)
+                     : "memory");
         return answer;
     }
 };
@@ -55,7 +60,9 @@ struct StepBarriers {
     template <class Step> __device__ void wait_arrived(Step step) { arrived[step % ARRIVED_SLOTS].wait(step / ARRIVED_SLOTS); }
     template <class Step> __device__ void wait_weighed(Step step) { weighed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
     template <class Step> __device__ void wait_summed(Step step) { summed[step % WEIGHED_SLOTS].wait(step / WEIGHED_SLOTS); }
-    template <class Step> __device__ bool has_arrived(Step step) const { return arrived[step % ARRIVED_SLOTS].passed(step / ARRIVED_SLOTS); }
+    template <class Step> __device__ bool has_arrived(Step step) const {
+        return arrived[step % ARRIVED_SLOTS].passed(step / ARRIVED_SLOTS);
+    }
     template <class Step> __device__ bool is_weighed(Step step) const { return weighed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
     template <class Step> __device__ bool is_summed(Step step) const { return summed[step % WEIGHED_SLOTS].passed(step / WEIGHED_SLOTS); }
 };

@@ -30,7 +30,8 @@ struct Fp8Product {
     OUTPUT* out;
     float* out_scales;  // [group][token][row / 128], of e4m3
     int64 x_scale_group_stride, scale_group_stride, out_group_stride, out_stride, out_scale_group_stride;
-    int x_scale_token_stride, scale_row_stride, out_scale_token_stride, tokens, rows, columns, block_rows, block_columns, token_tiles, tiles;
+    int x_scale_token_stride, scale_row_stride, out_scale_token_stride, tokens, rows, columns, block_rows, block_columns, token_tiles,
+        tiles;
 };
 
 // Tiles of neighbouring CTAs have the same rows of weights.
@@ -161,7 +162,8 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < 16; n += 2) {
             const float* from = sum + 4 * n;
-            stmatrix4(to + 16 * n, pack(bf16{}, from[0], from[1]), pack(bf16{}, from[2], from[3]), pack(bf16{}, from[4], from[5]), pack(bf16{}, from[6], from[7]));
+            stmatrix4(to + 16 * n, pack(bf16{}, from[0], from[1]), pack(bf16{}, from[2], from[3]), pack(bf16{}, from[4], from[5]),
+                      pack(bf16{}, from[6], from[7]));
         }
         fence_proxy_async();
         __syncwarp();
@@ -199,7 +201,8 @@ struct Consumer {
                     __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)};
         }
         if (present && c == 0)
-            p.out_scales[at.group * p.out_scale_group_stride + int64(token) * p.out_scale_token_stride + at.row / ROWS] = power_of_two(exponent);
+            p.out_scales[at.group * p.out_scale_group_stride + int64(token) * p.out_scale_token_stride + at.row / ROWS] =
+                power_of_two(exponent);
     }
 
     __device__ void run() {
@@ -213,7 +216,7 @@ struct Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-fp8_product(const __grid_constant__ Fp8Product p, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap map) {
+    fp8_product(const __grid_constant__ Fp8Product p, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap map) {
     extern __shared__ uint4 memory[];
     if (shared_address(memory) != SHARED_START || reinterpret_cast<uint64>(&map) % 64) __trap();  // tiles are aligned to 1024 bytes
     if (threadIdx.x == 0)

@@ -66,9 +66,7 @@ struct LaneRows {
     int low, high;
 
     // The array row of row `first` + lane / 8: four rows, 8 lanes each.
-    __device__ int at(int first, int lane) const {
-        return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
-    }
+    __device__ int at(int first, int lane) const { return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32); }
 };
 
 // Indices of a block, or -1 after the end of the list. Loads within the list do not wait for its length.
@@ -79,7 +77,7 @@ __device__ inline LaneRows listed_rows(const BlockWalk& walk, int lane) {
     int low = at < list.topk ? indices[at] : -1, high = at + 32 < list.topk ? indices[at + 32] : -1;
     return {at < walk.length ? low : -1, at + 32 < walk.length ? high : -1};
 }
-__device__ inline LaneRows rows_there(const Segment& list, LaneRows listed) {
+__device__ inline LaneRows present_rows(const Segment& list, LaneRows listed) {
     uint32 rows = list.num_slots;
     return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
 }

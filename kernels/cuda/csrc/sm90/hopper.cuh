@@ -58,20 +58,27 @@ __device__ inline void sts128(uint32 address, uint4 x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 __device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(own(address)), "r"(x) : "memory"); }
-__device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(own(address)), "h"(uint16(x)) : "memory"); }
+__device__ inline void sts16(uint32 address, uint32 x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(own(address)), "h"(uint16(x)) : "memory");
+}
 __device__ inline void sts8(uint32 address, uint32 x) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(own(address)), "r"(x) : "memory"); }
-__device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(own(address)), "f"(x) : "memory"); }
+__device__ inline void sts_float(uint32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(own(address)), "f"(x) : "memory");
+}
 __device__ inline void sts_float2(uint32 address, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(address)), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // Store four 8x8 matrices of 16-bit values, in the layout of an accumulator fragment, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 // The same, transposed: each row that a lane points to receives a column.
 __device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
 }
 
 // ---- barriers in shared memory
@@ -118,7 +125,8 @@ struct Barrier {
             ".reg .pred one;\n"
             "elect.sync _|one, 0xffffffff;\n"
             "@one mbarrier.arrive.shared.b64 _, [%0];\n"
-            "}\n" ::"r"(own(address)) : "memory");
+            "}\n" ::"r"(own(address))
+            : "memory");
 #endif
     }
     // Like arrive_expecting, for a warp. All lanes have the same arguments.
@@ -128,8 +136,10 @@ struct Barrier {
         arrive_expecting(bytes);
 #else
         __syncwarp();
-        asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}"
-                     ::"r"(own(address)), "r"(bytes) : "memory");
+        asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n@one mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n}" ::"r"(
+                         own(address)),
+                     "r"(bytes)
+                     : "memory");
 #endif
     }
     // Wait until the phase of this parity has completed; on a fresh barrier, the preceding phase (parity 1) has.
@@ -139,7 +149,9 @@ struct Barrier {
         for (int64 start = clock64();;) {
             uint32 done;
             asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                         : "=r"(done) : "r"(own(address)), "r"(parity) : "memory");
+                         : "=r"(done)
+                         : "r"(own(address)), "r"(parity)
+                         : "memory");
             if (done) return;
             if (clock64() - start > (int64(1) << 31)) {
                 printf("block %d thread %d waits at %u for parity %u\n", blockIdx.x, threadIdx.x, address, parity);
@@ -153,7 +165,9 @@ struct Barrier {
             "again:\n"
             "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
             "@!done bra again;\n"
-            "}\n" ::"r"(own(address)), "r"(parity) : "memory");
+            "}\n" ::"r"(own(address)),
+            "r"(parity)
+            : "memory");
 #endif
     }
     // Like wait, and makes the stores of the other CTAs of the cluster visible.
@@ -164,7 +178,9 @@ struct Barrier {
             "again:\n"
             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
             "@!done bra again;\n"
-            "}\n" ::"r"(own(address)), "r"(parity) : "memory");
+            "}\n" ::"r"(own(address)),
+            "r"(parity)
+            : "memory");
     }
 };
 
@@ -208,32 +224,27 @@ __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.sha
 
 // ---- registers of a warpgroup
 
-template <int REGISTERS> __device__ inline void warpgroup_reg_alloc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS> __device__ inline void warpgroup_reg_dealloc() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> __device__ inline void warpgroup_reg_alloc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> __device__ inline void warpgroup_reg_dealloc() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
 // ---- clusters
-
-// All threads of a cluster arrive; threads that depend on the others' writes wait until all have arrived.
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// The address in the cluster of `address` in the shared memory of CTA `rank`.
-__device__ inline uint32 cluster_address(uint32 address, int rank) {
-    uint32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
 
 __device__ inline Barrier cluster_barrier(Barrier barrier, int rank) { return {cluster_address(barrier.address, rank)}; }
 
 // Store to the shared memory of another CTA, whose barrier counts the bytes. Both addresses are cluster addresses.
 __device__ inline void store_async(uint32 to, uint2 x, Barrier barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
-                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier.address) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::"r"(to), "r"(x.x), "r"(x.y),
+                 "r"(barrier.address)
+                 : "memory");
 }
 __device__ inline void store_async(uint32 to, uint4 x, Barrier barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier.address) : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w), "r"(barrier.address)
+                 : "memory");
 }
 
 // ---- copies of boxes of an array by the Tensor Memory Accelerator
@@ -254,14 +265,18 @@ struct TensorMap {
 
 // Start a copy of the box at [z][y][x]. The barrier counts its bytes when they have landed.
 __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address)
+        : "memory");
 }
 // The same with an L2 cache policy.
 __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier, uint64 policy) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(policy) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(policy)
+        : "memory");
 }
 __device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
@@ -270,9 +285,11 @@ __device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile(
 // Start a copy of `bytes` by one lane of a warp; all lanes have the same arguments. Size and both addresses are
 // multiples of 16. The barrier counts the bytes when they have landed.
 __device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
-    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
-                 "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
-                 ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier.address)) : "memory");
+    asm volatile(
+        "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
+        "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}" ::"r"(own(target)),
+        "l"(source), "r"(bytes), "r"(own(barrier.address))
+        : "memory");
 }
 
 // Start a copy of `bytes` to global memory by this thread; size and addresses are multiples of 16. bulk_stores_commit
@@ -290,11 +307,15 @@ template <int PENDING> __device__ inline void bulk_stores_read() {
 // Load four 8x8 matrices of 16-bit values from the rows that lanes point to: 8 lanes a matrix.
 __device__ inline void ldmatrix4(uint32 (&x)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(own(address)) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(own(address))
+                 : "memory");
 }
 __device__ inline void ldmatrix4_transposed(uint32 (&x)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(own(address)) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(own(address))
+                 : "memory");
 }
 
 // ---- warpgroup matrix products
@@ -314,9 +335,7 @@ template <int N> __device__ inline void pin(float (&x)[N]) {
 
 // Descriptor of a swizzled tile whose rows run along the reduced dimension (K-major); + 2 advances by 16 values of 16
 // bits.
-__device__ inline uint64 tile_descriptor(uint32 address) {
-    return (uint64(0x40000040) << 32) | (1u << 16) | (address >> 4);
-}
+__device__ inline uint64 tile_descriptor(uint32 address) { return (uint64(0x40000040) << 32) | (1u << 16) | (address >> 4); }
 
 // Descriptor of tiles that are read transposed (MN-major): their rows are the reduced dimension, and each tile has 64
 // columns of the result. + 128 advances by 16 rows.
@@ -342,17 +361,21 @@ __device__ inline uint64 transposed_descriptor(uint32 address) {
 // arguments are modifiers of the PTX instruction: factors of a and b, and for 16-bit values whether each is transposed.
 #define WGMMA_OF_TILES(name, a_type, b_type, columns, depth, o1, o2, o3, ...) \
     __device__ inline void name(a_type, float (&x)[columns / 2], uint64 a, uint64 b, int add) { \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o3 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type \
-                     " {" REGISTERS_##columns "}, %" #o1 ", %" #o2 ", p, " #__VA_ARGS__ ";\n}\n" \
-                     : SUMS_##columns(x, 0) : "l"(a), "l"(b), "r"(add)); \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o3 \
+                     ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type " {" REGISTERS_##columns \
+                     "}, %" #o1 ", %" #o2 ", p, " #__VA_ARGS__ ";\n}\n" \
+                     : SUMS_##columns(x, 0) \
+                     : "l"(a), "l"(b), "r"(add)); \
     }
 #define WGMMA_OF_REGISTERS(name, a_type, b_type, columns, depth, o1, o2, o3, o4, o5, o6, ...) \
-    __device__ inline void name(a_type, float (&x)[columns / 2], const uint32 (&a)[4], uint64 b, int add) { \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o6 ", 0;\n" \
-                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type \
-                     " {" REGISTERS_##columns "}, {%" #o1 ", %" #o2 ", %" #o3 ", %" #o4 "}, %" #o5 ", p, " #__VA_ARGS__ ";\n}\n" \
-                     : SUMS_##columns(x, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
+    __device__ inline void name(a_type, float (&x)[columns / 2], const uint32(&a)[4], uint64 b, int add) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o6 \
+                     ", 0;\n" \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k" #depth ".f32." #a_type "." #b_type " {" REGISTERS_##columns \
+                     "}, {%" #o1 ", %" #o2 ", %" #o3 ", %" #o4 "}, %" #o5 ", p, " #__VA_ARGS__ ";\n}\n" \
+                     : SUMS_##columns(x, 0) \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add)); \
     }
 // wgmma_rows: b is a tile of `columns` rows, 32 bytes of each (K-major). wgmma_columns: b is 16 rows of tiles of 64
 // columns (MN-major). A tile of a has 64 rows, 32 bytes of each. Where a is e5m2, b is e4m3.
@@ -385,7 +408,9 @@ __device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;"
 __device__ inline bool warpgroup_any(int id, bool x) {
     uint32 y;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
-                 : "=r"(y) : "r"(uint32(x)), "r"(id) : "memory");
+                 : "=r"(y)
+                 : "r"(uint32(x)), "r"(id)
+                 : "memory");
     return y;
 }
 

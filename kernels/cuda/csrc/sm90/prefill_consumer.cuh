@@ -27,13 +27,13 @@ struct PrefillConsumer {
     }
 
     // Raise the references to `now`, and rescale the sums of earlier blocks.
-    __device__ void raise_to(const float (&now)[2]) {
-        if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
+    __device__ void raise_to(const float (&raised)[2]) {
+        if (!__any_sync(~0u, raised[0] != rows[0].reference || raised[1] != rows[1].reference)) return;
         float rescale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - now[r]);
-            rows[r].reference = now[r];
+            rescale[r] = raised[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - raised[r]);
+            rows[r].reference = raised[r];
             rows[r].total *= rescale[r];
         }
 #pragma unroll
@@ -64,12 +64,14 @@ struct PrefillConsumer {
     //     add_last_of_other(n, tiles)    add the tile's last block, which the other consumer scored
     //     publish(tiles), finish(tile, tiles), end(), trace_tile(tiles)
     // ROLLED: of store_nothing. Length: the type, int or uint32, as which lanes compare lengths.
-    template <int CONSUMER, bool ROLLED, class Length, class Consumer> __device__ __forceinline__ static void process_tiles(Consumer& consumer) {
+    template <int CONSUMER, bool ROLLED, class Length, class Consumer> __device__ __forceinline__ static void process_tiles(
+        Consumer& consumer) {
         const SparseProblem& problem = consumer.problem;
         uint32 n = 0, tiles = 0;
         int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
         for (;;) {
-            int length = __reduce_max_sync(~0u, Length(next_length));  // equal in all lanes; the reduction makes it uniform for the compiler
+            int length =
+                __reduce_max_sync(~0u, Length(next_length));  // equal in all lanes; the reduction makes it uniform for the compiler
             next_length = length_of_tile(problem, tile + gridDim.x);
             bool more = tile < problem.tiles();
             if (more && !length) {
@@ -86,7 +88,8 @@ struct PrefillConsumer {
             uint32 end = n + blocks_of(length);
             warpgroup_sync(2 + CONSUMER);  // otherwise the compiler treats the following code as divergent, and serialises the products
             consumer.begin();
-            for (uint32 own = consumer.take_first(n, end, tiles); own < end; own += 2) consumer.template take<false>({own, tiles, own + 2 >= end});
+            for (uint32 own = consumer.take_first(n, end, tiles); own < end; own += 2)
+                consumer.template take<false>({own, tiles, own + 2 >= end});
             if ((end - 1) % 2 == CONSUMER) consumer.publish(tiles);
             tile_before = tile, n = end, ++tiles, tile += gridDim.x;
         }

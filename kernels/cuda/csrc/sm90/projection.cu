@@ -21,7 +21,7 @@ constexpr bool TWO_CTAS = TOKENS <= 32 && ROWS <= 128;  // on an SM
 constexpr int PRODUCERS = TWO_CTAS ? 1 : 4;             // warps; setmaxnreg takes warpgroups
 constexpr int ALL_THREADS = THREADS + 32 * PRODUCERS, HALF = TOKENS * 128;
 constexpr bool DIRECT = SPLITS == 1 && PARTS == 1 && TOKENS >= 16 && sizeof(OUTPUT) == 2;  // no sums are added
-constexpr int RESULT_STRIDE = 2 * ROWS + 16;                                                 // bytes from token to token
+constexpr int RESULT_STRIDE = 2 * ROWS + 16;                                               // bytes from token to token
 
 // The ring of a CTA: addresses of its stages and of their barriers, after the last stage.
 struct Ring {
@@ -106,7 +106,7 @@ struct Consumer {
             for (int q = 0; q < (FINE ? 4 : 1); ++q)
                 next[i / 2][i % 2][q] = w.scales[scale_rows[i / 2][i % 2] + min(k + 32 * q, w.columns - 1) / BLOCK_COLUMNS];
     }
-    __device__ float (&sum(int h))[TOKENS / 2] { return reinterpret_cast<float(&)[TOKENS / 2]>(sums.x[h]); }
+    __device__ float (&sum(int h)) [TOKENS / 2] { return reinterpret_cast<float (&)[TOKENS / 2]>(sums.x[h]); }
 
     // Add the products of a chunk, halves in turn, each with all tiles of 64 rows.
     __device__ void multiply(uint32 weights, uint32 x, const RowScales& scale) {
@@ -120,7 +120,8 @@ struct Consumer {
             wgmma_fence();
 #pragma unroll
             for (int t = 0; t < 4; ++t)
-                wgmma_rows(bf16{}, POWER_OF_TWO ? sum(h) : products, a[u % 2][t], tile + half * (HALF >> 4) + 2 * t, POWER_OF_TWO || half + t);
+                wgmma_rows(bf16{}, POWER_OF_TWO ? sum(h) : products, a[u % 2][t], tile + half * (HALF >> 4) + 2 * t,
+                           POWER_OF_TWO || half + t);
             wgmma_commit();
             if (u + 1 == 2 * HEIGHT) break;
             if (u) wgmma_wait<1>();  // the other operand is free
@@ -194,15 +195,14 @@ __device__ inline void copy_result(uint32 from, const Tokens& tokens, const Weig
 }
 
 extern "C" CLUSTER __global__ void __launch_bounds__(ALL_THREADS, TWO_CTAS ? 2 : 1)
-block_scaled_product(Weights w, Tokens tokens, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
-                     int block_rows) {
+    block_scaled_product(Weights w, Tokens tokens, const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+                         int block_rows) {
     extern __shared__ uint4 memory[];
     Ring ring{shared_address(memory)};
     if ((ring.start & 0xffffff) != SHARED_START || reinterpret_cast<uint64>(&map) % 64) __trap();  // tiles are aligned to 1024 bytes
     Tile tile(w, tokens);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i)
-            ring.full(i).init(1), ring.empty(i).init(WARPS / PARTS * WARP_ARRIVALS);
+        for (int i = 0; i < STAGES; ++i) ring.full(i).init(1), ring.empty(i).init(WARPS / PARTS * WARP_ARRIVALS);
         fence_barrier_init();
     }
     __syncthreads();

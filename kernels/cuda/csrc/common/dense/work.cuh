@@ -21,7 +21,7 @@
 constexpr int BLOCK = 64;
 constexpr int TOKEN_COST = 4;  // in blocks: the start of a token, and storing its result
 constexpr int MIN_RANGE = 4;   // smallest number of blocks of a range: combining smaller parts takes longer than they save
-constexpr int MIN_PART = 2;   // smallest number of blocks on either side of a boundary
+constexpr int MIN_PART = 2;    // smallest number of blocks on either side of a boundary
 
 __device__ inline int blocks_of(int keys) { return keys / BLOCK + (keys % BLOCK > 0); }
 
@@ -41,9 +41,7 @@ struct DenseTokens {
 };
 
 // A position in the sequence of the blocks of all tokens.
-struct DenseBoundary {
-    int token, block;
-};
+struct DenseBoundary { int token, block; };
 
 // The work range of a CTA.
 struct DenseWork {
@@ -56,9 +54,7 @@ struct DenseWork {
     // Number of blocks of a token, which has `blocks` in all, in this range.
     __device__ int blocks_here(int token, int blocks) const { return max(0, last_block(token, blocks) - first_block(token)); }
     // Row of the partial results, or -1 if the whole token is in this range.
-    __device__ int part(int token, int range) const {
-        return first_block(token) ? 2 * range : token == end.token ? 2 * range + 1 : -1;
-    }
+    __device__ int part(int token, int range) const { return first_block(token) ? 2 * range : token == end.token ? 2 * range + 1 : -1; }
     // Whether the first part of a token is in this range.
     __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
 };

@@ -7,9 +7,9 @@
 #pragma once
 #include "common/sparse/work.cuh"
 
-constexpr int PIECE = 128;                        // values that a warp combines at a time
-constexpr int PIECES = HEADS * V_DIM / PIECE;     // in a tile
-constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 in a partial result
+constexpr int PIECE = 128;                       // values that a warp combines at a time
+constexpr int PIECES = HEADS * V_DIM / PIECE;    // in a tile
+constexpr int PART_VECTORS = HEADS * V_DIM / 4;  // float4 in a partial result
 
 constexpr int NEXT_OCTETS = HEADS / 4 * 2 * PLANE;  // float4 from eight octets of a head to the next eight
 
@@ -66,7 +66,7 @@ template <int WIDE> struct PartSum {
     }
 };
 
-// A split tile: its partial results are those of `parts` consecutive work ranges from `first_range` on.
+// A split tile: `parts` consecutive work ranges from `first_range` on have its partial results.
 struct SplitTile {
     int tile;
     uint16 first_range, parts;
@@ -108,7 +108,8 @@ template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const Spar
 #pragma unroll
     for (int k = 0; k < WIDE; ++k) {
         float4 x = sum.x[k];
-        *reinterpret_cast<uint2*>(out + value + 64 * k) = uint2{pack(bf16{}, x.x * factor, x.y * factor), pack(bf16{}, x.z * factor, x.w * factor)};
+        *reinterpret_cast<uint2*>(out + value + 64 * k) =
+            uint2{pack(bf16{}, x.x * factor, x.y * factor), pack(bf16{}, x.z * factor, x.w * factor)};
     }
     if (value == 0) *out_lse = empty ? infinity() : log_sum;
 }
@@ -149,7 +150,7 @@ __device__ inline int find_split_tiles(const SparseProblem& problem, SplitTile (
     return count;
 }
 
-// Combine all split tiles. The pieces go round the CTAs first and their warps second.
+// Combine all split tiles. Pieces are distributed over the CTAs first, then over their warps.
 template <int AT_ONCE, int WIDE>
 __device__ inline void combine_pieces(const SparseProblem& problem, int tiles, bool equal, const SplitTile (&split_tiles)[MAX_RANGES]) {
     int parts = problem.period_ranges;
@@ -165,7 +166,8 @@ __device__ inline void combine_tiles(const SparseProblem& problem, int at_once, 
     // All tiles have the same number of splits: no search is needed.
     bool equal = problem.starts == nullptr && problem.period_tiles == 1;
     int tiles = equal ? problem.tiles() : find_split_tiles(problem, split_tiles);
-    // With few splits a warp takes more pieces to keep as many bytes in flight, unless that leaves warps without a piece.
+    // With few splits a warp takes more pieces, so that enough bytes are in flight, unless that leaves warps without a
+    // piece.
     bool wide = tiles * PIECES > int(gridDim.x * (blockDim.x / 32));
     if (wide && at_once <= 2) combine_pieces<2, 4>(problem, tiles, equal, split_tiles);
     else if (wide && at_once <= 4) combine_pieces<4, 2>(problem, tiles, equal, split_tiles);

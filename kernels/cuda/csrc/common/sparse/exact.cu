@@ -6,10 +6,11 @@
 // Shared memory: one `Memory`, static.
 // Limits: bfloat16 products need sm_80, earlier devices use float64 only.
 //
-// SparseProblem::unsafe holds 0 for most tiles, otherwise the reason for which the tile is flagged. The word before it says
-// whether any tile is flagged. A tile whose results are all NaN is kept. The heads of the other flagged tiles are recomputed
-// ROWS at a time (common/sparse/exact_mma.cuh). If few tiles are flagged, several CTAs split the keys of ROWS heads, into as
-// many parts as fit in memory. Without `unsafe`, UNSAFE_BITS flags a tile, and keys are not split.
+// SparseProblem::unsafe holds 0 for most tiles, otherwise the reason for which the tile is flagged. The word before it
+// says whether any tile is flagged. A tile whose results are all NaN is not recomputed. The heads of the other flagged
+// tiles are recomputed ROWS at a time (common/sparse/exact_mma.cuh). If few tiles are flagged, several CTAs split the
+// keys of ROWS heads, into as many parts as fit in memory. Without `unsafe`, UNSAFE_BITS flags a tile, and keys are not
+// split.
 //
 // Every call pays for this kernel's CTAs, which run between two persistent kernels. If nothing has to be combined, most CTAs
 // therefore do not wait for the previous kernel to end: they start as its CTAs exit, and exit at once if no tile is flagged by
@@ -161,7 +162,8 @@ template <class Wanted> struct WantedItems {
 //           any tile is flagged, and the flags
 // combined  0, or the approximate number of splits of each split tile
 extern "C" __global__ void __launch_bounds__(EXACT_THREADS, CTAS)
-attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
+    attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots,
+                       int most_parts, int combined) {
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
     pdl_release();
@@ -181,7 +183,7 @@ attention_epilogue(const __grid_constant__ SparseProblem problem, int everything
     WantedItems<decltype(is_wanted)> wanted(tiles * of_tile, is_wanted, found);
     Marks all_marks{marks, tiles, cached};
     int units = marks ? all_marks.count() * of_tile : 0, splits = marks ? max(1, min(most_parts, most_slots / max(1, units))) : 1;
-    // One loop for both ways to find items: what attends is inlined once, which halves the time to compile it.
+    // One loop for both ways to find items: the attention code is inlined once, which halves the compile time.
     for (;;) {
         int tile, unit, part = 0, slot = 0;
         if (marks) {

@@ -4,19 +4,20 @@
 // dequantises them into shared memory, computes scores (a warp per head, LANES lanes per key), a running softmax and the
 // weighted sum (two output values of each head per thread).
 //
-// Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED; EXACT_FIRST_THREAD, of the block's threads that take part.
+// Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED; EXACT_FIRST_THREAD (first thread of the block that
+// takes part).
 #pragma once
 #include "common/sparse/work.cuh"
 
 constexpr int EXACT_THREADS = 256, WARPS = EXACT_THREADS / 32;
-constexpr int EXACT_BARRIER = 4;  // a named one that no kernel which recomputes its own tiles has for itself
+constexpr int EXACT_BARRIER = 4;  // a named barrier; kernels that recompute their own tiles do not use it elsewhere
 constexpr int UNIT = WARPS;  // heads
 constexpr int KEYS = 4;
 constexpr int LANES = 32 / KEYS;
 constexpr int DIM = LAYOUT::head_dim;
 constexpr int VALUES_PER_THREAD = V_DIM / EXACT_THREADS;
 
-// The threads that take part: a kernel that recomputes its own tiles has more.
+// EXACT_THREADS threads from this one on take part; a kernel that recomputes its own tiles has more threads.
 #ifndef EXACT_FIRST_THREAD
 #define EXACT_FIRST_THREAD 0
 #endif
@@ -26,12 +27,14 @@ __device__ inline void exact_sync() {
     __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory");
 }
-// The same; whether x holds for any of them.
+// The same; returns whether x holds for any of them.
 __device__ inline bool exact_any(bool x) {
     uint32 y;
     __syncwarp();
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
-                 : "=r"(y) : "r"(uint32(x)), "r"(EXACT_BARRIER), "n"(EXACT_THREADS) : "memory");
+                 : "=r"(y)
+                 : "r"(uint32(x)), "r"(EXACT_BARRIER), "n"(EXACT_THREADS)
+                 : "memory");
     return y;
 }
 
@@ -104,7 +107,8 @@ template <class Layout> __device__ inline void load_values(const uint8* row, flo
 template <class Layout>
 __device__ inline void load_key(const SegmentEntries& entries, int slot, int first, double (&values)[8]) {
     Token token = entries.token<Layout>(slot);
-    load_values<Layout>(token.row, first < Layout::quantized_dim ? scale_of<Layout>(token, first / Layout::scale_tile) : 1.0f, first, values);
+    load_values<Layout>(token.row, first < Layout::quantized_dim ? scale_of<Layout>(token, first / Layout::scale_tile) : 1.0f, first,
+                        values);
 }
 
 template <class Layout>
@@ -194,8 +198,7 @@ __device__ inline void attend_in_float64(const SparseProblem& problem, int b, in
         }
     }
     exact_sync();
-    if (lane == 0 && first_head + warp < problem.heads)
-        shared.rescale[warp] = store_lse(problem, b, s, first_head + warp, any, top, total);
+    if (lane == 0 && first_head + warp < problem.heads) shared.rescale[warp] = store_lse(problem, b, s, first_head + warp, any, top, total);
     exact_sync();
     for (int h = 0; h < UNIT && first_head + h < problem.heads; ++h) {
         bf16* row = problem.out + b * problem.out_stride_b + s * problem.out_stride_s + (first_head + h) * problem.out_stride_h;

@@ -188,9 +188,7 @@ struct WideAttention {
     // ---- sums: column g of product j is value 8 g + j of this warp's 64
 
     // The 8 neighbouring values of this lane of four keys, as stored.
-    template <bool FP8> struct Values {
-        uint32 v[4][FP8 ? 2 : 4];
-    };
+    template <bool FP8> struct Values { uint32 v[4][FP8 ? 2 : 4]; };
     template <bool FP8> __device__ Values<FP8> load_v(const Keys& keys, int first) const {
         Values<FP8> values{};
 #pragma unroll
@@ -301,7 +299,8 @@ struct WideAttention {
         if (shared.out_of_range) return false;
         int row = exact_thread();
         if (row < ROWS && first_head + row < problem.heads)
-            shared.rescale[row] = float(store_lse(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
+            shared.rescale[row] =
+                float(store_lse(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
         exact_sync();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -323,7 +322,8 @@ struct WideAttention {
             to[0] = make_float4(o[0][2 * r + e], o[1][2 * r + e], o[2][2 * r + e], o[3][2 * r + e]);
             to[1] = make_float4(o[4][2 * r + e], o[5][2 * r + e], o[6][2 * r + e], o[7][2 * r + e]);
         }
-        if (exact_thread() < ROWS) part.top[exact_thread()] = shared.top[exact_thread()], part.total[exact_thread()] = shared.total[exact_thread()];
+        if (exact_thread() < ROWS)
+            part.top[exact_thread()] = shared.top[exact_thread()], part.total[exact_thread()] = shared.total[exact_thread()];
         if (exact_thread() == 0) part.any = shared.any, part.out_of_range = shared.out_of_range;
     }
 
@@ -363,8 +363,10 @@ struct WideAttention {
                 float weight = shared.weights[g + 8 * r][part];
                 const float4* from = reinterpret_cast<const float4*>(parts[part].sums[g + 8 * r] + place(e));
                 float4 x = from[0], y = from[1];
-                o[0][2 * r + e] += weight * x.x, o[1][2 * r + e] += weight * x.y, o[2][2 * r + e] += weight * x.z, o[3][2 * r + e] += weight * x.w;
-                o[4][2 * r + e] += weight * y.x, o[5][2 * r + e] += weight * y.y, o[6][2 * r + e] += weight * y.z, o[7][2 * r + e] += weight * y.w;
+                o[0][2 * r + e] += weight * x.x, o[1][2 * r + e] += weight * x.y, o[2][2 * r + e] += weight * x.z,
+                    o[3][2 * r + e] += weight * x.w;
+                o[4][2 * r + e] += weight * y.x, o[5][2 * r + e] += weight * y.y, o[6][2 * r + e] += weight * y.z,
+                    o[7][2 * r + e] += weight * y.w;
             }
         }
     }

@@ -24,12 +24,12 @@ struct Keys {
 };
 
 struct Wide {
-    double scores[ROWS][BLOCK];       // base 2
-    float doubts[ROWS][BLOCK];        // error bounds
+    double scores[ROWS][BLOCK];                 // base 2
+    float doubts[ROWS][BLOCK];                  // error bounds
     alignas(8) float weights[ROWS][BLOCK + 8];  // P
     alignas(8) bf16 q[ROWS][DIM + 4];
-    float q_sums[ROWS][SLICES];       // sums of magnitudes of Q
-    Keys keys[2];                     // this block's and the next one's
+    float q_sums[ROWS][SLICES];  // sums of magnitudes of Q
+    Keys keys[2];                // this block's and the next one's
     double top[ROWS];
     float total[ROWS], rescale[ROWS];
     int any, out_of_range;
@@ -62,9 +62,7 @@ struct WideScores {
     }
 
     // This lane's 16 values of a slice as stored; e4m3 takes half the bytes.
-    template <bool FP8> struct Raw {
-        uint4 v[FP8 ? 1 : 2];
-    };
+    template <bool FP8> struct Raw { uint4 v[FP8 ? 1 : 2]; };
     template <bool FP8> __device__ Raw<FP8> load(int slice) const {
         Raw<FP8> raw{};
         if (!row || slice >= (FP8 ? FP8_SLICES : SLICES)) return raw;
@@ -88,16 +86,16 @@ struct WideScores {
         }
     }
 
-    // Slices in order, with the values of two slices in flight. The e4m3 and bfloat16 cases are separate loops without a branch
-    // between them: the time is that of dependent steps.
+    // Slices in order, with the values of two slices in flight. The e4m3 and bfloat16 cases are separate loops without
+    // a branch between them: dependent steps bound the time.
     template <bool CAREFUL> __device__ void add_slices(float per_product) {
         Raw<false> values = load<false>(FP8_SLICES);
         Raw<true> codes = load<true>(0), next = load<true>(1);
 #pragma unroll 1
         for (int slice = FP8_SLICES; slice < SLICES; ++slice) {
-            Raw<false> now = values;
+            Raw<false> current = values;
             if (SLICES - FP8_SLICES > 1) values = load<false>(slice + 1);
-            add<false, CAREFUL>(now, slice, per_product);
+            add<false, CAREFUL>(current, slice, per_product);
         }
 #pragma unroll 1
         for (int slice = 0; slice < FP8_SLICES; ++slice) {

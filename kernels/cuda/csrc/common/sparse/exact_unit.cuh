@@ -39,8 +39,7 @@ struct Unit {
     __device__ int blocks() const { return blocks_of_tile(problem.segments[0].length(at.b, at.s), problem.segments[1].length(at.b, at.s)); }
 
     __device__ void attend_in_float64() {
-        for (int head = 0; head < ROWS; head += UNIT)
-            ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
+        for (int head = 0; head < ROWS; head += UNIT) ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
     }
 
     // Part `part` of `count`. `arrived` counts finished parts and is reset to 0 by the last.

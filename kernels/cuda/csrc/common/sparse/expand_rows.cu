@@ -1,13 +1,12 @@
 // All rows of a paged cache in bfloat16, for kernels that attend to such rows.
 //
-// Grid: any; a warp takes every so many rows, 8 values a lane at a time. Block: 256 threads. No shared memory.
+// Grid: any; rows are strided over warps, 8 values a lane at a time. Block: 256 threads. No shared memory.
 //
 // Macro: LAYOUT.
 #include "common/device.cuh"
 #include "common/rows_in_bf16.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-expand_rows(uint8* pages, int64 page_stride, int block_size, int count, bf16* out) {
+extern "C" __global__ void __launch_bounds__(256) expand_rows(uint8* pages, int64 page_stride, int block_size, int count, bf16* out) {
     pdl_wait();
     int lane = threadIdx.x % 32;
     for (int row = blockIdx.x * 8 + threadIdx.x / 32; row < count; row += gridDim.x * 8) {

@@ -13,7 +13,7 @@
 #include "common/sparse/work.cuh"
 
 constexpr int THREADS = 1024;
-// In blocks; what they are is in kernels/cuda/sparse/division.py, which reads them.
+// In blocks; kernels/cuda/sparse/division.py reads and describes them.
 constexpr int TILE_COST = 2, SPLIT_COST = 2, STRADDLE_COST = 5, PARTS_A_BLOCK = 64;
 constexpr int NEAR = 2;
 constexpr int LENGTHS = THREADS;  // distinct lengths in the sort, in blocks
@@ -114,7 +114,8 @@ struct Planner {
         }
         __syncthreads();
         for (int range = threadIdx.x; range <= ranges; range += THREADS) {
-            int first = range < ranges ? assigned_before(range) : tiles, end = range < ranges ? assigned_before(range + 1) : tiles, cost = 0;
+            int first = range < ranges ? assigned_before(range) : tiles, end = range < ranges ? assigned_before(range + 1) : tiles,
+                cost = 0;
             for (int i = first; i < end; ++i) cost += blocks_of_tile(problem, order[i]) + TILE_COST;
             begin(range, first, 0);
             atomicMax(&longest, cost);
@@ -164,7 +165,7 @@ struct Planner {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_split) {
+    plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_split) {
     __shared__ int64 cost_until[THREADS];
     Planner planner(problem, starts);
     int64 cost = 0, total;

@@ -1,9 +1,9 @@
 // Shared by the sparse attention kernels: the problem, its division into tiles and blocks, and the work range of each CTA.
 //
-// A query token and HEADS of its heads are a *tile*; the keys of a tile are processed BLOCK at a time, a *block*. The blocks
-// of the first list come before those of the second, and no block has keys of both. Each CTA of a persistent kernel has a
-// *work range*: consecutive blocks, which may begin and end inside a tile. A tile in several work ranges is a *split tile*;
-// its partial results are combined by common/sparse/combine.cuh.
+// A query token and HEADS of its heads are a *tile*; the keys of a tile are processed BLOCK at a time, a *block*. The
+// blocks of the first list come before the blocks of the second, and no block has keys of both. Each CTA of a
+// persistent kernel has a *work range*: consecutive blocks, which may begin and end inside a tile. A tile in several
+// work ranges is a *split tile*; its partial results are combined by common/sparse/combine.cuh.
 #pragma once
 #include "common/pages.cuh"
 
@@ -36,12 +36,10 @@ struct Segment {
         return max(0, min(topk, lengths[b * lengths_stride_b + s * lengths_stride_s]));
     }
     // Page of a slot of the cache.
-    __device__ int page_of(int slot) const {
-        return block_shift >= 0 ? slot >> block_shift : int(uint32(slot) / uint32(block_size));
-    }
+    __device__ int page_of(int slot) const { return block_shift >= 0 ? slot >> block_shift : int(uint32(slot) / uint32(block_size)); }
 };
 
-// As packed by kernels/cuda/sparse/work.py.
+// kernels/cuda/sparse/work.py packs it.
 struct SparseProblem {
     const bf16* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -53,10 +51,10 @@ struct SparseProblem {
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
     float* max_logits;  // or null; written by kernels that split no tile
     int64 max_stride_b, max_stride_h;
-    const int* starts;   // [ranges + 1][2]: tile and block at which each work range begins; or null, see Start and ORDER_AT
-    float* partial_out;  // [2 * ranges][HEADS * V_DIM] of split tiles, see partial_slot and partial_at
-    float* partial_lse;  // [2 * ranges][HEADS], base 2, -inf without keys
-    int* unsafe;         // [tiles]: why a tile is flagged for the epilogue (see mark), or 0; or null, see UNSAFE_BITS
+    const int* starts;              // [ranges + 1][2]: tile and block at which each work range begins; or null, see Start and ORDER_AT
+    float* partial_out;             // [2 * ranges][HEADS * V_DIM] of split tiles, see partial_slot and partial_at
+    float* partial_lse;             // [2 * ranges][HEADS], base 2, -inf without keys
+    int* unsafe;                    // [tiles]: why a tile is flagged for the epilogue (see mark), or 0; or null, see UNSAFE_BITS
     int batch, s_q, heads, groups;  // groups of HEADS heads
     int ranges;
     // Without starts: every period_tiles tiles have period_ranges work ranges of range_length units; the first range_rest ranges
@@ -133,7 +131,7 @@ struct WorkTile {
     int lengths0, lengths1;
     int first, last;  // blocks [first, last) of `blocks`; never empty, but may be beyond the end: keys that are absent
     int blocks;
-    bool split;       // also if it has all blocks: the epilogue reads every split
+    bool split;  // also if it has all blocks: the epilogue reads every split
 
     __device__ bool whole() const { return !split && first == 0 && last == blocks; }
 };
@@ -174,7 +172,7 @@ struct WorkRange {
         return true;
     }
 
-    // The next tile, which is there, by its number and place.
+    // The next tile, which must exist, by its number and coordinates.
     __device__ void take(const SparseProblem& problem, WorkTile& work, int number, const TileCoord& at) {
         work.tile = number;
         work.lengths0 = problem.segments[0].length(at.b, at.s);

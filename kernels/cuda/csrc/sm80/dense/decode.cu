@@ -118,21 +118,35 @@ struct Sums {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, const uint8* pages,
-           int64 page_stride, int64 num_slots, int block_size, const int* block_table, int64 table_stride, int columns,
-           int requests, const int* lens, int causal, int ranges, float softmax_scale, const float* scale,
-           float scale_value, VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse,
-           int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, float* partial_out, float* partial_lse,
-           const uint4* division) {
+    mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, const uint8* pages,
+               int64 page_stride, int64 num_slots, int block_size, const int* block_table, int64 table_stride, int columns, int requests,
+               const int* lens, int causal, int ranges, float softmax_scale, const float* scale, float scale_value, VALUE* out,
+               int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h,
+               int64 lse_stride_s, float* partial_out, float* partial_lse, const uint4* division) {
     extern __shared__ uint4 memory[];
     DenseShared& shared = *reinterpret_cast<DenseShared*>(memory);
     pdl_wait();
     DenseTokens tokens{lens, s_q, requests * s_q, columns, block_size, causal};
     if (scale) scale_value = *scale;
-    DecodeProblem problem{q, q_stride_b, q_stride_s, q_stride_h, heads,
-                          {pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}}, tokens,
-                          softmax_scale * scale_value * LOG2_E, scale_value, out, out_stride_b, out_stride_s, out_stride_h, lse,
-                          lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
+    DecodeProblem problem{q,
+                          q_stride_b,
+                          q_stride_s,
+                          q_stride_h,
+                          heads,
+                          {pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}},
+                          tokens,
+                          softmax_scale * scale_value * LOG2_E,
+                          scale_value,
+                          out,
+                          out_stride_b,
+                          out_stride_s,
+                          out_stride_h,
+                          lse,
+                          lse_stride_b,
+                          lse_stride_h,
+                          lse_stride_s,
+                          partial_out,
+                          partial_lse};
     if (threadIdx.x == 0) {
         shared.ring.work = planned_work(division, tokens.count, ranges, problem.range());
         shared.ring.list(problem, 0), shared.ring.list(problem, 1);

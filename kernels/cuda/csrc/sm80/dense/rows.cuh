@@ -59,12 +59,12 @@ struct DecodeProblem {
 
 // A query token, or the part of it that is in the CTA's range.
 struct RingToken {
-    const VALUE* q;      // of the CTA's first head
-    int heads;           // from that one on
-    int token, request;  // the token is -1 after the range's end
-    int position, last;  // its first key, and the one after its last
-    int first_keys, end; // its first step of keys, and the one after its last: steps count through the range
-    int part;            // row of the partial results; -1: the whole token is here
+    const VALUE* q;       // of the CTA's first head
+    int heads;            // from that one on
+    int token, request;   // the token is -1 after the range's end
+    int position, last;   // its first key, and the one after its last
+    int first_keys, end;  // its first step of keys, and the one after its last: steps count through the range
+    int part;             // row of the partial results; -1: the whole token is here
 
     __device__ void take(const DecodeProblem& problem, const DenseWork& work, int next, int first_step) {
         token = next <= work.last_token() ? next : -1, end = INT32_LIMIT;
@@ -94,7 +94,8 @@ struct RowRing {
     }
 };
 constexpr int TOKEN_BYTES = 40, WORK_BYTES = 20;
-constexpr int RING_BYTES = to_16(STAGES * (KEYS * ROW_STRIDE + 4) + STAGES % 2 * 4 + TOKENS_LISTED * TOKEN_BYTES + WORK_BYTES + 4 + BARRIER_BYTES);
+constexpr int RING_BYTES =
+    to_16(STAGES * (KEYS * ROW_STRIDE + 4) + STAGES % 2 * 4 + TOKENS_LISTED * TOKEN_BYTES + WORK_BYTES + 4 + BARRIER_BYTES);
 static_assert(sizeof(RingToken) == TOKEN_BYTES && sizeof(DenseWork) == WORK_BYTES && sizeof(RowRing) == RING_BYTES);
 
 // Convert sixteen e4m3 bytes to VALUE, which is exact.
@@ -136,7 +137,9 @@ struct RowLoader {
     __device__ RingToken& token_of(int step) { return ring.token(current + (step >= token().end)); }
 
     // The position of this lane's row in a step of keys.
-    static __device__ int position_in(const RingToken& of, int step) { return of.position + (step - of.first_keys) * KEYS + thread_index() % 32; }
+    static __device__ int position_in(const RingToken& of, int step) {
+        return of.position + (step - of.first_keys) * KEYS + thread_index() % 32;
+    }
     __device__ int page_in(int step) {
         const RingToken& of = token_of(step);
         int position = position_in(of, step);

@@ -27,8 +27,8 @@ struct Scores {
     DenseShared& shared;
     int warp, lane, g, c;
     uint32 q[REGISTER_K][4];
-    float x[KEYS / 8][4];     // scores of a step in base 2
-    float top[2], total[2];   // of both rows: subtracted maximum, sum of P (this lane's part)
+    float x[KEYS / 8][4];    // scores of a step in base 2
+    float top[2], total[2];  // of both rows: subtracted maximum, sum of P (this lane's part)
 
     __device__ Scores(const DecodeProblem& p, DenseShared& s) : problem(p), shared(s) {
         warp = threadIdx.x / 32 - SUM_WARPS, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;

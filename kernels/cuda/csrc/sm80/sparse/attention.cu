@@ -133,8 +133,8 @@ struct Sums {
         TileCoord at(problem, step.tile);
         int value = VALUES * warp + 16 * c;
         bf16* out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + value;
-        float4* partial = reinterpret_cast<float4*>(problem.partial_out) +
-                          int64(partial_slot(blockIdx.x, step.from_start)) * (HEADS * V_DIM / 4);
+        float4* partial =
+            reinterpret_cast<float4*>(problem.partial_out) + int64(partial_slot(blockIdx.x, step.from_start)) * (HEADS * V_DIM / 4);
         float check = 0.0f;  // NaN if a value is not finite
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -151,8 +151,7 @@ struct Sums {
                         to[0] = make_float4(v[0], v[1], v[2], v[3]), to[PLANE] = make_float4(v[4], v[5], v[6], v[7]);
                     } else if (head < problem.heads) {
                         *reinterpret_cast<uint4*>(out + head * problem.out_stride_h + 8 * e) =
-                            uint4{pack(bf16{}, v[0], v[1]), pack(bf16{}, v[2], v[3]), pack(bf16{}, v[4], v[5]),
-                                  pack(bf16{}, v[6], v[7])};
+                            uint4{pack(bf16{}, v[0], v[1]), pack(bf16{}, v[2], v[3]), pack(bf16{}, v[4], v[5]), pack(bf16{}, v[6], v[7])};
                     }
                 }
             }

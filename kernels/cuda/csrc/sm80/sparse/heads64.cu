@@ -51,7 +51,7 @@ struct Sums {
         int thread = sum_thread(), at = thread % 16, half = thread % 32 / 16;
         const uint8* p = shared.p[number % WEIGHED_SLOTS][at] + 16 * half;
         uint32 v = shared_address(shared.ring.rows[number % STAGES][at]) + PLACE * (thread / 32) + place_in_row(at, 16 * half);
-#pragma unroll (FLOAT16 || LAYOUT::quantized_dim == 0 ? KEYS / 16 : 1)
+#pragma unroll(FLOAT16 || LAYOUT::quantized_dim == 0 ? KEYS / 16 : 1)
         for (int k = 0; k < KEYS / 16; ++k) {
             uint32 a[M_TILES][4];
 #pragma unroll
@@ -76,8 +76,9 @@ struct Sums {
     // Partial results of a split tile.
     __device__ void store_partial(const RangeTile& of) {
         int thread = sum_thread(), g = thread % 32 / 4, c = thread % 4;
-        int first = partial_at(g, VALUES * (thread / 32)) + c / 2 * PLANE;  // the distances of other values are those of partial_at
-        float* partial = problem.partial_out + int64(partial_slot(blockIdx.x, of.work.first == 0)) * (HEADS * V_DIM) + 4 * first + c % 2 * 2;
+        int first = partial_at(g, VALUES * (thread / 32)) + c / 2 * PLANE;  // other values are at the distances of partial_at
+        float* partial =
+            problem.partial_out + int64(partial_slot(blockIdx.x, of.work.first == 0)) * (HEADS * V_DIM) + 4 * first + c % 2 * 2;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -154,7 +155,8 @@ struct Sums {
             if (has_keys) {
                 rescale(number);
                 if (LAYOUT::quantized_dim && VALUES * (sum_thread() / 32) < LAYOUT::quantized_dim) add_products<true>(number);
-                else if (LAYOUT::quantized_dim < V_DIM && add_products<false>(number)) loader.find(shared.ring.step(number).parity(), true, false);
+                else if (LAYOUT::quantized_dim < V_DIM && add_products<false>(number))
+                    loader.find(shared.ring.step(number).parity(), true, false);
             }
             asm volatile("" : "+r"(number));  // its remainders are recomputed, so that they take no registers during the products
             shared.ring.barriers.arrive_summed(number);

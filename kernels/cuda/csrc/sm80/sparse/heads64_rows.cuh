@@ -16,7 +16,9 @@ template <class Layout> __device__ inline bool is_imprecise(float scale) {
 }
 
 // Bytes of quantised values of a row in a place.
-template <class Layout> constexpr int code_bytes() { return Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16; }
+template <class Layout> constexpr int code_bytes() {
+    return Layout::quantized_dim ? Layout::quantized_bytes * VALUES / Layout::quantized_dim : 16;
+}
 
 struct RowLoader {
     StepRing& ring;
@@ -39,7 +41,8 @@ struct RowLoader {
     // Start copying BYTES of each row, from `offset` on to `to`. A lane reads the addresses of all its rows first: the
     // compiler does not move a read before a copy, so each read would wait for shared memory.
     template <int BYTES> __device__ void copy_places(uint32 number, uint32 present, int to, int offset) {
-        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES, COUNT = KEYS >= ROWS ? KEYS / ROWS : 1;  // lanes of a row; rows at a time; rows of a lane
+        constexpr int LANES = BYTES / 16, ROWS = 32 / LANES,
+                      COUNT = KEYS >= ROWS ? KEYS / ROWS : 1;  // lanes of a row; rows at a time; rows of a lane
         int lane = sum_thread() % 32, first = lane / LANES;
         const uint64* sources = ring.sources[number % ROWS_LISTED] + first;
         uint64 from[COUNT];

@@ -8,7 +8,8 @@
 #include "sm80/sparse/heads64_steps.cuh"
 #include "sm80/sparse/results.cuh"
 
-constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4, MEMORY_K = K_STEPS - REGISTER_K;  // products along the dimensions
+constexpr int K_STEPS = LAYOUT::head_dim / 16, REGISTER_K = Q_REGISTERS / 4,
+              MEMORY_K = K_STEPS - REGISTER_K;     // products along the dimensions
 constexpr int F16_K = LAYOUT::quantized_dim / 16;  // in float16; the others are in bfloat16
 constexpr uint32 MAX_Q = 0x4580, MIN_Q = 0x3a80;   // bfloat16 bits of 2^12 and 2^-10; outside, float16 may be too coarse for Q or K
 constexpr int P_STRIDE = row_stride(KEYS);
@@ -20,21 +21,22 @@ struct Heads64Shared {
     StepRing ring;
     alignas(16) uint8 p[WEIGHED_SLOTS][HEADS][P_STRIDE];  // float16
     uint4 q[SCORE_WARPS][MEMORY_K][32];
-    float factor[WEIGHED_SLOTS][HEADS];                       // of the sums before a step, where
-    alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];      // this is not 0
-    float inv_sum[2][HEADS], result_factor[2][HEADS];         // at a tile's end, for tiles at even and odd places
+    float factor[WEIGHED_SLOTS][HEADS];                   // of the sums before a step, where
+    alignas(4) uint8 raised[WEIGHED_SLOTS][SCORE_WARPS];  // this is not 0
+    float inv_sum[2][HEADS], result_factor[2][HEADS];     // at a tile's end, for tiles at even and odd places
     uint8 unsafe[2][SCORE_WARPS];
 };
-constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K + 4 * ((4 + WEIGHED_SLOTS) * HEADS + 2 + WEIGHED_SLOTS));
+constexpr int SHARED_BYTES = to_16(RING_BYTES + WEIGHED_SLOTS * HEADS * P_STRIDE + 512 * SCORE_WARPS * MEMORY_K +
+                                   4 * ((4 + WEIGHED_SLOTS) * HEADS + 2 + WEIGHED_SLOTS));
 static_assert(sizeof(Heads64Shared) == SHARED_BYTES);
 
 struct Scores {
     const SparseProblem& problem;
     Heads64Shared& shared;
     uint32 q[REGISTER_K][4];
-    float x[KEYS / 8][4];              // scores of a step in base 2
-    float top[2], total[2], most[2];   // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
-    float check;                       // not 0 if a score is not finite, or if float16 is too coarse for Q
+    float x[KEYS / 8][4];             // scores of a step in base 2
+    float top[2], total[2], most[2];  // of both rows: subtracted maximum, sum of P, highest score (the last two: this lane's part)
+    float check;                      // not 0 if a score is not finite, or if float16 is too coarse for Q
 
     __device__ Scores(const SparseProblem& p, Heads64Shared& s) : problem(p), shared(s) {}
 

@@ -9,10 +9,11 @@
 #include "sm80/steps.cuh"
 
 constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a row, for each warp: values, and their bytes
-constexpr int AHEAD = STAGES - 1;        // steps by which copies precede sums
-constexpr int LEAD = STAGES > 3 ? 2 : 1;  // steps by which scores, which read expanded rows, precede sums
+constexpr int AHEAD = STAGES - 1;                              // steps by which copies precede sums
+constexpr int LEAD = STAGES > 3 ? 2 : 1;                       // steps by which scores, which read expanded rows, precede sums
 constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
-constexpr int TILES_AHEAD = 5;  // listed at the end of a tile: nine steps belong to at most four tiles, and warps of the scores are up to a step apart
+constexpr int TILES_AHEAD =
+    5;  // listed at the end of a tile: nine steps belong to at most four tiles, and warps of the scores are up to a step apart
 constexpr int Q_STEPS = HEADS / KEYS;
 constexpr int ROW_STRIDE = 2 * LAYOUT::head_dim;
 constexpr bool TWO_FORMATS = LAYOUT::row_bytes != EXTRA_LAYOUT::row_bytes || LAYOUT::scale_tile != EXTRA_LAYOUT::scale_tile;
@@ -20,7 +21,8 @@ constexpr int SCALE_BYTES = LAYOUT::scale_bytes > EXTRA_LAYOUT::scale_bytes ? LA
 constexpr int SCALED_ROWS = LAYOUT::quantized_dim ? KEYS : 1, SCALE_STRIDE = LAYOUT::quantized_dim ? SCALE_BYTES : 16;
 constexpr uint32 ALL_PRESENT = KEYS == 32 ? ~0u : (1u << KEYS % 32) - 1;
 static_assert(HEADS == 64 && HEADS / SCORE_WARPS == 16 && (KEYS == 16 || KEYS == 32) && (STAGES == 3 || STAGES == 4), "unsupported sizes");
-static_assert(LAYOUT::quantized_dim % VALUES == 0 && (LAYOUT::head_dim == V_DIM || LAYOUT::head_dim == V_DIM + VALUES), "unsupported dimensions");
+static_assert(LAYOUT::quantized_dim % VALUES == 0 && (LAYOUT::head_dim == V_DIM || LAYOUT::head_dim == V_DIM + VALUES),
+              "unsupported dimensions");
 static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_dim == EXTRA_LAYOUT::quantized_dim, "unsupported formats");
 
 // threadIdx.x, read again by each call, so that values derived from it take no registers between uses.
@@ -41,13 +43,13 @@ __device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; 
 
 // The part of a tile that is in the CTA's work range.
 struct RangeTile {
-    const uint8* q;         // of its first head
-    bf16* out;              // likewise
-    const int* indices[2];  // of the first key of both lists
-    int keys[2];            // number of keys of both lists
-    int heads;              // heads of the tile
+    const uint8* q;               // of its first head
+    bf16* out;                    // likewise
+    const int* indices[2];        // of the first key of both lists
+    int keys[2];                  // number of keys of both lists
+    int heads;                    // heads of the tile
     int first_keys, second, end;  // its first step of keys, the first one of the second list, the one after its last
-    WorkTile work;          // its blocks in the range; tile -1: after the end of the range
+    WorkTile work;                // its blocks in the range; tile -1: after the end of the range
 
     // Take the next tile of the range, whose first step is `first`.
     __device__ void take(const SparseProblem& problem, WorkRange& range, int first) {
@@ -105,8 +107,8 @@ struct Step {
 struct StepRing {
     alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
     alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
-    alignas(16) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
-    int slots[SCORE_WARPS][KEYS];                  // indices of the next step of each warp of the scores
+    alignas(16) uint64 sources[ROWS_LISTED][KEYS];                     // addresses of rows
+    int slots[SCORE_WARPS][KEYS];                                      // indices of the next step of each warp of the scores
     alignas(8) Step steps[STEPS_LISTED];
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
     WorkRange range;  // the rest of the work range
@@ -142,7 +144,8 @@ struct StepRing {
 
 constexpr int TILE_BYTES = 88, RANGE_BYTES = 16;
 constexpr int LIST_BYTES = STEPS_LISTED * 8 + TILES_LISTED * TILE_BYTES + RANGE_BYTES + BARRIER_BYTES + 4 * SUM_WARPS;
-constexpr int RING_BYTES = to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + SCORE_WARPS * KEYS * 4 + LIST_BYTES);
+constexpr int RING_BYTES =
+    to_16(STAGES * KEYS * ROW_STRIDE + ROWS_LISTED * (SCALED_ROWS * SCALE_STRIDE + KEYS * 8) + SCORE_WARPS * KEYS * 4 + LIST_BYTES);
 static_assert(sizeof(RangeTile) == TILE_BYTES && sizeof(WorkRange) == RANGE_BYTES && sizeof(StepRing) == RING_BYTES);
 
 // Lists every SCORE_WARPS-th step, by a warp of the scores. Each lane has a row.
@@ -196,7 +199,8 @@ struct Lister {
         const uint8* pages = list.pages + page * list.page_stride;
         write(step, kind, step + 1 == of.end, 0, pages + int64(in_page) * Layout::row_bytes, here);
         if (Layout::quantized_dim == 0 || lane >= KEYS) return;
-        const uint8* scales = pages + (Layout::scale_start + int64(list.block_size) * Layout::scale_start_per_token) + in_page * Layout::scale_stride;
+        const uint8* scales =
+            pages + (Layout::scale_start + int64(list.block_size) * Layout::scale_start_per_token) + in_page * Layout::scale_stride;
         constexpr int PIECE = Layout::scale_bytes % 16 ? 8 : 16;
 #pragma unroll
         for (int i = 0; i < Layout::scale_bytes; i += PIECE) copy_async<PIECE>(ring.scales[step % ROWS_LISTED][lane] + i, scales + i, here);
@@ -206,6 +210,7 @@ struct Lister {
         int lane = thread_index() % 32;
         uint32 present = __ballot_sync(~0u, here) & ALL_PRESENT;
         if (lane < KEYS) ring.sources[step % ROWS_LISTED][lane] = reinterpret_cast<uint64>(here ? row : problem.segments[0].pages);
-        if (lane == 0) ring.steps[step % STEPS_LISTED] = {kind | uint32(last) << 2 | uint32(tile % TILES_LISTED) << 3 | uint32(part) << 6, present};
+        if (lane == 0)
+            ring.steps[step % STEPS_LISTED] = {kind | uint32(last) << 2 | uint32(tile % TILES_LISTED) << 3 | uint32(part) << 6, present};
     }
 };

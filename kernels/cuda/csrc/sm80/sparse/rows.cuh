@@ -14,7 +14,7 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int STEPS = BLOCK / KEYS;  // in a block
 constexpr int AHEAD = STAGES - 2;    // steps by which copies precede the scores; scores precede the sums by one
 constexpr int STEPS_LISTED = 16;
-constexpr int SLICE = 64;            // values
+constexpr int SLICE = 64;  // values
 constexpr int SLICES = LAYOUT::head_dim / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;
 constexpr bool FINE_SCALES = LAYOUT::num_scales > 0 && LAYOUT::scale_tile < SLICE;
 constexpr int FACTOR_TILE = LAYOUT::scale_tile < EXTRA_LAYOUT::scale_tile ? LAYOUT::scale_tile : EXTRA_LAYOUT::scale_tile;
@@ -54,9 +54,9 @@ __device__ inline int column_of_token(int t) {
 struct Step {
     const int* indices;  // of its first key; `left` entries of the list remain
     int left;
-    int tile;  // -1 after the range's end
-    bool second;            // of the two lists
-    bool last;              // of the tile in this range
+    int tile;                // -1 after the range's end
+    bool second;             // of the two lists
+    bool last;               // of the tile in this range
     bool whole, from_start;  // whether the range has the whole tile; whether it has the first block
 };
 
@@ -115,7 +115,7 @@ struct RowRing {
     // By column:
     float scales[STAGES][NUM_SCALES ? NUM_SCALES : 1][KEYS];  // times CODE_UNIT
     float bias[STAGES][KEYS];                                 // -infinity where the key is absent
-    int unsafe[2];  // by tile modulo 2: a tile may end while the next one starts
+    int unsafe[2];                                            // by tile modulo 2: a tile may end while the next one starts
 
     __device__ float2 scales_at(int stage, int scale, int column) const {
         return *reinterpret_cast<const float2*>(&scales[stage][scale][column]);
@@ -123,7 +123,8 @@ struct RowRing {
     __device__ float2 bias_at(int stage, int column) const { return *reinterpret_cast<const float2*>(&bias[stage][column]); }
 };
 constexpr int STEP_BYTES = 24, CURSOR_BYTES = 72;
-constexpr int RING_BYTES = to_16(STAGES * KEYS * (ROW_STRIDE + 4 + 4 * (NUM_SCALES ? NUM_SCALES : 1) + 4) + STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8);
+constexpr int RING_BYTES =
+    to_16(STAGES * KEYS * (ROW_STRIDE + 4 + 4 * (NUM_SCALES ? NUM_SCALES : 1) + 4) + STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8);
 static_assert(sizeof(Step) == STEP_BYTES && sizeof(StepCursor) == CURSOR_BYTES && sizeof(RowRing) == RING_BYTES);
 
 // Copies the rows of a range's steps, LANES threads per row. It runs ahead of the computation, across tiles.

@@ -8,7 +8,7 @@
 #include "sm80/sparse/results.cuh"
 #include "sm80/sparse/rows.cuh"
 
-constexpr float LAZY = 8.0f;                       // P is up to 2^LAZY
+constexpr float LAZY = 8.0f;                        // P is up to 2^LAZY
 constexpr uint32 MAX_F16 = 0x477f, MIN_Q = 0x3a80;  // bfloat16 bits: just below 65536, and 2^-10
 constexpr bool MAX_LOGITS = FP8_SLICES == 0;        // prefill has bfloat16 rows
 
@@ -42,11 +42,11 @@ struct Scores {
     const SparseProblem& problem;
     SparseShared& shared;
     int lane, g, c;
-    bool none;               // this warp computes no scores
-    int column;              // of the other warps
-    int first_row, first_n;  // head and key of the first score
-    float scale;             // to base 2
-    float x[M][N][4];        // scores in base 2
+    bool none;                         // this warp computes no scores
+    int column;                        // of the other warps
+    int first_row, first_n;            // head and key of the first score
+    float scale;                       // to base 2
+    float x[M][N][4];                  // scores in base 2
     float top[M][2], total[M][2];      // of its rows: subtracted maximum, sum of P (this lane's part)
     float step_top[M][2], sums[M][2];  // of a step's scores: maximum and sum (this lane's part)
     float highest[M][2];               // maximum of all, if MAX_LOGITS
@@ -69,8 +69,7 @@ struct Scores {
         for (int row = threadIdx.x / 32; row < HEADS; row += WARPS) {
             bool here = at.first_head + row < problem.heads;
             const bf16* from = q + (here ? at.first_head + row : 0) * problem.q_stride_h;
-            for (int chunk = lane; chunk < Q_CHUNKS; chunk += 32)
-                copy_async<16>(shared.q[row] + 16 * chunk, from + 8 * chunk, here);
+            for (int chunk = lane; chunk < Q_CHUNKS; chunk += 32) copy_async<16>(shared.q[row] + 16 * chunk, from + 8 * chunk, here);
         }
         copies_commit();
     }
@@ -170,7 +169,7 @@ struct Scores {
             }
         }
         uint32 nan = 0;
-#pragma unroll (UNROLLED_SCALES)
+#pragma unroll(UNROLLED_SCALES)
         for (int i = 0; i < NUM_SCALES; ++i) {
             float part[M][N][4] = {};
 #pragma unroll

@@ -32,10 +32,10 @@
 // Each 16 tokens are permuted so that neither the QK-softmax nor the PV warpgroups have bank conflicts when they read
 // raw rows: token t is row permuted(t) of S^T and of P^T.
 //
-// Limits: the range of float16 is narrower than that of a cache and of q. A tile outside that range (scales outside
-// [MIN_SCALE, MAX_SCALE], large or very small q, RoPE values of V that float16 cannot represent, a result that is not
-// finite) is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one. A float32 scale is
-// rounded to float16.
+// Limits: float16 has a narrower range than a cache and q. A tile outside that range (scales outside [MIN_SCALE,
+// MAX_SCALE], large or very small q, RoPE values of V that float16 cannot represent, a result that is not finite) is
+// flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one. A float32 scale is rounded to
+// float16.
 //
 // Macros: LAYOUT, EXTRA_LAYOUT (formats.py lists the formats), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
 #if PARTS > 1

@@ -12,7 +12,8 @@ struct Expander {
     __device__ Expander(int warp, int lane) : lane(lane) {
         int half = warp / 4, row = warp % 4 * 8 + lane / 4, n = permuted(row & 15);
         row_at = RAW_AT + (half * HALF + row) * RAW_BYTES;
-        factor_at = FACTOR_AT + half * FACTORS_BYTES + lane % 4 * 8 * FACTOR_STRIDE + (row & 16) * 2 + (n >> 1 & 3) * 8 + (n & 1) * 2 + (n >> 3) * 4;
+        factor_at = FACTOR_AT + half * FACTORS_BYTES + lane % 4 * 8 * FACTOR_STRIDE + (row & 16) * 2 + (n >> 1 & 3) * 8 + (n & 1) * 2 +
+                    (n >> 3) * 4;
         if (EXPANDS) asm volatile("" : "+r"(row_at), "+r"(factor_at));
     }
 

@@ -27,7 +27,8 @@ constexpr int FACTORS = LAYOUT::quantized_dim / FACTOR_TILE;  // of a row
 constexpr int FACTOR_STRIDE = HALF * 2 + (EXPANDS ? 8 : 0), FACTORS_BYTES = FACTORS * FACTOR_STRIDE;  // of half a block
 static_assert(FACTOR_TILE >= 16, "a lane of QK-softmax has one factor for its 16 values of a slice");
 
-constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; beyond it, float32 sums of products of bfloat16 rows have an error of more than 2^-10
+constexpr float MAX_PRECISE_SCORE =
+    1024.0f;  // base 2; beyond it, float32 sums of products of bfloat16 rows have an error of more than 2^-10
 
 // float32 exponents of scales. Values with a scale of 2^-87 or less, such as a row that was never written, are
 // negligible for scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and for results of at least
@@ -85,9 +86,7 @@ __device__ inline uint32 pack_saturated(float low, float high) {
 // The same of a bfloat16 pair.
 __device__ inline uint32 to_f16_saturated(uint32 x) { return pack_saturated(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000)); }
 // Raise both halves of `largest` to the magnitudes of a bfloat16 pair; the signs are arbitrary. NaN stays NaN.
-__device__ inline void raise_to_bf16(uint32& largest, uint32 x) {
-    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x));
-}
+__device__ inline void raise_to_bf16(uint32& largest, uint32 x) { asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x)); }
 // Raise both halves of `largest` to the magnitudes of a float16 pair.
 __device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
     asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmax.f16x2 %0, %0, m;\n}" : "+r"(largest) : "r"(x));
@@ -95,7 +94,8 @@ __device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
 // e4m3 bytes to float16 pairs.
 __device__ inline void to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm volatile("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-                 : "=r"(low), "=r"(high) : "r"(bytes));
+                 : "=r"(low), "=r"(high)
+                 : "r"(bytes));
 }
 
 // ---- roles and shared memory
@@ -159,28 +159,28 @@ constexpr int COPY_ARRIVALS = EXPANDS && WARP_ARRIVALS == 32 ? 4 : 1;  // of a l
 constexpr int ROW_ARRIVALS = 32 * ROW_PRODUCERS * COPY_ARRIVALS;
 
 struct SharedMemory {
-    alignas(16) uint8 q[Q_SLICES][Q_TILE_BYTES];    // the last tile is RoPE if it is bfloat16
+    alignas(16) uint8 q[Q_SLICES][Q_TILE_BYTES];  // the last tile is RoPE if it is bfloat16
     uint8 p[P_SLOTS][Q_TILE_BYTES];
     uint8 rope[TAIL ? RING : 1][TAIL ? TAIL_BYTES : 128];  // [slot]: bfloat16 values, tile by tile, both halves of a block
     uint8 raw[RING][2][BF16_ROWS ? 4 : HALF * RAW_BYTES];
     uint16 factor[RING][2][BF16_ROWS ? 1 : FACTORS][BF16_ROWS ? 2 : FACTOR_STRIDE / 2];  // scales in float16
-    float bias[RING][2][BF16_ROWS ? 1 : HALF];      // of each token: 0, or -inf if absent; of bfloat16 rows a bit a token
-    float top[2][HEADS];                            // [tile % 2]: running maximum, base 2
-    float sums[SUM_SLOTS][4][HEADS];                // [tile % 2][warp of QK-softmax]: sums of weights
-    float inv_sum[2][HEADS];                        // [tile % 2]: scales accumulators by 1/l, sink included
+    float bias[RING][2][BF16_ROWS ? 1 : HALF];  // of each token: 0, or -inf if absent; of bfloat16 rows a bit a token
+    float top[2][HEADS];  // [tile % 2]: running maximum, base 2
+    float sums[SUM_SLOTS][4][HEADS];  // [tile % 2][warp of QK-softmax]: sums of weights
+    float inv_sum[2][HEADS];  // [tile % 2]: scales accumulators by 1/l, sink included
     float highest[TIGHT ? 1 : 4][TIGHT ? 2 : HEADS];  // [warp of QK-softmax]: maxima of a block's scores
-    float alpha[P_SLOTS][HEADS];                    // rescales earlier sums after a raised maximum
+    float alpha[P_SLOTS][HEADS];  // rescales earlier sums after a raised maximum
     alignas(16) uint8 schedule[SCHEDULED_TILES][SCHEDULED_TILE_BYTES];  // read 16 bytes at a time, see ScheduledTile
-    uint32 raised[P_SLOTS + (BF16_ROWS ? 8 : 0)];   // whether a block raised a maximum; SEEN
-    uint64 raw_full[EXPANDS ? 2 * RING : RING];     // barriers: raw_full, and after it raw_landed
+    uint32 raised[P_SLOTS + (BF16_ROWS ? 8 : 0)];  // whether a block raised a maximum; SEEN
+    uint64 raw_full[EXPANDS ? 2 * RING : RING];  // barriers: raw_full, and after it raw_landed
     uint64 raw_empty[RING][FREED_PARTS];
     uint64 p_full[P_SLOTS], p_empty[P_SLOTS];
     uint64 scheduled_full[SCHEDULED_TILES];
-    uint64 sums_full[2], inv_sum_full[2];           // [tile % 2]
+    uint64 sums_full[2], inv_sum_full[2];  // [tile % 2]
     // PARTS > 1: exchanged between the CTAs of a cluster.
     uint64 log_sums_full, parts_full;
-    float weight[HEADS];                            // weight of this CTA in the combined result
-    float sink_factor[HEADS];                              // factor by which the sink reduces the combined result
+    float weight[HEADS];       // weight of this CTA in the combined result
+    float sink_factor[HEADS];  // factor by which the sink reduces the combined result
     float log_sums[PARTS][HEADS];
 };
 constexpr uint32 Q_AT = SHARED_AT(q), P_AT = SHARED_AT(p), ROPE_AT = SHARED_AT(rope), RAW_AT = SHARED_AT(raw);
@@ -196,10 +196,10 @@ constexpr Barriers<2> sums_full{SHARED_AT(sums_full)}, inv_sum_full{SHARED_AT(in
 constexpr Barrier log_sums_full{SHARED_AT(log_sums_full)}, parts_full{SHARED_AT(parts_full)};
 constexpr uint32 WEIGHT_AT = SHARED_AT(weight), SINK_FACTOR_AT = SHARED_AT(sink_factor), LOG_SUMS_AT = SHARED_AT(log_sums);
 constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
-constexpr int LINES = HEADS / 4;                           // lines of a PV lane; a line is 8 neighbouring values of a head
-constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;    // lines that a CTA combines; the last CTAs may have fewer
-constexpr int LINE_BYTES = 256 * 16;                       // of all PV lanes, as float16
-constexpr int PART_BYTES = PART_LINES * LINE_BYTES;        // from each other CTA
+constexpr int LINES = HEADS / 4;  // lines of a PV lane; a line is 8 neighbouring values of a head
+constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;  // lines that a CTA combines; the last CTAs may have fewer
+constexpr int LINE_BYTES = 256 * 16;  // of all PV lanes, as float16
+constexpr int PART_BYTES = PART_LINES * LINE_BYTES;  // from each other CTA
 constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= Q_SLICES * Q_TILE_BYTES;  // Q is no longer needed by then
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? SHARED_AT(log_sums_full) : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;

@@ -253,12 +253,12 @@ struct ScaleProducer {
         bool all = true;
         if constexpr (!LAYOUT::e2m1_values && !BF16_ROWS)
 #pragma unroll
-        for (int i = 0; i < FACTORS; ++i) {
-            int scale = i / SHARED;
-            uint32 bits = LAYOUT::ue8m0 ? (words[scale / 4] >> 8 * (scale % 4) & 0xff) << 23 : words[scale];
-            sts16(at + i * FACTOR_STRIDE, pack(f16{}, __uint_as_float(bits), 0.0f));
-            all &= fits_f16(bits);
-        }
+            for (int i = 0; i < FACTORS; ++i) {
+                int scale = i / SHARED;
+                uint32 bits = LAYOUT::ue8m0 ? (words[scale / 4] >> 8 * (scale % 4) & 0xff) << 23 : words[scale];
+                sts16(at + i * FACTOR_STRIDE, pack(f16{}, __uint_as_float(bits), 0.0f));
+                all &= fits_f16(bits);
+            }
         return all;
     }
 

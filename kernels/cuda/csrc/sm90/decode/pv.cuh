@@ -23,7 +23,8 @@ struct Pv {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             int n = 2 * c + b;
-            row_at[b] = is_bf16() ? ROPE_AT + (BF16_ROWS ? slice * (2 * HALF * 128) : 0) + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
+            row_at[b] = is_bf16() ? ROPE_AT + (BF16_ROWS ? slice * (2 * HALF * 128) : 0) + n * 128 + ((g ^ n) << 4)
+                                  : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
         }
         factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * FACTOR_STRIDE + c * 8;
         columns_at = 2 * c * 4;
@@ -242,8 +243,7 @@ struct Pv {
                     magnitudes += fabsf(x[2 * j]) + fabsf(x[2 * j + 1]);
                 }
                 if (WHOLE) {
-                    uint4 packed = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]), pack(bf16{}, x[4], x[5]),
-                                    pack(bf16{}, x[6], x[7])};
+                    uint4 packed = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]), pack(bf16{}, x[4], x[5]), pack(bf16{}, x[6], x[7])};
                     if (head < heads) *reinterpret_cast<uint4*>(out) = packed;
                     int by = e ? 7 : 1;
                     head += by, out += by * problem.out_stride_h;
@@ -300,8 +300,10 @@ struct Pv {
         __device__ void send(uint32 to, Barrier barrier) const {
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
-                store_async(to + n * LINE_BYTES, uint4{pack_saturated(x[n][0], x[n][1]), pack_saturated(x[n][2], x[n][3]),
-                                                       pack_saturated(x[n][4], x[n][5]), pack_saturated(x[n][6], x[n][7])}, barrier);
+                store_async(to + n * LINE_BYTES,
+                            uint4{pack_saturated(x[n][0], x[n][1]), pack_saturated(x[n][2], x[n][3]), pack_saturated(x[n][4], x[n][5]),
+                                  pack_saturated(x[n][6], x[n][7])},
+                            barrier);
         }
 
         // Add the lines that the other CTAs sent.
@@ -350,7 +352,7 @@ struct Pv {
                 for (int j = 0; j < 8; ++j) x[j] *= sink_factor;
                 if (head < heads)
                     *reinterpret_cast<uint4*>(out + head * problem.out_stride_h) = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]),
-                                                                                     pack(bf16{}, x[4], x[5]), pack(bf16{}, x[6], x[7])};
+                                                                                    pack(bf16{}, x[4], x[5]), pack(bf16{}, x[6], x[7])};
             }
         });
     }

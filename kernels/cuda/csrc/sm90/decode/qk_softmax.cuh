@@ -34,7 +34,9 @@ struct QkSoftmax {
     __device__ bool any(bool x) {
         uint32 y;
         asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
-                     : "=r"(y) : "r"(uint32(x)) : "memory");
+                     : "=r"(y)
+                     : "r"(uint32(x))
+                     : "memory");
         return y;
     }
 
@@ -153,8 +155,7 @@ struct QkSoftmax {
             bool here = row < heads;
             const bf16* head = from + (here ? row : 0) * problem.q_stride_h;
 #pragma unroll
-            for (int slice = 0; slice < Q_SLICES; ++slice)
-                copy_async<16>(to + slice * Q_TILE_BYTES + i * 2048, head + slice * 64, here);
+            for (int slice = 0; slice < Q_SLICES; ++slice) copy_async<16>(to + slice * Q_TILE_BYTES + i * 2048, head + slice * 64, here);
         }
         copies_commit();
     }
@@ -229,7 +230,8 @@ struct QkSoftmax {
 
     // Raise the running maxima to the maxima of x, rescale the sums, and store the factors (ALPHA) for the PV
     // warpgroups.
-    __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
+    __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first,
+                          int parity) {
         float highest[HEADS / 4];
 #pragma unroll
         for (int i = 0; i < HEADS / 4; ++i) highest[i] = fmaxf(x[2 * i - i % 2], x[2 * i - i % 2 + 2]) * scale;
@@ -237,11 +239,11 @@ struct QkSoftmax {
         sync();
         if (HEADS >= 32 ? warp < HEADS / 32 : warp == 0 && lane < HEADS) {
             uint32 at = threadIdx.x % HEADS * 4;
-            float before = first ? NO_MAX : lds_float(TOP_AT + parity * (HEADS * 4) + at), now = before;
+            float before = first ? NO_MAX : lds_float(TOP_AT + parity * (HEADS * 4) + at), after = before;
 #pragma unroll
-            for (int w = 0; w < 4; ++w) now = fmaxf(now, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
-            sts_float(TOP_AT + parity * (HEADS * 4) + at, now);
-            sts_float(ALPHA_AT + p_slot.slot * (HEADS * 4) + at, exp2_approx(before - now));
+            for (int w = 0; w < 4; ++w) after = fmaxf(after, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
+            sts_float(TOP_AT + parity * (HEADS * 4) + at, after);
+            sts_float(ALPHA_AT + p_slot.slot * (HEADS * 4) + at, exp2_approx(before - after));
         }
         sync();
         load_top(top, parity);
@@ -253,7 +255,8 @@ struct QkSoftmax {
     }
 
     // The softmax of a block: stores weights 2^(scale x - top) as float16 to shared memory, and adds them to this lane's sums.
-    __device__ void softmax(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
+    __device__ void softmax(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first,
+                            int parity) {
         float above = -infinity();  // log2 of the largest weight
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
@@ -309,7 +312,8 @@ struct QkSoftmax {
                 softmax(x, top, sums, scale, first, parity);
                 first = false;
             }
-            if (SUM_SLOTS == 1 && scored) inv_sum_full[parity ^ 1].wait(scored - 1 >> 1 & 1);  // the scheduler has read the last tile's sums
+            if (SUM_SLOTS == 1 && scored)
+                inv_sum_full[parity ^ 1].wait(scored - 1 >> 1 & 1);  // the scheduler has read the last tile's sums
             if (BF16_ROWS) {
                 sts32(SEEN_AT + (parity * 4 + warp) * 4, seen);
                 seen = 0, ++scored;

@@ -51,7 +51,8 @@ struct TileScheduler {
     __device__ void describe(uint32 scheduled, const WorkTile& work, const TileCoord& at, int blocks) {
         int blocks0 = blocks_of(work.lengths0);
         bool second = work.first >= blocks0, from_start = work.first == 0;
-        uint32 flags = (work.whole() ? ScheduledTile::WHOLE : 0) | (from_start ? ScheduledTile::FROM_START : 0) | (second ? ScheduledTile::SECOND : 0);
+        uint32 flags =
+            (work.whole() ? ScheduledTile::WHOLE : 0) | (from_start ? ScheduledTile::FROM_START : 0) | (second ? ScheduledTile::SECOND : 0);
         sts128(scheduled, {uint32(work.tile), uint32(blocks), uint32(min(HEADS, problem.heads - at.first_head)), flags});
         if (second) {
             describe_segment(scheduled + 16, problem.segments[1], at, work.lengths1, work.first - blocks0);
@@ -117,7 +118,8 @@ struct TileScheduler {
     // Flag a tile of bfloat16 rows if its scores are so large that float32 cannot resolve their differences, or all -inf.
     __device__ void check_scores(int tile, int parity, float2 top, const bool (&empty)[2]) {
         uint32 seen = lane < 4 ? lds32(SEEN_AT + (parity * 4 + lane) * 4) : 0;
-        bool any = __any_sync(~0u, seen), large = !(fmaxf(fabsf(empty[0] ? 0.0f : top.x), fabsf(empty[1] ? 0.0f : top.y)) <= MAX_PRECISE_SCORE);
+        bool any = __any_sync(~0u, seen),
+             large = !(fmaxf(fabsf(empty[0] ? 0.0f : top.x), fabsf(empty[1] ? 0.0f : top.y)) <= MAX_PRECISE_SCORE);
         if (__any_sync(~0u, large || (any && (empty[0] || empty[1]))) && lane == 0) problem.mark(tile);
     }
 
@@ -135,8 +137,8 @@ struct TileScheduler {
         if (mine)
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part), uint2{__float_as_uint(own[0]), __float_as_uint(own[1])},
-                            cluster_barrier(log_sums_full, part));
+                store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part),
+                            uint2{__float_as_uint(own[0]), __float_as_uint(own[1])}, cluster_barrier(log_sums_full, part));
         log_sums_full.wait_for_cluster(0);
         float2 log_sums[PARTS];
 #pragma unroll

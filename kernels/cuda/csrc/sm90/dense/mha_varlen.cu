@@ -58,15 +58,15 @@ struct Softmax {
         float rescale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float now = -infinity();
+            float new_top = -infinity();
 #pragma unroll
-            for (int i = 2 * half; i < 64; i += 4) now = fmaxf(now, fmaxf(x[i], x[i + 1]));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-            now = fmaxf(top[half], now * scale_log2);
-            float base = now == -infinity() ? 0.0f : now, sum = 0.0f;
+            for (int i = 2 * half; i < 64; i += 4) new_top = fmaxf(new_top, fmaxf(x[i], x[i + 1]));
+            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
+            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
+            new_top = fmaxf(top[half], new_top * scale_log2);
+            float base = new_top == -infinity() ? 0.0f : new_top, sum = 0.0f;
             rescale[half] = exp2_approx(top[half] - base);
-            top[half] = now;
+            top[half] = new_top;
             float scale = scale_log2;
             if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
 #pragma unroll
@@ -86,11 +86,10 @@ struct Softmax {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, int64 k_stride_t, int64 k_stride_h,
-                const VALUE* k_pe, int64 k_pe_stride_t, const VALUE* v, int64 v_stride_t, int64 v_stride_h,
-                const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries, int num_keys,
-                float scale_log2, OUTPUT* out, int64 out_stride_t, int64 out_stride_h, float* lse, int64 lse_stride_h,
-                int64 lse_stride_t) {
+    mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, int64 k_stride_t, int64 k_stride_h,
+                    const VALUE* k_pe, int64 k_pe_stride_t, const VALUE* v, int64 v_stride_t, int64 v_stride_h, const int* cu_seqlens_q,
+                    const int* cu_seqlens_k, int sequences, int num_queries, int num_keys, float scale_log2, OUTPUT* out,
+                    int64 out_stride_t, int64 out_stride_h, float* lse, int64 lse_stride_h, int64 lse_stride_t) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START) __trap();
     PackedTile tile = find_tile<QUERIES>(cu_seqlens_q, cu_seqlens_k, sequences, num_queries, num_keys, blockIdx.x);
@@ -166,8 +165,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     Softmax softmax;
     int row = 64 * consumer + 16 * warp + lane / 4;  // of the tile; and row + 8
 #if ACCUMULATE
-    begin_onto<128>(tile, row, out + head * out_stride_h, out_stride_t, lse + head * lse_stride_h, lse_stride_t, softmax.top,
-                    softmax.total,
+    begin_onto<128>(tile, row, out + head * out_stride_h, out_stride_t, lse + head * lse_stride_h, lse_stride_t, softmax.top, softmax.total,
                     [&](int half, int n, float2 pair) { sums[4 * n + 2 * half] = pair.x, sums[4 * n + 2 * half + 1] = pair.y; });
 #endif
     copies_wait<0>();
@@ -180,7 +178,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
 #pragma unroll
         for (int step = 0; step < 12; ++step)
             wgmma_rows(VALUE{}, scores, q_tile + step / 4 * (TILE_BYTES >> 4) + step % 4 * 2,
-                          k_tile + step / 4 * (2 * TILE_BYTES >> 4) + step % 4 * 2, step > 0);
+                       k_tile + step / 4 * (2 * TILE_BYTES >> 4) + step % 4 * 2, step > 0);
         wgmma_commit();
     };
     auto add_products = [&](int stage) {
@@ -201,8 +199,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     };
     auto rescale_sums = [&](float2 rescale) {
 #pragma unroll
-        for (int i = 0; i < 64; i += 4)
-            sums[i] *= rescale.x, sums[i + 1] *= rescale.x, sums[i + 2] *= rescale.y, sums[i + 3] *= rescale.y;
+        for (int i = 0; i < 64; i += 4) sums[i] *= rescale.x, sums[i + 1] *= rescale.x, sums[i + 2] *= rescale.y, sums[i + 3] *= rescale.y;
     };
     auto to_weights = [&]() {
 #pragma unroll
@@ -267,8 +264,6 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
 #pragma unroll
         for (int n = 0; n < 16; ++n) store_pair(to + 8 * n, sums[4 * n + 2 * half] * inv_sum, sums[4 * n + 2 * half + 1] * inv_sum);
-        if (lane % 4 == 0)
-            lse[head * lse_stride_h + query * lse_stride_t] =
-                empty ? infinity() : (softmax.top[half] + log2f(total)) * LN_2;
+        if (lane % 4 == 0) lse[head * lse_stride_h + query * lse_stride_t] = empty ? infinity() : (softmax.top[half] + log2f(total)) * LN_2;
     }
 }

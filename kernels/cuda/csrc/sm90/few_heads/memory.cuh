@@ -48,15 +48,15 @@ struct SharedMemory {
     uint64 rows_ready[MOST_SLOTS], rows_free[MOST_SLOTS];  // barriers [slot of rows]
     uint64 q_ready[Q_PIECES], q_free[Q_PIECES];
     uint64 weights_ready[WEIGHT_SLOTS], weights_free[WEIGHT_SLOTS];
-    uint64 result_ready[2];                      // [tile % 2]
-    uint32 flagged;                              // non-zero once a tile of this CTA was flagged
-    uint32 raised[WEIGHT_SLOTS];                 // whether a block raised a reference
-    uint32 present[MOST_SLOTS];                  // [slot of rows]: a bit for each row, see Producer
+    uint64 result_ready[2];       // [tile % 2]
+    uint32 flagged;               // non-zero once a tile of this CTA was flagged
+    uint32 raised[WEIGHT_SLOTS];  // whether a block raised a reference
+    uint32 present[MOST_SLOTS];   // [slot of rows]: a bit for each row, see Producer
     alignas(16) float reference[HEADS];
-    float lower[WEIGHT_SLOTS][HEADS];            // factors that rescale earlier sums
-    float highest[4][HEADS], totals[4][HEADS];   // [warp of the scores]
-    float inv_sum[2][HEADS];                     // [tile % 2]: scales sums by 1/l, sink included
-    float logits[2][2][HEADS];                   // [tile % 2][max_logits, lse]
+    float lower[WEIGHT_SLOTS][HEADS];           // factors that rescale earlier sums
+    float highest[4][HEADS], totals[4][HEADS];  // [warp of the scores]
+    float inv_sum[2][HEADS];                    // [tile % 2]: scales sums by 1/l, sink included
+    float logits[2][2][HEADS];                  // [tile % 2][max_logits, lse]
     alignas(1024) uint8 weights[WEIGHT_SLOTS][HEAD_TILE_BYTES];
     uint8 q[TILES][HEAD_TILE_BYTES];
 };
@@ -66,7 +66,8 @@ constexpr Barriers<WEIGHT_SLOTS> weights_ready{SHARED_AT(weights_ready)}, weight
 constexpr Barriers<2> result_ready{SHARED_AT(result_ready)};
 constexpr uint32 RAISED_AT = SHARED_AT(raised), PRESENT_AT = SHARED_AT(present);
 constexpr uint32 REFERENCE_AT = SHARED_AT(reference), LOWER_AT = SHARED_AT(lower), HIGHEST_AT = SHARED_AT(highest);
-constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits), FLAGGED = SHARED_AT(flagged);
+constexpr uint32 TOTALS_AT = SHARED_AT(totals), INV_SUM_AT = SHARED_AT(inv_sum), LOGITS_AT = SHARED_AT(logits),
+                 FLAGGED = SHARED_AT(flagged);
 constexpr uint32 WEIGHTS_AT = SHARED_AT(weights), Q_AT = SHARED_AT(q), RING_AT = Q_AT + sizeof(SharedMemory::q);
 constexpr int SHARED_BYTES = MOST_SHARED_BYTES, FITTING_SLOTS = (SHARED_BYTES + 1024 - RING_AT) / SLOT_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
@@ -74,4 +75,3 @@ static_assert(SLOTS >= 2 * BLOCK_SLOTS, "a block is loaded while another is proc
 static_assert(RING_AT % 16 == 0 && ROW_BYTES % 16 == 0);
 
 __device__ inline uint32 slot_at(uint32 slot) { return RING_AT + slot * SLOT_BYTES; }
-

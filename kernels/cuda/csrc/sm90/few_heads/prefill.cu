@@ -38,17 +38,14 @@ static_assert(sizeof(UnitMemory) <= SLOTS * SLOT_BYTES);
 // The address of the tensor map is a multiple of 64: parameters begin 16 bytes after a multiple of 64, and
 // SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
+    sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map);
-        for (int i = 0; i < SLOTS; ++i)
-            rows_ready.init(i, PRODUCERS * WARP_ARRIVALS), rows_free.init(i, 8 * WARP_ARRIVALS);
-        for (int i = 0; i < Q_PIECES; ++i)
-            q_ready.init(i, WARP_ARRIVALS), q_free.init(i, 4 * WARP_ARRIVALS);
-        for (int i = 0; i < WEIGHT_SLOTS; ++i)
-            weights_ready.init(i, 4 * WARP_ARRIVALS), weights_free.init(i, 8 * WARP_ARRIVALS);
+        for (int i = 0; i < SLOTS; ++i) rows_ready.init(i, PRODUCERS * WARP_ARRIVALS), rows_free.init(i, 8 * WARP_ARRIVALS);
+        for (int i = 0; i < Q_PIECES; ++i) q_ready.init(i, WARP_ARRIVALS), q_free.init(i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < WEIGHT_SLOTS; ++i) weights_ready.init(i, 4 * WARP_ARRIVALS), weights_free.init(i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) result_ready.init(i, 4 * WARP_ARRIVALS);
         sts32(FLAGGED, 0);
         fence_barrier_init();

@@ -22,8 +22,7 @@ struct Scores {
     float highest[OWN], totals[OWN];  // of this lane's own keys; `highest` is unscaled
     uint32 seen;                      // non-zero once a present key was scored
 
-    __device__ explicit Scores(const SparseProblem& p)
-        : problem(p), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {
+    __device__ explicit Scores(const SparseProblem& p) : problem(p), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {
         // A scale of 0 would turn the -inf score of a masked key into NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         fragment_at = lane % 16 * PITCH + lane / 16 * 16;
@@ -61,7 +60,8 @@ struct Scores {
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                wgmma_rows(bf16{}, x, a[tile % KEY_BUFFERS][step], tile_descriptor(Q_AT + tile * HEAD_TILE_BYTES) + 2 * step, tile + step > 0);
+                wgmma_rows(bf16{}, x, a[tile % KEY_BUFFERS][step], tile_descriptor(Q_AT + tile * HEAD_TILE_BYTES) + 2 * step,
+                           tile + step > 0);
             wgmma_commit();
             if (tile + 1 == TILES) break;
             wgmma_wait<KEY_BUFFERS - 1>();
@@ -102,11 +102,11 @@ struct Scores {
         warpgroup_sync(1);
         if (has_head()) {
             uint32 at = threadIdx.x * 4;
-            float before = first ? NO_REFERENCE : lds_float(REFERENCE_AT + at), now = before;
+            float before = first ? NO_REFERENCE : lds_float(REFERENCE_AT + at), after = before;
 #pragma unroll
-            for (int w = 0; w < 4; ++w) now = fmaxf(now, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
-            sts_float(REFERENCE_AT + at, now);
-            sts_float(LOWER_AT + slot * (HEADS * 4) + at, exp2_approx(before - now));
+            for (int w = 0; w < 4; ++w) after = fmaxf(after, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
+            sts_float(REFERENCE_AT + at, after);
+            sts_float(LOWER_AT + slot * (HEADS * 4) + at, exp2_approx(before - after));
         }
         warpgroup_sync(1);
         if (first) return;

@@ -16,8 +16,7 @@ struct Values {
     uint32 fragment_at, columns_at;
     float sums[TILES_OF_WARP][HEADS / 2];
 
-    __device__ Values(const SparseProblem& p, int h)
-        : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+    __device__ Values(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         fragment_at = (lane / 16 * 8 + lane % 8) * PITCH + own_values() * 2 + lane / 8 % 2 * 16;
         columns_at = lane % 4 * 8;
         // Keeps the compiler from rematerialising these from threadIdx, which is slower.

@@ -40,7 +40,7 @@
 //                     again, keys' bytes
 //     k_free[stage]   16 / RINGS: warps that waited                  the ring's warp          the same until they were multiplied
 //
-// No named barrier except that of __syncthreads, while the work range is computed.
+// No named barriers, except __syncthreads while the work range is computed.
 //
 // Limits: heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
 //
@@ -128,8 +128,7 @@ __device__ inline void consume(const Problem& problem) {
                         k_free[stage].arrive_warp();
                     }
                     int of_product = PASS / PRODUCTS;
-                    sum_heads(x[query / of_product], HEADS / 2 * (query % of_product), weights[query], sums[0][query],
-                              sums[1][query]);
+                    sum_heads(x[query / of_product], HEADS / 2 * (query % of_product), weights[query], sums[0][query], sums[1][query]);
                 }
                 score = sum_of_four(sums[0], c);
                 store(key);
@@ -168,13 +167,12 @@ __device__ inline void consume(const Problem& problem) {
 
 // 48 bytes precede the first map: the address of a tensor map is a multiple of 64, and parameters begin 16 bytes after one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-indexer_logits_sm90(const float* weights, int64 weights_stride, const int* starts, const int* ends, int64 lens_stride,
-                    int per_query, int queries, const __grid_constant__ TensorMap q_map,
-                    const __grid_constant__ TensorMap k_map, const float* scales, int keys, int compressed_width,
-                    const int* block_table, int64 table_stride, int table_rows, int table_columns, const uint8* pages,
-                    int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
-                    int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride,
-                    int blocks, const int* candidates, int64 candidates_stride, float fill) {
+    indexer_logits_sm90(const float* weights, int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query,
+                        int queries, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const float* scales,
+                        int keys, int compressed_width, const int* block_table, int64 table_stride, int table_rows, int table_columns,
+                        const uint8* pages, int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
+                        int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride, int blocks,
+                        const int* candidates, int64 candidates_stride, float fill) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
@@ -188,22 +186,45 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     }
     if (PAGED) __syncthreads();  // the barriers are initialised
     pdl_wait();
-    Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, compressed_width,
-                    {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
-                    box_rows, logits, logits_stride, scales, q, q_stride, maxima, maxima_stride, blocks, candidates, candidates_stride, fill};
+    Problem problem{weights,
+                    weights_stride,
+                    queries,
+                    starts,
+                    ends,
+                    lens_stride,
+                    per_query,
+                    keys,
+                    compressed_width,
+                    {block_table, table_stride, table_rows, table_columns},
+                    pages,
+                    page_stride,
+                    num_slots,
+                    block_size,
+                    box_rows,
+                    logits,
+                    logits_stride,
+                    scales,
+                    q,
+                    q_stride,
+                    maxima,
+                    maxima_stride,
+                    blocks,
+                    candidates,
+                    candidates_stride,
+                    fill};
     clear_other_maxima(problem);
-    const bool few = PAGED && QUERIES <= 2 && problem.groups() <= 32;
+    const bool is_small = PAGED && QUERIES <= 2 && problem.groups() <= 32;
     WorkRange work;
-    if (!few) work = work_range_of(problem);  // synchronises all threads
+    if (!is_small) work = work_range_of(problem);  // synchronises all threads
     if (threadIdx.x >= CONSUMERS) {
-        if (few) work = work_range_of_warp(problem);
+        if (is_small) work = work_range_of_warp(problem);
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int ring = (threadIdx.x - CONSUMERS) / 32;
-        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work, few);
+        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, 0}.run(work, is_small);
     } else {
         // A consumer warp, which would only wait, loads the first queries, so that the keys of the first ring do not
         // wait for them.
-        if (few && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.load_first_queries(work_range_of_warp(problem));
+        if (is_small && threadIdx.x / 32 == 15) Producer{problem, q_map, k_map, 0, 0}.load_first_queries(work_range_of_warp(problem));
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);
     }

@@ -156,8 +156,8 @@ struct Consumer {
         }
     }
     // `weights`, `logits` and `end` belong to the only pass; with more passes each reads its own.
-    __device__ void store(const float (&x)[COLUMNS], float (&weights)[PASS][HEADS / 4], int pass, int of_stage, uint32 found,
-                          float* logits, int end) const {
+    __device__ void store(const float (&x)[COLUMNS], float (&weights)[PASS][HEADS / 4], int pass, int of_stage, uint32 found, float* logits,
+                          int end) const {
         float score, low, high;
         uint32 c = place % 4;
         if (PASSES > 1) load_weights(weights[0], pass * PASS);
@@ -173,7 +173,8 @@ struct Consumer {
             score += __shfl_xor_sync(~0u, score, 2);
         }
         score *= 0.5f;  // sums are doubled
-        if (__any_sync(~0u, found)) score = of_special_keys(score, pass, of_stage, found);  // a vote, which is uniform for the compiler, too
+        if (__any_sync(~0u, found))
+            score = of_special_keys(score, pass, of_stage, found);  // a vote, which is uniform for the compiler, too
         if (PASSES > 1) logits = logits_of(pass), end = end_of(pass);
         bool stores = (PASS == 2 || c < 2) && key < end;
         if (stores) logits[key] = score;
@@ -210,7 +211,7 @@ struct Consumer {
         int end = end_of(0);
 #pragma unroll
         for (int i = 0; i < PASS; ++i) load_weights(weights[i], i);
-        auto score_tile = [&](uint32 (&a)[4][4], uint32 found, uint32 (&next)[4][4], uint32& found_next) {
+        auto score_tile = [&](uint32(&a)[4][4], uint32 found, uint32(&next)[4][4], uint32& found_next) {
             float x[COLUMNS];
             int of_stage = stage;
             start(x, a, 0);

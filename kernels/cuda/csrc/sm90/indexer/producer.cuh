@@ -10,23 +10,26 @@ constexpr uint64 POLICY = CANDIDATES || PASS == 2 && QUERY_GROUPS == 1 ? 0x10000
 
 // Like tma_load, with POLICY.
 __device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, Barrier barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(POLICY) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+        "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier.address), "l"(POLICY)
+        : "memory");
 }
 // Start a bulk copy of `bytes` with POLICY. Size and both addresses are multiples of 16. The barrier counts the bytes when they
 // have landed.
 __device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, Barrier barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier.address), "l"(POLICY) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier.address), "l"(POLICY)
+                 : "memory");
 }
 
 // A warp for each ring, and one for queries; with four rings the first ring's warp also loads queries.
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
-    int stage;        // the ring's next one
-    uint32 turns;     // bit 0: parity of the stage; other bits: number of groups loaded. Packed to save registers
+    int stage;     // the ring's next one
+    uint32 turns;  // bit 0: parity of the stage; other bits: number of groups loaded. Packed to save registers
 
     // This warp's ring; RINGS for a warp that loads queries only.
     __device__ int ring() const { return RINGS == 4 ? stage % RINGS : (threadIdx.x - CONSUMERS) / 32; }
@@ -59,13 +62,12 @@ struct Producer {
 #pragma unroll 1
             for (int i = 0; i < QUERIES; ++i) {
                 const uint8* from = problem.q + (i < count ? (query + i) * problem.q_stride : 0) + 4 * lane;
-#pragma unroll (FEW_REGISTERS ? 1 : 8)
+#pragma unroll(FEW_REGISTERS ? 1 : 8)
                 for (int head = 0; head < HEADS; ++head, to += DIM)
                     copy_async<4>(to + ((word / 4 ^ head % 8) << 4), from + (i < count ? head * DIM : 0), i < count);
             }
-        } else if (tiles && lane < QUERIES)
-            tma_load(Q_AT + (q_stage * QUERIES + lane) * Q_BYTES, q_map, 0, 0, query + lane, ready);
-#pragma unroll (MXFP4 && FEW_REGISTERS ? 1 : QUERIES * HEADS > 128 ? 2 : 4)
+        } else if (tiles && lane < QUERIES) tma_load(Q_AT + (q_stage * QUERIES + lane) * Q_BYTES, q_map, 0, 0, query + lane, ready);
+#pragma unroll(MXFP4&& FEW_REGISTERS ? 1 : QUERIES * HEADS > 128 ? 2 : 4)
         for (int i = lane; i < QUERIES * HEADS; i += 32) {
             bool present = i / HEADS < count;
             const float* from = present ? problem.weights + (query + i / HEADS) * problem.weights_stride + i % HEADS : problem.weights;
@@ -90,7 +92,8 @@ struct Producer {
         key += ring() * RING_KEYS + (lane >> boxes_log) * KEYS + (64 * lane >> boxes_log) % RING_KEYS;
         int candidate = CANDIDATES ? candidate_at(group, key) : 0;
         for (; tiles; key += KEYS << 5 - boxes_log) {
-            int j, count, entry = problem.entry_of(group, j, count), position = LOADS_WHOLE_TILES || key < end ? key : -1, seen = 0, next = 0;
+            int j, count, entry = problem.entry_of(group, j, count), position = LOADS_WHOLE_TILES || key < end ? key : -1, seen = 0,
+                          next = 0;
             if (CANDIDATES) {
                 next = candidate_at(group, key + (KEYS << 5 - boxes_log));
                 int64 length = min(problem.length_of(entry, j), problem.table.covered(problem.block_size));

@@ -3,9 +3,7 @@
 #include "sm90/indexer/work.cuh"
 
 // Whether the query sees a row of a stage.
-__device__ inline bool is_seen(int stage, int row) {
-    return !CANDIDATES || row % 8 < int(lds32(SEEN_AT + 4 * stage) >> row / 8 * 4 & 15);
-}
+__device__ inline bool is_seen(int stage, int row) { return !CANDIDATES || row % 8 < int(lds32(SEEN_AT + 4 * stage) >> row / 8 * 4 & 15); }
 
 // Store the largest of the 8 logits of the lanes with the same c, as far as they are before `end`, to the maxima of a
 // row.

@@ -30,9 +30,9 @@ static_assert(HEADS * PASS <= 128 && Q_BYTES % 1024 == 0);
 
 // A group of the work range, as consumers read it.
 struct Info {
-    int first_key, tiles;           // tiles 0: no more groups
+    int first_key, tiles;              // tiles 0: no more groups
     int first[QUERIES], end[QUERIES];  // keys that each query sees
-    int row;                        // of the first query
+    int row;                           // of the first query
     int padding;
 };
 
@@ -40,11 +40,12 @@ struct Info {
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr Barriers<Q_STAGES> q_ready{BARRIERS_AT}, q_free{q_ready.end()};
 constexpr Barriers<RINGS * K_STAGES> k_ready{q_free.end()}, k_free{k_ready.end()};  // [K_STAGES][RINGS], as all of keys
-constexpr uint32 PRESENT_AT = k_free.end();   // for each stage: a bit for each eight of its rows; bit 8 if a row is not seen
-constexpr uint32 SEEN_AT = PRESENT_AT + 4 * RINGS * K_STAGES;     // CANDIDATES: four bits for each eight rows of a stage: the number of rows that are seen
+constexpr uint32 PRESENT_AT = k_free.end();  // for each stage: a bit for each eight of its rows; bit 8 if a row is not seen
+constexpr uint32 SEEN_AT =
+    PRESENT_AT + 4 * RINGS * K_STAGES;  // CANDIDATES: four bits for each eight rows of a stage: the number of rows that are seen
 constexpr uint32 INFO_AT = SEEN_AT + (CANDIDATES ? 4 * RINGS * K_STAGES : 0);  // of each Q stage
 constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range itself
-constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
+constexpr uint32 WEIGHTS_AT = 2048;  // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
 constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
@@ -71,12 +72,12 @@ __device__ inline int weight_at(int head) { return MXFP4 ? head % 8 / 2 * (HEADS
 struct Problem {
     const float* weights;
     int64 weights_stride;
-    int queries;  // in all; PAGED: per entry of the block table
+    int queries;               // in all; PAGED: per entry of the block table
     const int *starts, *ends;  // PAGED: lengths, and null
     int64 lens_stride;         // between entries; 0, like per_query, for packed keys
     int per_query;             // whether every query has a length of its own
     int keys;                  // number of keys; PAGED: width of logits
-    int compressed_width;                  // width of compressed rows of logits, else 0
+    int compressed_width;      // width of compressed rows of logits, else 0
     BlockTable table;
     const uint8* pages;
     int64 page_stride, num_slots;
@@ -88,7 +89,7 @@ struct Problem {
     int64 q_stride;
     float* maxima;  // MAXIMA: of each 8 logits of a row, as candidate_maxima computes them (common/candidates.cu)
     int64 maxima_stride;
-    int blocks;     // of a row of maxima
+    int blocks;             // of a row of maxima
     const int* candidates;  // CANDIDATES: blocks of each query; `keys` counts their positions
     int64 candidates_stride;
     float fill;  // logit of a position that its query does not see
@@ -201,4 +202,3 @@ __device__ inline WorkRange work_range_of(const Problem& problem) {
     auto found = [](int i) { return int(lds32(FOUND_AT + 4 * i)); };
     return {found(0), found(1), found(2), found(3), found(4), count};
 }
-

@@ -41,8 +41,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         weights_ready[OTHER].wait(n / 2 % 2);
         trace.note(WEIGHTS_ARRIVED);
         uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
-        float now[2] = {lds_float(at), lds_float(at + 32)};
-        raise_to(now);
+        float raised[2] = {lds_float(at), lds_float(at + 32)};
+        raise_to(raised);
         k_ready[OTHER][LOW].wait(n / 2 % 2);
         k_ready[OTHER][HIGH].wait(n / 2 % 2);
         pin(low), pin(high);
@@ -90,7 +90,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // The softmax of a block. Stores the weights in bfloat16 in registers for this consumer, and in shared memory for
     // the other one.
-    __device__ void softmax(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
+    __device__ void softmax(float (&scores)[32], uint32 (&weights)[4][4], float (&raised)[2], float (&sum)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float largest = -infinity();
@@ -99,9 +99,9 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
             rows[r].highest = fmaxf(rows[r].highest, largest);
-            now[r] = largest > rows[r].reference + RAISE ? largest : rows[r].reference;
-            if (lane % 4 == 0) sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32 * r, now[r]);
-            float base = now[r] == -infinity() ? 0.0f : now[r];
+            raised[r] = largest > rows[r].reference + RAISE ? largest : rows[r].reference;
+            if (lane % 4 == 0) sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32 * r, raised[r]);
+            float base = raised[r] == -infinity() ? 0.0f : raised[r];
             sum[r] = 0.0f;
 #pragma unroll
             for (int i = 2 * r; i < 32; i += 4) {
@@ -116,8 +116,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int row = 16 * warp + lane % 16;
-            stmatrix4(WEIGHTS_AT + row * 128 + (((2 * step + lane / 16) ^ (row & 7)) << 4), weights[step][0],
-                      weights[step][1], weights[step][2], weights[step][3]);
+            stmatrix4(WEIGHTS_AT + row * 128 + (((2 * step + lane / 16) ^ (row & 7)) << 4), weights[step][0], weights[step][1],
+                      weights[step][2], weights[step][3]);
         }
         fence_proxy_async();
         weights_ready[CONSUMER].arrive_warp();
@@ -164,11 +164,11 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         if (of.last) free_q();
         mask(scores);
         uint32 weights[4][4];
-        float now[2], sum[2];
-        softmax(scores, weights, now, sum);
+        float raised[2], sum[2];
+        softmax(scores, weights, raised, sum);
         trace.note(WEIGHTS_STORED);
 
-        raise_to(now);
+        raise_to(raised);
         rows[0].total += sum[0], rows[1].total += sum[1];
         pin(low), pin(high);
         uint64 columns = transposed_descriptor(OWN_K + COLUMNS);
@@ -177,8 +177,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         for (int step = 0; step < 4; ++step) wgmma_columns(bf16{}, low, weights[step], columns + 128 * step, 1);
         wgmma_commit();
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
-            wgmma_columns(bf16{}, high, weights[step], columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        for (int step = 0; step < 4; ++step) wgmma_columns(bf16{}, high, weights[step], columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         wgmma_commit();
         trace.note(OWN_STARTED);
         wgmma_wait<1>();
@@ -200,7 +199,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         uint32 slot = 2 * (tiles % 2) + OTHER;
         float checks[8] = {};  // NaN if a value is not finite; several accumulators shorten the dependent chains
 #pragma unroll
-        for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
+        for (int i = 0; i < 64; ++i)
+            checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]) + (checks[4] + checks[5]) + (checks[6] + checks[7]);
         totals_ready[slot].wait(tiles / 2 % 2);
         TileCoord at(problem, tile);
@@ -233,8 +233,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
                         bad ? __uint_as_float(UNSAFE_BITS) : most;
                 } else {
                     float lse = empty ? infinity() : lse2 * LN_2;
-                    problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] =
-                        bad ? __uint_as_float(UNSAFE_BITS) : lse;
+                    problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] = bad ? __uint_as_float(UNSAFE_BITS) : lse;
                 }
             }
             bf16* out = problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + 256 * CONSUMER + 8 * (lane % 4);

@@ -18,7 +18,7 @@ static_assert(THREADS == 256 + 32 * PRODUCERS, "and two warpgroups of consumers"
 //
 // With 576 values, the last tile (RoPE) belongs to the last piece.
 constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
-constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
+constexpr bool HAS_ROPE = TILES > PIECES* PIECE_TILES;
 constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 
 // Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
@@ -49,15 +49,15 @@ constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 struct SharedMemory {
     uint64 k_ready[2][PIECES], k_free[2][PIECES];  // barriers [buffer][piece]
     uint64 q_ready[PIECES], q_free[PIECES];
-    uint64 weights_ready[2];                   // [consumer]
-    uint64 totals_ready[2][2];                 // [tile % 2][consumer]
-    uint2 present[2];                          // [buffer]: a bit for each key
-    float reference[2][HEADS];                 // [consumer]: reference of its weights
-    float2 totals[2][2][HEADS];                // [tile % 2][consumer]: sum and maximum
-    uint32 flagged;                            // non-zero once a tile of this CTA was flagged
+    uint64 weights_ready[2];     // [consumer]
+    uint64 totals_ready[2][2];   // [tile % 2][consumer]
+    uint2 present[2];            // [buffer]: a bit for each key
+    float reference[2][HEADS];   // [consumer]: reference of its weights
+    float2 totals[2][2][HEADS];  // [tile % 2][consumer]: sum and maximum
+    uint32 flagged;              // non-zero once a tile of this CTA was flagged
     alignas(1024) uint8 q[TILES][TILE_BYTES];
-    uint8 k[2][TILES][TILE_BYTES];             // [buffer]
-    uint8 weights[TILE_BYTES];                 // of one block at a time
+    uint8 k[2][TILES][TILE_BYTES];  // [buffer]
+    uint8 weights[TILE_BYTES];      // of one block at a time
 };
 constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
 static_assert(SHARED_BYTES <= MOST_SHARED_BYTES);
@@ -65,5 +65,6 @@ constexpr Barriers<2, PIECES> k_ready{SHARED_AT(k_ready)}, k_free{SHARED_AT(k_fr
 constexpr Barriers<PIECES> q_ready{SHARED_AT(q_ready)}, q_free{SHARED_AT(q_free)};
 constexpr Barriers<2> weights_ready{SHARED_AT(weights_ready)};
 constexpr Barriers<4> totals_ready{SHARED_AT(totals_ready)};
-constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals), FLAGGED = SHARED_AT(flagged);
+constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals),
+                 FLAGGED = SHARED_AT(flagged);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), K_BYTES = TILES * TILE_BYTES, WEIGHTS_AT = SHARED_AT(weights);

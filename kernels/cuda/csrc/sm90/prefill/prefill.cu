@@ -36,14 +36,13 @@ static_assert(sizeof(UnitMemory) <= sizeof(SharedMemory::q));
 // A tensor map with a null address means that q has no map. The address of the map is a multiple of 64: parameters
 // begin 16 bytes after a multiple of 64, and SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
+    sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0 && q_map.start) prefetch_tensor_map(q_map);
     int group = threadIdx.x / 128;  // consumers come first
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * PIECES; ++i)
-            k_ready.init(i, PRODUCERS * WARP_ARRIVALS), k_free.init(i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2 * PIECES; ++i) k_ready.init(i, PRODUCERS * WARP_ARRIVALS), k_free.init(i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < PIECES; ++i)
             q_ready.init(i, q_map.start ? WARP_ARRIVALS : PRODUCERS * WARP_ARRIVALS), q_free.init(i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) weights_ready.init(i, 4 * WARP_ARRIVALS);

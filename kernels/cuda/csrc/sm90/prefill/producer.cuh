@@ -14,7 +14,8 @@ struct Producer {
     int warp, lane;
     uint32 to;  // destination of this lane's first 16 bytes in a tile
 
-    __device__ Producer(const SparseProblem& p, const TensorMap& q) : problem(p), q_map(q), warp(threadIdx.x / 32 % PRODUCERS), lane(threadIdx.x % 32) {
+    __device__ Producer(const SparseProblem& p, const TensorMap& q)
+        : problem(p), q_map(q), warp(threadIdx.x / 32 % PRODUCERS), lane(threadIdx.x % 32) {
         int row = lane / 8, chunk = lane % 8;
         to = (warp * ROWS + row) * 128 + ((chunk ^ row) << 4);
     }
@@ -88,7 +89,7 @@ struct Producer {
         LaneRows next = listed_rows(walk, lane);
         uint32 tiles = 0;
         for (uint32 n = 0; walk.more(); ++n) {
-            LaneRows rows = rows_there(list, next);
+            LaneRows rows = present_rows(list, next);
             Sources from = sources(list.pages, list.page_stride, rows);
             int tile = walk.tile;
             bool first = walk.block == 0;

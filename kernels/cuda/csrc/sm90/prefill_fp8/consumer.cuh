@@ -46,8 +46,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
     __device__ void add_other(uint32 n) {
         weights_ready[OTHER].wait(n / 2 % 2);
         uint32 at = REFERENCE_AT + 4 * HEADS * OTHER + 4 * head;
-        float now[2] = {lds_float(at), lds_float(at + 32)};
-        raise_to(now);
+        float raised[2] = {lds_float(at), lds_float(at + 32)};
+        raise_to(raised);
         pin(low), pin(high);
         uint64 weights = narrow_descriptor(WEIGHTS_AT + OTHER * WEIGHT_BYTES);
         uint64 values = next_piece();
@@ -81,7 +81,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         q_ready[of.tiles % 2].wait(of.tiles / 2 % 2);
         landed[of.n % K_SLOTS].wait(of.n / K_SLOTS % 2);
         fence_proxy_async();
-        uint64 q = tile_descriptor(Q_AT) + of.tiles % 2 * (OPERAND_BYTES >> 4), k = tile_descriptor(K_AT) + of.n % K_SLOTS * (OPERAND_BYTES >> 4);
+        uint64 q = tile_descriptor(Q_AT) + of.tiles % 2 * (OPERAND_BYTES >> 4),
+               k = tile_descriptor(K_AT) + of.n % K_SLOTS * (OPERAND_BYTES >> 4);
         pin(scores);
         wgmma_fence();
 #pragma unroll
@@ -130,7 +131,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
     }
 
     // Weights after scale_uniform and after scale_general, and their sums divided by the key scales.
-    __device__ void softmax_uniform(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent, float inverse) {
+    __device__ void softmax_uniform(float (&scores)[32], float (&sum)[2], const float (&factor)[2], const float (&base)[2], float exponent,
+                                    float inverse) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float shift = exponent - base[r];
@@ -163,7 +165,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
 
     // The softmax of a block. Stores the weights in e4m3 in registers for this consumer, and in shared memory for the
     // other one. Waits for the products of the other consumer's block, which run meanwhile.
-    template <bool FIRST> __device__ __forceinline__ void softmax(float (&scores)[32], uint32 (&weights)[2][4], float (&now)[2], float (&sum)[2], const OwnBlock& of) {
+    template <bool FIRST> __device__ __forceinline__ void softmax(float (&scores)[32], uint32 (&weights)[2][4], float (&raised)[2],
+                                                                  float (&sum)[2], const OwnBlock& of) {
         uint32 scales = SCALES_AT + of.n % SCALE_SLOTS * (4 * BLOCK), scales_at = scales + 8 * (lane % 4), word = lds32(scales);
         uint2 some = lds64(scales + 8 * lane);
         bool alike = __all_sync(~0u, word && some.x == word && some.y == word);
@@ -180,8 +183,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         for (int r = 0; r < 2; ++r) {
             largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
             largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
-            now[r] = largest[r] > rows[r].reference + RAISE ? largest[r] : rows[r].reference;
-            base[r] = now[r] == -infinity() ? 0.0f : now[r] - HEADROOM;
+            raised[r] = largest[r] > rows[r].reference + RAISE ? largest[r] : rows[r].reference;
+            base[r] = raised[r] == -infinity() ? 0.0f : raised[r] - HEADROOM;
         }
         if (!FIRST) {
             wgmma_wait<0>();
@@ -197,8 +200,8 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
                 weights[i / 2][i % 2 * 2 + r] = float_to_e4m3x2(x[0], x[1]) | float_to_e4m3x2(x[4], x[5]) << 16;
             }
         if (lane % 4 == 0) {
-            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head, now[0]);
-            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32, now[1]);
+            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head, raised[0]);
+            sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32, raised[1]);
         }
         int row = 16 * warp + lane % 16;
 #pragma unroll
@@ -223,10 +226,10 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         pin(scores);
         k_free[of.n % K_SLOTS].arrive_warp();
         uint32 weights[2][4];
-        float now[2], sum[2];
-        softmax<FIRST>(scores, weights, now, sum, of);
+        float raised[2], sum[2];
+        softmax<FIRST>(scores, weights, raised, sum, of);
         pin(low), pin(high);
-        raise_to(now);
+        raise_to(raised);
         rows[0].total += sum[0], rows[1].total += sum[1];
         if (of.last) {
             float factor[2];
@@ -277,8 +280,12 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             if (here && problem.attn_sink && !empty)  // without keys, a sink of -inf would give NaN
                 sum[r] *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[own_head + 8 * r], LOG2_E, -lse2)));
             if (!here || lane % 4) continue;
-            if (CONSUMER == 0) problem.max_logits[at.b * problem.max_stride_b + (own_head + 8 * r) * problem.max_stride_h] = bad ? __uint_as_float(UNSAFE_BITS) : most;
-            else problem.lse[at.b * problem.lse_stride_b + (own_head + 8 * r) * problem.lse_stride_h] = bad ? __uint_as_float(UNSAFE_BITS) : lse;
+            if (CONSUMER == 0)
+                problem.max_logits[at.b * problem.max_stride_b + (own_head + 8 * r) * problem.max_stride_h] =
+                    bad ? __uint_as_float(UNSAFE_BITS) : most;
+            else
+                problem.lse[at.b * problem.lse_stride_b + (own_head + 8 * r) * problem.lse_stride_h] =
+                    bad ? __uint_as_float(UNSAFE_BITS) : lse;
         }
         uint32 to = Q_AT + tiles % 2 * OPERAND_BYTES + CONSUMER * (OPERAND_BYTES / 2) + 16 * warp * ROW_BYTES;
         bf16* out = problem.out + at.b * problem.out_stride_b + (at.first_head + 16 * warp + lane) * problem.out_stride_h + 256 * CONSUMER;

@@ -4,9 +4,7 @@
 #include "common/pages.cuh"
 
 // 16 values of a lane: 8 lane .. + 7, and 256 further.
-struct HeadPart {
-    uint4 low, high;
-};
+struct HeadPart { uint4 low, high; };
 
 // Bits of the largest magnitude of all lanes' bfloat16 values.
 __device__ inline uint32 largest_of_row(HeadPart x) {

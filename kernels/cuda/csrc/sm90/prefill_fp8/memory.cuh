@@ -46,13 +46,13 @@ constexpr uint32 OPERAND_BYTES = PIECES * TILE_BYTES, VALUES_BYTES = 128 * BLOCK
 struct SharedMemory {
     uint64 landed[K_SLOTS], k_free[K_SLOTS];
     uint64 values_ready[2][VALUE_SLOTS], values_free[2][VALUE_SLOTS];  // [consumer]
-    uint64 q_ready[2], q_free[2];              // [tile % 2]
-    uint64 weights_ready[2];                   // [consumer]
-    uint64 totals_ready[2][2];                 // [tile % 2][consumer]
-    alignas(16) uint32 scales[SCALE_SLOTS][BLOCK];  // [block % 8]; 0: no key
+    uint64 q_ready[2], q_free[2];                                      // [tile % 2]
+    uint64 weights_ready[2];                                           // [consumer]
+    uint64 totals_ready[2][2];                                         // [tile % 2][consumer]
+    alignas(16) uint32 scales[SCALE_SLOTS][BLOCK];                     // [block % 8]; 0: no key
     float q_scale[2][HEADS];
-    float reference[2][HEADS];                 // [consumer]: reference of its weights
-    float2 totals[2][2][HEADS];                // [tile % 2][consumer]: sum and maximum
+    float reference[2][HEADS];   // [consumer]: reference of its weights
+    float2 totals[2][2][HEADS];  // [tile % 2][consumer]: sum and maximum
     alignas(1024) uint8 q[2][OPERAND_BYTES];
     uint8 k[K_SLOTS][OPERAND_BYTES];
     uint8 values[2][VALUE_SLOTS][VALUES_BYTES];  // [consumer]
@@ -64,5 +64,6 @@ constexpr Barriers<K_SLOTS> landed{SHARED_AT(landed)}, k_free{SHARED_AT(k_free)}
 constexpr Barriers<2, VALUE_SLOTS> values_ready{SHARED_AT(values_ready)}, values_free{SHARED_AT(values_free)};
 constexpr Barriers<2> q_ready{SHARED_AT(q_ready)}, q_free{SHARED_AT(q_free)}, weights_ready{SHARED_AT(weights_ready)};
 constexpr Barriers<4> totals_ready{SHARED_AT(totals_ready)};
-constexpr uint32 SCALES_AT = SHARED_AT(scales), Q_SCALE_AT = SHARED_AT(q_scale), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);
+constexpr uint32 SCALES_AT = SHARED_AT(scales), Q_SCALE_AT = SHARED_AT(q_scale), REFERENCE_AT = SHARED_AT(reference),
+                 TOTALS_AT = SHARED_AT(totals);
 constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), VALUES_AT = SHARED_AT(values), WEIGHTS_AT = SHARED_AT(weights);

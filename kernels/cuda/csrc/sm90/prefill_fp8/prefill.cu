@@ -36,12 +36,11 @@
 #include "sm90/prefill_fp8/consumer.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_mla_prefill_fp8(const __grid_constant__ SparseProblem problem, const uint32* row_scales) {  // pages of `problem`: e4m3 rows
+    sparse_mla_prefill_fp8(const __grid_constant__ SparseProblem problem, const uint32* row_scales) {  // pages of `problem`: e4m3 rows
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START) __trap();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < K_SLOTS; ++i)
-            landed.init(i, 32 * COPIERS), k_free.init(i, (4 + TRANSPOSERS) * WARP_ARRIVALS);
+        for (int i = 0; i < K_SLOTS; ++i) landed.init(i, 32 * COPIERS), k_free.init(i, (4 + TRANSPOSERS) * WARP_ARRIVALS);
         for (int i = 0; i < 2 * VALUE_SLOTS; ++i)
             values_ready.init(i, TRANSPOSERS / 2 * WARP_ARRIVALS), values_free.init(i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) {

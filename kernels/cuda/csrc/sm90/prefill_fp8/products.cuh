@@ -4,9 +4,7 @@
 
 // Descriptor of rows of 64 bytes, 512-aligned, whose 16-byte chunks are swizzled: chunk c of row r is at
 // r * 64 + ((c ^ (r / 2 % 4)) << 4). + 2 advances by 32 values.
-__device__ inline uint64 narrow_descriptor(uint32 address) {
-    return (uint64(0x80000020) << 32) | (1u << 16) | (address >> 4);
-}
+__device__ inline uint64 narrow_descriptor(uint32 address) { return (uint64(0x80000020) << 32) | (1u << 16) | (address >> 4); }
 
 // Transpose 4 x 4 bytes: byte j of word i becomes byte i of word j.
 __device__ inline void transpose_bytes(uint32 (&x)[4]) {

@@ -10,7 +10,7 @@ constexpr int LEAST_EXPONENT = -100;
 __device__ inline const bf16* head_of_q(const SparseProblem& problem, int tile, int head) {
     return problem.q + tile / problem.groups * problem.q_stride_b + (tile % problem.groups * HEADS + head) * problem.q_stride_h;
 }
-__device__ inline bool head_is_there(const SparseProblem& problem, int tile, int head) {
+__device__ inline bool head_exists(const SparseProblem& problem, int tile, int head) {
     return tile % problem.groups * HEADS + head < problem.heads;
 }
 
@@ -20,9 +20,7 @@ __device__ inline void sts64(uint32 address, uint2 x) {
 
 // The factor of the values of a head, and the factor of its scores. The latter is positive: the sign of a negative
 // softmax scale goes to the values. It is NaN if a value is not finite, or if scores might not be.
-struct HeadScale {
-    float of_values, of_scores;
-};
+struct HeadScale { float of_values, of_scores; };
 __device__ inline HeadScale scale_of_head(float softmax_scale, uint32 largest) {
     int e = scale_exponent(__uint_as_float(largest << 16), LEAST_EXPONENT);
     // A scale of 0 would turn the -inf score of a masked key into NaN.
@@ -40,7 +38,7 @@ template <int COUNT> struct SomeHeads {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             x[i] = {};
-            if (!head_is_there(problem, tile, first + i)) continue;
+            if (!head_exists(problem, tile, first + i)) continue;
             const bf16* q = head_of_q(problem, tile, first + i) + 8 * lane;
             x[i] = {load16(q), load16(q + 256)};
         }

@@ -10,7 +10,7 @@ constexpr float RAISE = 8.0f;
 
 template <bool VALUE_> struct Yes { static constexpr bool value = VALUE_; };
 
-// Arguments of a launch besides the cache.
+// Arguments of a launch, except the cache.
 struct DenseProblem {
     const VALUE* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -29,7 +29,9 @@ template <int CONSUMER>
 __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseTokens& tokens, int token, uint32 phases) {
     constexpr int consumer = CONSUMER;
     int thread = threadIdx.x % 128, cta = blockIdx.x, groups = (problem.heads + HEADS - 1) / HEADS;
-    asm volatile("" : "+r"(thread), "+r"(cta), "+r"(token));  // values derived from these are recomputed for every token instead of kept in registers
+    asm volatile(""
+                 : "+r"(thread), "+r"(cta),
+                   "+r"(token));  // values derived from these are recomputed for every token instead of kept in registers
     int range = cta / groups, group = cta % groups, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
     int first_head = group * HEADS, request = token / problem.s_q, query = token % problem.s_q;
@@ -44,7 +46,8 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
             const VALUE* from = present ? from_q + (first_head + head) * problem.q_stride_h : problem.q;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
-                copy_async<16>(window + Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0), present);
+                copy_async<16>(window + Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0),
+                               present);
         }
         copies_commit();
         copies_wait<0>();
@@ -68,13 +71,13 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     pin(low), pin(high);
 
     // Raise the references to `now`, and rescale the sums of earlier blocks.
-    auto raise_to = [&](const float (&now)[2]) {
-        if (!__any_sync(~0u, now[0] != reference[0] || now[1] != reference[1])) return;
+    auto raise_to = [&](const float (&raised)[2]) {
+        if (!__any_sync(~0u, raised[0] != reference[0] || raised[1] != reference[1])) return;
         float rescale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rescale[half] = now[half] == reference[half] ? 1.0f : exp2_approx(reference[half] - now[half]);
-            reference[half] = now[half];
+            rescale[half] = raised[half] == reference[half] ? 1.0f : exp2_approx(reference[half] - raised[half]);
+            reference[half] = raised[half];
             total[half] *= rescale[half];
         }
 #pragma unroll
@@ -84,9 +87,9 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
     auto add_other = [&](int block) {
         uint32 parity = ((phases >> (consumer ^ 1)) + block) % 2;
         weights_ready[other].in(window).wait(parity);
-        float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
-                        lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
-        raise_to(now);
+        float raised[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
+                           lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
+        raise_to(raised);
         k_ready[other][low_piece].in(window).wait(parity);
         k_ready[other][high_piece].in(window).wait(parity);
         pin(low), pin(high);
@@ -140,7 +143,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
                 if (!(words[i / 8] >> bit & 1)) scores[i] = -infinity();
             }
         }
-        float now[2], sum[2] = {};
+        float raised[2], sum[2] = {};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float largest = -infinity();
@@ -148,9 +151,9 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
             for (int i = 2 * half; i < 32; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
-            now[half] = largest > reference[half] + RAISE ? largest : reference[half];
-            if (lane % 4 == 0) sts_float(window + REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, now[half]);
-            float base = now[half] == -infinity() ? 0.0f : now[half], scale = scale_log2;
+            raised[half] = largest > reference[half] + RAISE ? largest : reference[half];
+            if (lane % 4 == 0) sts_float(window + REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, raised[half]);
+            float base = raised[half] == -infinity() ? 0.0f : raised[half], scale = scale_log2;
             if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
 #pragma unroll
                 for (int i = 2 * half; i < 32; i += 4)
@@ -171,13 +174,13 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int at = 16 * warp + lane % 16;
-            stmatrix4(window + WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
-                      weights[step][1], weights[step][2], weights[step][3]);
+            stmatrix4(window + WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0], weights[step][1],
+                      weights[step][2], weights[step][3]);
         }
         fence_proxy_async();
         weights_ready[consumer].in(window).arrive_warp();
 
-        raise_to(now);
+        raise_to(raised);
         total[0] += sum[0], total[1] += sum[1];
         pin(low), pin(high);
         wgmma_fence();
@@ -234,7 +237,8 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
             }
             if (consumer == 0 && lane % 4 == 0) problem.partial_lse[row_of_part] = empty ? -infinity() : log_sum;
         } else {
-            VALUE* to = problem.out + request * problem.out_stride_b + query * problem.out_stride_s + own_head * problem.out_stride_h + column;
+            VALUE* to =
+                problem.out + request * problem.out_stride_b + query * problem.out_stride_s + own_head * problem.out_stride_h + column;
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 int i = 4 * n + 2 * half;

@@ -49,12 +49,11 @@
 #endif
 // 48 bytes precede the map: the address of a tensor map is a multiple of 64, and parameters begin 16 bytes after one.
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
-mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
-                int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
-                int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
-                int causal, int ranges, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
-                int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
-                float* partial_out, float* partial_lse, const uint4* division) {
+    mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size, int box_rows,
+                    const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride, int64 num_slots, const int* block_table,
+                    int64 table_stride, int columns, int requests, const int* lens, int causal, int ranges, float softmax_scale, VALUE* out,
+                    int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h,
+                    int64 lse_stride_s, float* partial_out, float* partial_lse, const uint4* division) {
     extern __shared__ uint4 memory[];
     uint32 window = shared_window();
     if (uint32(__cvta_generic_to_shared(memory)) != window + BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
@@ -66,8 +65,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         for (int buffer = 0; buffer < 2; ++buffer)
             for (int i = 0; i < PIECES; ++i)
                 k_ready[buffer][i].in(window).init(PRODUCERS), k_free[buffer][i].in(window).init(4 * WARP_ARRIVALS);
-        for (int i = 0; i < 2; ++i)
-            weights_ready[i].in(window).init(4 * WARP_ARRIVALS), totals_ready[i].in(window).init(4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) weights_ready[i].in(window).init(4 * WARP_ARRIVALS), totals_ready[i].in(window).init(4 * WARP_ARRIVALS);
         q_ready.in(window).init(8 * WARP_ARRIVALS);
         fence_barrier_init();
     }
@@ -97,8 +95,23 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     }
 
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-    DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, softmax_scale * LOG2_E, out, out_stride_b,
-                    out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
+    DenseProblem problem{q,
+                         q_stride_b,
+                         q_stride_s,
+                         q_stride_h,
+                         s_q,
+                         heads,
+                         softmax_scale * LOG2_E,
+                         out,
+                         out_stride_b,
+                         out_stride_s,
+                         out_stride_h,
+                         lse,
+                         lse_stride_b,
+                         lse_stride_h,
+                         lse_stride_s,
+                         partial_out,
+                         partial_lse};
     if (role == 1) consume<0>(problem, tokens);
     else consume<1>(problem, tokens);
 }

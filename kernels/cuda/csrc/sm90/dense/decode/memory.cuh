@@ -35,29 +35,27 @@ constexpr int PIECES = 5;
 //
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
-constexpr Barriers<2, PIECES> k_ready{BARRIERS_AT}, k_free{k_ready.end()};      // [buffer]
-constexpr Barriers<2> weights_ready{k_free.end()};                               // [consumer]
-constexpr Barriers<2> totals_ready{weights_ready.end()};                  // [consumer]
+constexpr Barriers<2, PIECES> k_ready{BARRIERS_AT}, k_free{k_ready.end()};  // [buffer]
+constexpr Barriers<2> weights_ready{k_free.end()};                          // [consumer]
+constexpr Barriers<2> totals_ready{weights_ready.end()};                    // [consumer]
 constexpr Barrier q_ready{totals_ready.end()};
-constexpr uint32 PRESENT_AT = q_ready.address + 16;                       // of each buffer: a byte for every four rows
-constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;                   // of each consumer's weights, [64 heads]
-constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;            // of each consumer, [64 heads]
+constexpr uint32 PRESENT_AT = q_ready.address + 16;      // of each buffer: a byte for every four rows
+constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;         // of each consumer's weights, [64 heads]
+constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;  // of each consumer, [64 heads]
 constexpr uint32 Q_AT = 4096;
-constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;                 // [2 buffers][9 tiles]
+constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;  // [2 buffers][9 tiles]
 constexpr uint32 K_BYTES = TILES * TILE_BYTES;
-constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
-constexpr uint32 WORK_AT = TOTALS_AT + 2 * 64 * 4;                 // DenseWork
+constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;   // of one block at a time
+constexpr uint32 WORK_AT = TOTALS_AT + 2 * 64 * 4;  // DenseWork
 [[maybe_unused]] constexpr uint32 SHARED_BYTES = WEIGHTS_AT + TILE_BYTES - BARRIERS_AT;
 static_assert(PRESENT_AT % 16 == 0 && WORK_AT % 16 == 0 && WORK_AT + 16 <= Q_AT);
 
 // Added to all of these addresses: in a cluster, a CTA's rank is in the upper bits of its shared addresses.
 __device__ inline uint32 shared_window() {
 #if PAIRED
-    uint32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    rank <<= 24;
-    asm volatile("" : "+r"(rank));  // keeps the compiler from rematerialising it at every use
-    return rank;
+    uint32 window = cluster_rank() << 24;
+    asm volatile("" : "+r"(window));  // keeps the compiler from rematerialising it at every use
+    return window;
 #else
     return 0;
 #endif

@@ -20,9 +20,7 @@ struct RowProducer {
         return lookup_page_row(cache.table, request, position, cache.block_size, cache.num_slots);
     }
     // Whether all boxes of a block are present.
-    __device__ bool is_whole(PageRow box) const {
-        return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0);
-    }
+    __device__ bool is_whole(PageRow box) const { return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0); }
     // One warp copies a block.
     __device__ void copy_boxes(int buffer, PageRow box, uint32 parity) const {
         int lane = threadIdx.x % 32;
@@ -75,7 +73,9 @@ struct RowProducer {
                 if (piece == 0) {  // a byte for the rows of lanes 0, 8, 16 and 24
                     uint32 there = __ballot_sync(~0u, present) & 0x01010101;
                     uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
-                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(window + PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+                    if (lane == 0)
+                        asm volatile("st.shared.u8 [%0], %1;" ::"r"(window + PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits)
+                                     : "memory");
                 }
             }
             copies_commit();

@@ -6,9 +6,9 @@
 //
 // 1. A warp reads a chunk of consecutive columns, READS times four a lane, all at once. The upper bits of a column as float16 are
 //    counted in bins. The k-th largest column is in the first bin from the top at which the sum of counts reaches k.
-// 2. Columns of higher bins are chosen. Columns of this bin are compared each with each if they are few; if they are many, further
-//    digits of their range are counted until they are, and equal ones are chosen by their place (many_ties.cuh).
-// 3. A column's place among the chosen is a sum over lanes, of counts in a byte each, and over chunks.
+// 2. Columns of higher bins are selected. Columns of this bin are compared each with each if they are few; if they are many, further
+//    digits of their range are counted until they are, and equal ones are selected by their place (ties.cuh).
+// 3. A column's place among the selected is a sum over lanes, of counts in a byte each, and over chunks.
 //
 // The order of float16 is the order of float32, although not strictly: infinities and larger numbers share a bin. So
 // bins are correct for any values, and small for values of usual magnitudes.
@@ -19,17 +19,17 @@
 //
 // Macros: THREADS, BLOCKS, READS (of four columns: 2, 4 or 8), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
 #define DIGIT_BITS (BLOCKS > 1 ? 13 : 12)
-#include "common/choice_by_reading.cuh"
+#include "common/select_by_reading.cuh"
 #include "common/cluster_counts.cuh"
-#include "common/many_ties.cuh"
+#include "common/ties.cuh"
 #include "common/device.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
 constexpr int VALUES = 4 * READS;
-constexpr int STEP = 128, CHUNK = 32 * VALUES;  // columns of a warp's read, and of all of its reads
+constexpr int STEP = 128, CHUNK = 32 * VALUES;   // columns of a warp's read, and of all of its reads
 constexpr bool LISTS = READS > 2 || BLOCKS > 1;  // with few columns per thread a list is not faster
-constexpr int FEW = BLOCKS > 1 ? 512 : 256;     // keys that are compared each with each
+constexpr int RANKED = BLOCKS > 1 ? 512 : 256;   // keys that are compared each with each
 constexpr uint32 MINUS_INFINITIES = 0xfc00fc00;  // as two float16
 
 // The selection: columns of at least `high`, and the `rest` largest of the `here` other columns of at least `low`. The
@@ -42,19 +42,19 @@ struct Bounds {
 struct Memory {
     Scratch scratch;
     alignas(16) Bounds bounds;
-    uint64 few[FEW];
+    uint64 last_keys[RANKED];
     Counted counted;
     Ties ties;
     int of_chunk[CHUNKS];  // selected columns
-    int few_count, few_before, most_tied;
+    int last_count, last_before, most_tied;
     uint32 failures;
-    uint32 chosen[THREADS];  // of each thread's tied columns
-    uint32 equal[THREADS];   // of each thread's columns, if all that are listed are equal
+    uint32 selected[THREADS];  // of each thread's tied columns
+    uint32 equal[THREADS];     // of each thread's columns, if all that are listed are equal
     Listed listed;
 };
 constexpr int COUNTED_BYTES = BLOCKS > 1 ? 4 * (BINS / 128) + 512 * BLOCKS : 16;
 constexpr int OF_THREADS = 8 * THREADS + 16 * CHUNKS;
-constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * FEW + COUNTED_BYTES + OF_THREADS + LISTED_BYTES + 64 + 15) / 16 * 16;
+constexpr int SHARED_BYTES = (SCRATCH_BYTES + 16 + 8 * RANKED + COUNTED_BYTES + OF_THREADS + LISTED_BYTES + 64 + 15) / 16 * 16;
 static_assert(sizeof(Memory) <= SHARED_BYTES);
 
 // Column i of a thread's reads is bit_of(i) of its masks: in the order of columns, the first half of its reads in the lower
@@ -93,8 +93,7 @@ __device__ inline Bounds bounds_of(int digit, int rest, int here) {
 __device__ inline void find_bounds(Memory& shared, uint32 rank, int k) {
     ClusterDigit found = digit_of_cluster(shared.counted, shared.scratch.bins, rank, k);
     if (threadIdx.x == 0 && found.digit >= 0)
-        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.few_before = found.earlier,
-        shared.most_tied = found.most;
+        shared.bounds = bounds_of(found.digit, found.needed, found.here), shared.last_before = found.earlier, shared.most_tied = found.most;
 }
 #else
 __device__ inline void find_bounds(Memory& shared, uint32, int k) {
@@ -147,50 +146,50 @@ __device__ inline int lane_places(uint32 mask, int (&before)[READS]) {
 // Add a tied column to the lists of all CTAs.
 __device__ inline void list(Memory& shared, uint32 order, int column) {
     uint64 key = uint64(order) << 32 | ~uint32(column);
-    int to = shared.few_before + atomicAdd(&shared.few_count, 1);
+    int to = shared.last_before + atomicAdd(&shared.last_count, 1);
 #if BLOCKS > 1
-    for (int r = 0; r < BLOCKS; ++r) send(shared.few[to], r, key);
+    for (int r = 0; r < BLOCKS; ++r) send(shared.last_keys[to], r, key);
 #else
-    shared.few[to] = key;
+    shared.last_keys[to] = key;
 #endif
 }
 
-// Select the `rest` largest of the `here` listed columns: adds them to the counts of chunks, and to `chosen`.
+// Select the `rest` largest of the `here` listed columns: adds them to the counts of chunks, and to `selected`.
 __device__ inline void compare_listed(Memory& shared, int rest, int here, uint32 skipped) {
     const int tid = int(threadIdx.x), lane = tid % 32;
-    auto choose = [&](uint64 key) {
+    auto select = [&](uint64 key) {
         uint32 at = ~uint32(key) + skipped, its_chunk = at / CHUNK;
         atomicAdd(&shared.of_chunk[its_chunk], 1);
         uint32 thread = its_chunk / BLOCKS * 32 + at % STEP / 4, i = at % CHUNK / STEP * 4 + at % 4;
-        if (its_chunk % BLOCKS == rank_in_cluster()) atomicOr(&shared.chosen[thread], 1u << bit_of(i));
+        if (its_chunk % BLOCKS == rank_in_cluster()) atomicOr(&shared.selected[thread], 1u << bit_of(i));
     };
     constexpr int LANES = 8;  // of a key, if there are many keys or in clusters; else a warp
     if (BLOCKS == 1 && here <= WARPS) {
         const int e = tid / 32;
         if (e < here) {
-            uint64 key = shared.few[e];
+            uint64 key = shared.last_keys[e];
             int above = 0;
 #pragma unroll 1
-            for (int i = lane; i < here; i += 32) above += shared.few[i] > key;
+            for (int i = lane; i < here; i += 32) above += shared.last_keys[i] > key;
             above = __reduce_add_sync(~0u, above);
-            if (lane == 0 && above < rest) choose(key);
+            if (lane == 0 && above < rest) select(key);
         }
     } else {
 #pragma unroll 1
         for (int e = tid / LANES; e - lane / LANES < here; e += THREADS / LANES) {
-            uint64 key = shared.few[min(e, here - 1)];
+            uint64 key = shared.last_keys[min(e, here - 1)];
             int above = 0;
 #pragma unroll 4
-            for (int i = lane % LANES; i < here; i += LANES) above += shared.few[i] > key;
+            for (int i = lane % LANES; i < here; i += LANES) above += shared.last_keys[i] > key;
 #pragma unroll
             for (int step = LANES / 2; step; step /= 2) above += __shfl_xor_sync(~0u, above, step);
-            if (lane % LANES == 0 && e < here && above < rest) choose(key);
+            if (lane % LANES == 0 && e < here && above < rest) select(key);
         }
     }
 }
 
 // Narrows the tied columns of this CTA by a list. If all remaining ones are equal, they are in shared.equal, and more
-// than FEW.
+// than RANKED.
 __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 tied, int rest, int column) {
     // Orders in a bin of usual magnitudes are known, except for the rounding to float16; other bins have any.
     auto usual = [](uint32 x) { return (x & 0x7c00) - 0x400 < 0x7800; };
@@ -218,36 +217,34 @@ __device__ inline Narrowed narrow_list(Memory& shared, const float* row, uint32 
     for (int i = threadIdx.x; i < shared.listed.count; i += THREADS)
         shared.listed.orders[i] = order_of(read_again(row + shared.listed.columns[i]));
     return narrow_listed(
-        shared.scratch, shared.counted, shared.ties, shared.few_before, shared.listed, shared.chosen, shared.equal, least, span,
-        [&](uint32 order, int column) { list(shared, order, column); }, rest, FEW);
+        shared.scratch, shared.counted, shared.ties, shared.last_before, shared.listed, shared.selected, shared.equal, least, span,
+        [&](uint32 order, int column) { list(shared, order, column); }, rest, RANKED);
 }
 
 // Narrows many tied columns and lists the remaining ones; `tied` of the result is 0 if the warp has none. Rarely called
 // and not inlined, like the next function. It reads the columns of this thread again.
 __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_columns, uint32 tied, int column) {
-    uint32 chosen = 0;
+    uint32 selected = 0;
     int rest = shared.bounds.rest;
     if (LISTS && shared.most_tied <= LISTED) {
         Narrowed left = narrow_list(shared, own_columns - column, tied, rest, column);
-        chosen = shared.chosen[threadIdx.x];
-        if (left.here <= FEW) return {chosen, uint32(left.here), left.rest, left.here};
+        selected = shared.selected[threadIdx.x];
+        if (left.here <= RANKED) return {selected, uint32(left.here), left.rest, left.here};
         tied = shared.equal[threadIdx.x], rest = left.rest;
     }
     uint32 orders[VALUES];
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-        orders[i] = tied >> bit_of(i) & 1 ? order_of(own_columns[i / 4 * STEP + i % 4]) : 0;
-    Narrowed left =
-        narrow(shared.scratch, shared.counted, shared.ties, shared.few_before, orders, bit_of, lane_places, rest, FEW);
+    for (int i = 0; i < VALUES; ++i) orders[i] = tied >> bit_of(i) & 1 ? order_of(own_columns[i / 4 * STEP + i % 4]) : 0;
+    Narrowed left = narrow(shared.scratch, shared.counted, shared.ties, shared.last_before, orders, bit_of, lane_places, rest, RANKED);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (left.tied >> bit_of(i) & 1) list(shared, orders[i], column + i / 4 * STEP + i % 4);
-    left.chosen |= chosen;
+    left.selected |= selected;
     return left;
 }
 
 template <class Out>
-__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
+__device__ __noinline__ void reread_row(Scratch& scratch, const float* row, int length, Out out, int topk) {
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) scratch.bins[i] = 0;
     __syncthreads();
@@ -255,8 +252,8 @@ __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, i
 }
 
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS)
-top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
+    top_k_in_registers(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                       int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     Scratch& scratch = shared.scratch;
@@ -265,12 +262,12 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     const int64 number = blockIdx.x / BLOCKS;
     const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
     // The row's range is read early, when the previous kernel may still be writing it, and again while columns are loaded.
-    const Said said = columns.said_of(number);
-    const Range early = said.now();
+    const RangeAddresses addresses = columns.addresses_of(number);
+    const Range early = addresses.load();
 #pragma unroll
     for (int i = 0; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i + 4 * tid) = uint4{0, 0, 0, 0};
-    shared.chosen[tid] = 0;
-    if (tid == 0) shared.bounds = {MINUS_INFINITIES, MINUS_INFINITIES, 0, 0}, shared.few_count = shared.few_before = 0;
+    shared.selected[tid] = 0;
+    if (tid == 0) shared.bounds = {MINUS_INFINITIES, MINUS_INFINITIES, 0, 0}, shared.last_count = shared.last_before = 0;
     if (tid == 0) shared.listed.count = 0;
 #if BLOCKS > 1
     if (tid < GROUPS) shared.counted.groups[tid] = 0;
@@ -278,7 +275,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     cluster_arrive();
 #endif
     __syncthreads();
-    const Row row = row_of(logits + number * stride, columns.range_of(said, early));
+    const Row row = row_of(logits + number * stride, columns.range_of(addresses, early));
     pdl_wait();
 
     // 1. The columns, and the bin of the k-th.
@@ -290,7 +287,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
 #pragma unroll
     for (int i = 0; i < READS; ++i) read4(row.values + first + i * STEP, has_four(i), x + 4 * i);
-    const bool changed = said.now() != early;
+    const bool changed = addresses.load() != early;
     const int pages_read = tid * BLOCKS + int(rank);  // pages to check, distributed over the threads of the cluster
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
     if (tid == 0) scratch.count = output.of_row(number, next_n).counts();  // saves a register
@@ -314,7 +311,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
 #if BLOCKS > 1
     cluster_wait();  // all CTAs have started
     if (selects) send_groups(shared.counted, scratch.bins);
-    if (failed && tid < BLOCKS) add_there(shared.failures, tid, 1);
+    if (failed && tid < BLOCKS) add_remote(shared.failures, tid, 1);
     cluster_arrive();
     cluster_wait();
     failed = shared.failures;
@@ -332,12 +329,11 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
         if (rank) return;
 #endif
         Range range = columns.range_of(number);
-        read_it_again(scratch, logits + number * stride + range.first, range.end - range.first,
-                      output.of_row(number, next_n), topk);
+        reread_row(scratch, logits + number * stride + range.first, range.end - range.first, output.of_row(number, next_n), topk);
         return;
     }
 
-    // 2. The chosen columns.
+    // 2. The selected columns.
     uint32 mask = 0, tied = 0;
 #pragma unroll
     for (int i = 0; i < VALUES / 2; ++i) {
@@ -347,10 +343,10 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
     tied &= ~mask;
     const int column = int(first - row.skipped);  // of the first read
     bool open;
-    if (bounds.here > FEW) {
+    if (bounds.here > RANKED) {
         Narrowed left = narrow_ties(shared, row.values + first, tied, column);
         open = __any_sync(~0u, left.tied);
-        mask |= left.chosen, bounds.rest = left.rest, bounds.here = left.here;
+        mask |= left.selected, bounds.rest = left.rest, bounds.here = left.here;
     } else {
         open = __any_sync(~0u, tied);
 #pragma unroll 1
@@ -379,7 +375,7 @@ top_k_of_held_rows(const float* logits, int64 stride, int width, int64 num_rows,
         __syncthreads();
     }
     if (open) {
-        mask |= shared.chosen[tid];
+        mask |= shared.selected[tid];
         lane_places(mask, before);
     }
 

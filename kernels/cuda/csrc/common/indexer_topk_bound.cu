@@ -12,7 +12,7 @@
 // 3. If BLOCKS > 1, each CTA does so for its fraction of k and a few more. Columns are distributed over CTAs in short lines, so
 //    that a CTA's part is a sample of the row. Each CTA sends its candidates to all CTAs of the cluster, which continue
 //    identically: if the k-th of all candidates exceeds everything that each CTA left out, it is the row's k-th.
-// 4. A CTA writes the chosen columns in its 1/BLOCKS of the row, from a bitmap.
+// 4. A CTA writes the selected columns in its 1/BLOCKS of the row, from a bitmap.
 // One CTA reads the row again from global memory if more columns pass the bounds than fit, if a CTA omitted too many,
 // or if the range of the row differs from the range that was read before the previous kernel had ended.
 //
@@ -24,7 +24,7 @@
 // With ToSlots, the slots of the selected columns are written at the same places in another array. A row with an absent
 // page is also read again, because columns without a slot must be omitted.
 //
-// With ESTIMATED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the
+// With ESTIMATED, step 1 estimates the bound from a sample, as indexer_topk_stream.cu does: fewer columns pass, k may exceed the
 // number of threads, and fewer threads suffice. If fewer than k columns exceed it, as where most scores are 0, the
 // first columns equal to it complete the selection; if these are not enough, all columns become candidates.
 //
@@ -34,8 +34,8 @@
 #define ESTIMATED 0
 #endif
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
-#include "common/choice_by_reading.cuh"
-#include "common/guessed_bound.cuh"
+#include "common/select_by_reading.cuh"
+#include "common/estimated_bound.cuh"
 #include "common/device.cuh"
 #include "common/row_in_rounds.cuh"
 #include "common/row_reads.cuh"
@@ -43,10 +43,10 @@
 
 static_assert(BLOCKS <= WARPS && READS <= 8);
 static_assert(!ESTIMATED || (BLOCKS == 1 && ROUNDS == 1));
-constexpr int REGION = 1280;                // keys that a CTA sends
-constexpr int FEW = 64;                     // keys ranked by comparing each with each
-constexpr int GROUP = READS >= 8 ? 16 : 8;  // lanes
-constexpr bool IN_REGISTERS = VALUES <= 16;         // whether values are taken from registers, which needs constant indices
+constexpr int REGION = 1280;                 // keys that a CTA sends
+constexpr int RANKED = 64;                   // keys ranked by comparing each with each
+constexpr int GROUP = READS >= 8 ? 16 : 8;   // lanes
+constexpr bool IN_REGISTERS = VALUES <= 16;  // whether values are taken from registers, which needs constant indices
 
 struct Sent {
     uint64 low, high;  // all keys from low on are included (every key if 0); none is above high
@@ -56,14 +56,14 @@ struct Sent {
 struct Memory {
     uint64 keys[CAPACITY];
     uint64 received[BLOCKS > 1 ? BLOCKS * REGION : 1];
-    uint64 last_keys[FEW];
+    uint64 last_keys[RANKED];
     Sent sent[BLOCKS];
     uint32 bits[WORDS];  // if ROUNDS > 1, first the order of each line's maximum, then the lines to read again
     Scratch scratch;
     int last_count, before, sending;  // `sending`: in clusters; in a single CTA, the number of selected columns equal to the estimate
 };
 constexpr int SENT_BYTES = 24, RECEIVED = BLOCKS > 1 ? BLOCKS * REGION : 1;
-constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + FEW) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
+constexpr int SHARED_BYTES = (8 * (CAPACITY + RECEIVED + RANKED) + SENT_BYTES * BLOCKS + 4 * WORDS + SCRATCH_BYTES + 12 + 15) / 16 * 16;
 static_assert(sizeof(Sent) == SENT_BYTES && sizeof(Memory) <= SHARED_BYTES);
 
 // The selected keys: all above `high`, and the `rest` largest of the `here` keys between low and high.
@@ -89,24 +89,16 @@ __device__ inline Boundary find_boundary(Scratch& scratch, int k, uint64 low, ui
         int total = find_digit(scratch, rest);
         if (total < rest) return {1, 0, 0, 0, false};
         low += uint64(scratch.digit) << shift, high = low + ((1ull << shift) - 1), rest = scratch.needed;
-        if (scratch.here <= FEW) return {low, high, rest, scratch.here, true};
+        if (scratch.here <= RANKED) return {low, high, rest, scratch.here, true};
     }
 }
 
 #if BLOCKS > 1
-__device__ inline uint32 rank_in_cluster() {
-    uint32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
+__device__ inline uint32 rank_in_cluster() { return cluster_rank(); }
 // Store to the address of `here` in another CTA's shared memory.
 __device__ inline void send(const void* here, uint32 rank, uint64 x) {
-    uint32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32(__cvta_generic_to_shared(here))), "r"(rank));
-    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(there), "l"(x) : "memory");
+    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(cluster_address(shared_address(here), rank)), "l"(x) : "memory");
 }
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #define CLUSTER __cluster_dims__(BLOCKS, 1, 1)
 #else
 __device__ inline uint32 rank_in_cluster() { return 0; }
@@ -134,14 +126,15 @@ __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)
 
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
-__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
+__device__ __noinline__ void reread_row(Scratch& scratch, const float* row, int length, Out out, int topk) {
     select_by_reading(scratch, row, length, out, topk);
 }
 
-extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, ESTIMATED && THREADS < 1024 ? 2 : 1)
-top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
-                  int topk) {
+constexpr int MIN_CTAS = ESTIMATED && THREADS < 1024 ? 2 : 1;  // on an SM
+
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    top_k_by_bound(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                   int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     Scratch& scratch = shared.scratch;
@@ -160,9 +153,9 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const int64 number = blockIdx.x / BLOCKS;
     const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
     // The row's range is read early, when the previous kernel may still be writing it, and again while columns are loaded.
-    const Said said = columns.said_of(number);
-    const Range early = said.now();
-    const Row row = row_of(logits + number * stride, columns.range_of(said, early));
+    const RangeAddresses addresses = columns.addresses_of(number);
+    const Range early = addresses.load();
+    const Row row = row_of(logits + number * stride, columns.range_of(addresses, early));
     pdl_wait();
 
     // 1. Candidates for the k largest.
@@ -182,7 +175,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     for (int i = 0; i < READS; ++i)
         if (!has_four(i) && int(row.end - first) > int(i * STEP)) read_at_end(row, first + i * STEP, x + 4 * i);
 #endif
-    const bool changed = said.now() != early;
+    const bool changed = addresses.load() != early;
     const int pages_read = tid * BLOCKS + int(rank);  // pages to check, distributed over the threads of the cluster
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
     const int k = cta_limit(topk);
@@ -190,8 +183,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const bool estimates = row.length() > 2 * topk && row.length() >= SHORTEST_SAMPLED;
     float largest_of_columns[3] = {x[0], x[1], fmaxf(x[2], x[3])};
 #pragma unroll
-    for (int i = 4; i < VALUES; ++i)
-        largest_of_columns[min(i % 4, 2)] = fmaxf(largest_of_columns[min(i % 4, 2)], x[i]);
+    for (int i = 4; i < VALUES; ++i) largest_of_columns[min(i % 4, 2)] = fmaxf(largest_of_columns[min(i % 4, 2)], x[i]);
     float largest = fmaxf(fmaxf(largest_of_columns[0], largest_of_columns[1]), largest_of_columns[2]);
     uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order), inverted;
     if (estimates) {
@@ -247,13 +239,13 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     // Subnormal numbers compare as zeros (-ftz=true): if one of them is a candidate, all are.
     if (is_subnormal(least)) least = LEAST_SUBNORMAL;
 #endif
-    if (is_subnormal(most)) most = MOST_SUBNORMAL;
-    const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
-    const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
+        if (is_subnormal(most)) most = MOST_SUBNORMAL;
+        const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
+        const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
 
-    // 2. The candidates, and their first count.
+        // 2. The candidates, and their first count.
 #if ROUNDS > 1
-    read_candidates(scratch, shared.bits, shared.keys, row, rank, least);
+        read_candidates(scratch, shared.bits, shared.keys, row, rank, least);
 #else
     float bound = value_of(least);
     uint32 mask = 0;
@@ -283,43 +275,43 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         }
     }
 #endif
-    __syncthreads();
+        __syncthreads();
 #if ESTIMATED
-    count = min(scratch.count, CAPACITY);
-    const bool enough = count >= topk;
+        count = min(scratch.count, CAPACITY);
+        const bool enough = count >= topk;
 #else
     const int count = min(scratch.count, CAPACITY);
     constexpr bool enough = true;
 #endif
 #pragma unroll 2
-    for (int i = tid; i < count; i += THREADS) {
-        uint64 found = shared.keys[i];
-        uint32 at = uint32(found);
-        float value = IN_REGISTERS ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
-        uint64 key = key_of(value, int(at - row.skipped));
-        shared.keys[i] = key;
-        if (!all && enough) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
-    }
-    auto own_keys = [&](auto visit) {
-        for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
-    };
+        for (int i = tid; i < count; i += THREADS) {
+            uint64 found = shared.keys[i];
+            uint32 at = uint32(found);
+            float value = IN_REGISTERS ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
+            uint64 key = key_of(value, int(at - row.skipped));
+            shared.keys[i] = key;
+            if (!all && enough) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+        }
+        auto own_keys = [&](auto visit) {
+            for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
+        };
 #if ESTIMATED
-    best = enough && !all ? find_boundary(scratch, k, low, high, true, own_keys) : Boundary{1, 0, 0, 0, false};
-    if (enough || count == row.length() || failed) break;
-    uint32 equal = 0;
+        best = enough && !all ? find_boundary(scratch, k, low, high, true, own_keys) : Boundary{1, 0, 0, 0, false};
+        if (enough || count == row.length() || failed) break;
+        uint32 equal = 0;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
-    int equal_ones = min(mark_first(scratch, shared.bits, equal, int(first - row.skipped), topk - count), topk - count);
-    if (count + equal_ones == topk || again || !estimates) {
-        if (tid == 0) shared.sending = equal_ones;
+        for (int i = 0; i < VALUES; ++i) mark_if_equal(equal, x[i], bound, 1u << i);
+        int equal_ones = min(mark_first(scratch, shared.bits, equal, int(first - row.skipped), topk - count), topk - count);
+        if (count + equal_ones == topk || again || !estimates) {
+            if (tid == 0) shared.sending = equal_ones;
+            __syncthreads();
+            break;
+        }
+        // The estimate was too high.
+        for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
+        if (tid == 0) scratch.count = 0;
+        least = MINUS_INFINITY;
         __syncthreads();
-        break;
-    }
-    // The estimate was too high.
-    for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
-    if (tid == 0) scratch.count = 0;
-    least = MINUS_INFINITY;
-    __syncthreads();
     }
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
@@ -330,17 +322,17 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     Boundary best = all ? Boundary{1, 0, 0, 0, false} : find_boundary(scratch, k, low, high, true, own_keys);
 #endif
     failed |= scratch.count > CAPACITY;
-    int there = scratch.count + (ESTIMATED ? shared.sending : 0);
+    int num_found = scratch.count + (ESTIMATED ? shared.sending : 0);
 
 #if BLOCKS > 1
     // 3. Exchange of candidates.
     uint64 from = best.enough ? best.low : 0;
     cluster_wait();
     if (!failed)
-        for (int i0 = 0; i0 < there; i0 += THREADS) {
+        for (int i0 = 0; i0 < num_found; i0 += THREADS) {
             int i = i0 + tid;
-            uint64 key = i < there ? shared.keys[i] : 0;
-            bool mine = i < there && key >= from;
+            uint64 key = i < num_found ? shared.keys[i] : 0;
+            bool mine = i < num_found && key >= from;
             uint32 votes = __ballot_sync(~0u, mine);
             if (!votes) continue;
             int to = lane == 0 ? atomicAdd(&shared.sending, __popc(votes)) : 0;
@@ -357,11 +349,11 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     cluster_arrive();
     cluster_wait();
     uint64 from_all = 1ull << 32, high_all = 0;  // no key is below
-    there = 0;
+    num_found = 0;
     for (int r = 0; r < BLOCKS; ++r) {
         Sent sent = shared.sent[r];
         failed |= sent.count < 0;
-        from_all = max(from_all, sent.low), high_all = max(high_all, sent.high), there += int(max(sent.count, int64(0)));
+        from_all = max(from_all, sent.low), high_all = max(high_all, sent.high), num_found += int(max(sent.count, int64(0)));
     }
     auto all_keys = [&](auto visit) {
         constexpr int STRIDE = THREADS / BLOCKS;
@@ -378,21 +370,21 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     auto out = output.of_row(number, next_n);
     if (failed) {
         Range range = columns.range_of(number);
-        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
+        if (rank == 0) reread_row(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
         return;
     }
 
-    // 4. The chosen columns of this CTA's part.
+    // 4. The selected columns of this CTA's part.
     const bool counts = out.counts();
     const int length = row.length(), part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
-    auto choose = [&](uint64 key, int& before) {
+    auto select = [&](uint64 key, int& before) {
         uint32 at = ~uint32(key) - start;
         if (~uint32(key) < uint32(start)) ++before;
         else if (at < uint32(part)) atomicOr(&shared.bits[at / 32], 1u << at % 32);
     };
     int before = 0;
     all_keys([&](uint64 key) {
-        if (key > best.high) choose(key, before);
+        if (key > best.high) select(key, before);
         else if (key >= best.low && best.here) shared.last_keys[atomicAdd(&shared.last_count, 1)] = key;
     });
     if (!ESTIMATED || best.here) __syncthreads();
@@ -400,29 +392,28 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         uint64 key = shared.last_keys[tid];
         int above = 0;
         for (int i = 0; i < best.here; ++i) above += shared.last_keys[i] > key;
-        if (above < best.rest) choose(key, before);
+        if (above < best.rest) select(key, before);
     }
     if (BLOCKS > 1) {
         before = __reduce_add_sync(~0u, before);
         if (lane == 0 && before) atomicAdd(&shared.before, before);
     }
     __syncthreads();
-    // A thread has as many columns as it has read, so that no thread writes many indices in sequence.
+    // A thread writes the same number of columns as it has read, so that no thread writes many indices in sequence.
     uint32 words[ROUNDS];
-    int chosen = 0, total;
+    int selected = 0, total;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         int bit = (tid * ROUNDS + i) * VALUES;
         words[i] = shared.bits[bit / 32] >> bit % 32 & uint32((1ull << VALUES) - 1);
-        chosen += __popc(words[i]);
+        selected += __popc(words[i]);
     }
-    auto writer = out.writer(start + tid * ROUNDS * VALUES, chosen);
-    int place = sum_before(scratch, chosen, total) + shared.before;
+    auto writer = out.writer(start + tid * ROUNDS * VALUES, selected);
+    int place = sum_before(scratch, selected, total) + shared.before;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
-        for (uint32 word = words[i]; word; word &= word - 1)
-            writer.write(place++, start + (tid * ROUNDS + i) * VALUES + __ffs(word) - 1);
+        for (uint32 word = words[i]; word; word &= word - 1) writer.write(place++, start + (tid * ROUNDS + i) * VALUES + __ffs(word) - 1);
     if (rank == 0)
-        for (int i = min(there, topk) + tid; i < topk; i += THREADS) out.clear(i);
-    if (rank == 0 && tid == 0) out.write_length(min(there, topk), counts);
+        for (int i = min(num_found, topk) + tid; i < topk; i += THREADS) out.clear(i);
+    if (rank == 0 && tid == 0) out.write_length(min(num_found, topk), counts);
 }

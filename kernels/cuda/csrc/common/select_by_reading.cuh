@@ -3,7 +3,7 @@
 //
 // Macro: THREADS.
 #pragma once
-#include "common/chosen_rows.cuh"
+#include "common/topk_output.cuh"
 #include "common/selection.cuh"
 
 // Write the selected columns of a chunk, one per thread, after `written` earlier ones.
@@ -14,8 +14,7 @@ __device__ inline void write_chunk(Scratch& shared, ColumnsOfRow out, bool keep,
     __syncthreads();
 }
 // The same, and the slots of the columns that have one, after `mapped` earlier ones.
-__device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written,
-                                   int& mapped) {
+__device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written, int& mapped) {
     write_chunk(shared, ColumnsOfRow{out.columns}, keep, column, written, mapped);
     int slot = keep ? out.slot_of(column) : -1;
     write_chunk(shared, ColumnsOfRow{out.slots}, slot >= 0, slot, mapped, mapped);
@@ -37,11 +36,11 @@ __device__ inline void select_by_reading(Scratch& shared, const float* row, int 
             for (int64 i = threadIdx.x; i < length; i += THREADS) visit(number(i));
         };
     };
-    int valid = 0, there;
+    int valid = 0, total;
     for (int64 i = threadIdx.x; i < length; i += THREADS) valid += order(i) != 0;
-    sum_before(shared, valid, there);
+    sum_before(shared, valid, total);
     uint32 threshold = 1, least = 0;
-    if (topk && there > topk) {
+    if (topk && total > topk) {
         Kth kth = kth_largest(shared, topk, PASSES, numbers(order));
         threshold = kth.number;
         auto place = [=](int64 i) { return order_of(row[i]) == threshold ? ~uint32(i) : 0; };

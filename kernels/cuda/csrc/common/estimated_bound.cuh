@@ -7,8 +7,8 @@
 #include "common/selection.cuh"
 
 #if ESTIMATED
-constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
-constexpr int SHORTEST_SAMPLED = 1024;   // columns
+constexpr float MARGIN = 1.1f;          // margin of a warp's lane count over its expectation, in std. deviations
+constexpr int SHORTEST_SAMPLED = 1024;  // columns
 
 // Estimates, from this warp's columns, an order that slightly more than k of `length` columns exceed; 0 if the warp has
 // too few columns. Each lane contributes the maximum of the same number of columns, and the result is the maximum that
@@ -27,7 +27,7 @@ __device__ inline uint32 estimated_order(const Row& row, const float (&largest)[
     if (2.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[1]), below *= below;
     if (4.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[2]), below *= below;
     float lanes = 32.0f * (1.0f - below);
-    int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
+    int rank = min(int(lanes + MARGIN * sqrtf(lanes * below)) + 1, 32);
     uint32 order = order_of(largest_of_lanes<32>(x == x ? x : -infinity(), rank - 1));
     return reads ? order : 0;
 }

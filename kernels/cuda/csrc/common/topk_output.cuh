@@ -43,9 +43,7 @@ struct SlotsOfRow {
         return lacks;
     }
     // The slot of a row, or -1.
-    __device__ int slot_of(int column) const {
-        return lookup_slot(BlockTable{pages, 0, 1, num_pages}, 0, column, block_size.tokens);
-    }
+    __device__ int slot_of(int column) const { return lookup_slot(BlockTable{pages, 0, 1, num_pages}, 0, column, block_size.tokens); }
 
     // Writes columns whose pages are all present; neighbours use one lookup.
     struct Writer {
@@ -90,8 +88,8 @@ struct ToSlots {
     // Row `number`, one of next_n of its request.
     __device__ SlotsOfRow of_row(int64 number, int next_n) const {
         int64 request = next_n == 1 ? number : number >> 32 ? number / next_n : uint32(number) / next_n;
-        return {indices + number * indices_stride, slots + number * slots_stride, lens + number,
-                is_valid ? is_valid + number : nullptr, block_table + request * table_stride, num_pages,
+        return {indices + number * indices_stride,          slots + number * slots_stride,        lens + number,
+                is_valid ? is_valid + number : nullptr,     block_table + request * table_stride, num_pages,
                 {block_size, block_multiplier, block_shift}};
     }
 };

@@ -20,17 +20,17 @@
 // page is read several times instead, because columns without a slot must be omitted.
 //
 // Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time), OUTPUT.
-#include "common/choice_by_reading.cuh"
+#include "common/select_by_reading.cuh"
 #include "common/device.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
-constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns in flight per thread; their columns
-constexpr int LINE = 32, LANES = LINE / 4;              // columns of a line, and the lanes that read it
+constexpr int BATCH = 8, VALUES = 4 * BATCH;  // reads of four columns in flight per thread; their columns
+constexpr int LINE = 32, LANES = LINE / 4;    // columns of a line, and the lanes that read it
 constexpr int CHUNK = 4 * THREADS, CAPACITY = 20 * THREADS;
-constexpr float SURE = 1.1f;                            // margin of the lane count of a warp over its expectation, in standard deviations
-constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // CTAs per SM
-constexpr bool AHEAD = THREADS == 512;                  // whether to load a batch while the previous one is processed
+constexpr float MARGIN = 1.1f;  // margin of the lane count of a warp over its expectation, in standard deviations
+constexpr int BLOCKS = THREADS == 256 ? 3 : 1;  // CTAs per SM
+constexpr bool AHEAD = THREADS == 512;  // whether to load a batch while the previous one is processed
 
 struct Memory {
     uint32 orders[CAPACITY];
@@ -129,7 +129,7 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
 // first columns of its lanes, the one that the expected number of lanes should reach. The result is the second smallest
 // of these, or of few warps the smallest. Warps with columns beyond the end of the row have no sample and do not take
 // part.
-__device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
+__device__ inline uint32 estimated_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
     float fraction = float(k) / float(length), below = 1.0f - fraction;  // fraction of lanes all of whose columns are below
     float largest = x[0];
     int columns = 1, most = 4 * min(part.lines, BATCH), lane = threadIdx.x % 32;
@@ -139,7 +139,7 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
     for (int i = 1; i < VALUES; ++i)
         if (wider[i < 2 ? 0 : i < 4 ? 1 : i < 8 ? 2 : i < 16 ? 3 : 4]) largest = fmaxf(largest, x[i]);
     float lanes = 32.0f * (1.0f - below);
-    int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
+    int rank = min(int(lanes + MARGIN * sqrtf(lanes * below)) + 1, 32);
     uint32 order = order_of(largest_of_lanes<32>(largest == largest ? largest : -infinity(), rank - 1));
     bool sampled = __all_sync(~0u, part.inside);
     if (lane == 0) memory.scratch.most[threadIdx.x / 32] = sampled ? ~order : 0;
@@ -155,8 +155,7 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
 __device__ inline void add_columns(Memory& memory, const Row& row, uint32 at, const float (&x)[VALUES], float bound) {
     uint32 mask = 0;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-        mask |= bit_if_above(x[i], bound, 1u << i);
+    for (int i = 0; i < VALUES; ++i) mask |= bit_if_above(x[i], bound, 1u << i);
     if (!__any_sync(~0u, mask)) return;
     int to = places(memory, __popc(mask));
     for (; mask; mask &= mask - 1, ++to) {
@@ -216,7 +215,7 @@ __device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k
 }
 
 // Write the columns of the best entries of the buffer in ascending order, and -1 after them.
-template <class Out> __device__ inline void write_chosen(Memory& memory, int length, const Out& out, int topk) {
+template <class Out> __device__ inline void write_selected(Memory& memory, int length, const Out& out, int topk) {
     Scratch& scratch = memory.scratch;
     int count = scratch.count, written = 0;
     bool counts = out.counts();
@@ -244,8 +243,7 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
         int to = written + sum_before(scratch, own, total);
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-            for (uint32 left = bits[i]; left; left &= left - 1)
-                writer.write(to++, own_first + i * 32 + __ffs(left) - 1);
+            for (uint32 left = bits[i]; left; left &= left - 1) writer.write(to++, own_first + i * 32 + __ffs(left) - 1);
         written += total;
         __syncthreads();
     }
@@ -261,9 +259,8 @@ __device__ __noinline__ void read_several_times(Scratch& scratch, const Row& row
 
 // topk <= CAPACITY - CHUNK.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-              const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
-              int topk) {
+    top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends, const int* lens,
+                  int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output, int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.scratch.bins[i] = 0;
@@ -282,7 +279,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             read_several_times(shared.scratch, row, output.of_row(number, next_n), topk);
             continue;
         }
-        uint32 threshold = row.length() > topk ? guessed_threshold(shared, part, row.length(), x, topk) : MINUS_INFINITY;
+        uint32 threshold = row.length() > topk ? estimated_threshold(shared, part, row.length(), x, topk) : MINUS_INFINITY;
         float bound = value_of(threshold);
         for (int line = 0; line < part.lines;) {
             float next[VALUES];
@@ -307,7 +304,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             for (int i = threadIdx.x; i < count; i += THREADS)  // including this thread
                 shared.orders[i] = order_of(row.values[shared.columns[i] + row.skipped]);
         }
-        write_chosen(shared, row.length(), output.of_row(number, next_n), topk);
+        write_selected(shared, row.length(), output.of_row(number, next_n), topk);
         __syncthreads();
     }
 }

@@ -18,7 +18,7 @@ struct Ties {
 // The selected columns of a thread, and its tied columns. `rest` of the `here` tied columns of all threads are still to
 // be selected.
 struct Narrowed {
-    uint32 chosen, tied;
+    uint32 selected, tied;
     int rest, here;
 };
 
@@ -31,7 +31,7 @@ template <class T> __device__ inline void publish(T* places, uint32 chunk, T x) 
     if (lane == 0) places[chunk] = x;
 #endif
 }
-__device__ inline void meet() {
+__device__ inline void sync_row() {
 #if BLOCKS > 1
     cluster_arrive();
     cluster_wait();
@@ -50,7 +50,7 @@ __device__ inline int find_range(Counted& counted, Ties& ties, uint32 chunk, uin
 #if BLOCKS > 1
     if (threadIdx.x < GROUPS) counted.groups[threadIdx.x] = 0;
 #endif
-    meet();
+    sync_row();
     int earlier = 0;
     largest = inverted = 0;
 #pragma unroll 1
@@ -67,7 +67,7 @@ __device__ inline int shift_of(uint32 span) {
     int shift = max(32 - __clz(int(span)) - DIGIT, 0);
     return shift + (span >> shift == BINS - 1);
 }
-// Makes bins 0, which those of a cluster's last count are not.
+// Clears the bins: find_digit does so, but not the last count of a cluster.
 __device__ inline void clear_bins(Scratch& scratch) {
 #if BLOCKS > 1
     for (int i = 4 * threadIdx.x; i < BINS; i += 4 * THREADS) *reinterpret_cast<uint4*>(scratch.bins + i) = uint4{0, 0, 0, 0};
@@ -80,24 +80,23 @@ __device__ inline void next_digit(Scratch& scratch, Counted& counted, int& befor
     const uint32 rank = rank_in_cluster();
     __syncthreads();
     send_groups(counted, scratch.bins);
-    meet();
+    sync_row();
     ClusterDigit digit = digit_of_cluster(counted, scratch.bins, rank, rest);
-    if (threadIdx.x == 0)
-        scratch.digit = digit.digit, scratch.needed = digit.needed, scratch.here = digit.here, before = digit.earlier;
+    if (threadIdx.x == 0) scratch.digit = digit.digit, scratch.needed = digit.needed, scratch.here = digit.here, before = digit.earlier;
     __syncthreads();
 #else
     find_digit(scratch, rest);
 #endif
 }
 
-// Narrows the `here` tied columns, of which `rest` are to be selected, until at most `few` are left. orders[i], if not
-// 0, belongs to bit bit_of(i) of the masks and to read i / 4. Bins are 0, or in a cluster as after the last count.
+// Narrows the `here` tied columns, of which `rest` are to be selected, until at most `at_most` are left. orders[i], if
+// not 0, belongs to bit bit_of(i) of the masks and to read i / 4. Bins are 0, or in a cluster as after the last count.
 // Called by all threads, after a barrier. `before`: the number of remaining columns in CTAs of lower rank.
 template <int VALUES, class Bit, class Places>
 __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties, int& before, uint32 (&orders)[VALUES], Bit bit_of,
-                                  Places places, int rest, int few) {
+                                  Places places, int rest, int at_most) {
     const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
-    uint32 chosen = 0;
+    uint32 selected = 0;
 #pragma unroll 1
     for (;;) {
         // 1. Their range.
@@ -118,8 +117,8 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
             earlier = __reduce_add_sync(~0u, earlier);
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
-                if (orders[i] && earlier + of_read[i / 4]++ < rest) chosen |= 1u << bit_of(i);
-            return {chosen, 0, rest, 0};
+                if (orders[i] && earlier + of_read[i / 4]++ < rest) selected |= 1u << bit_of(i);
+            return {selected, 0, rest, 0};
         }
         // 2. Their next digit.
         const int shift = shift_of(span);
@@ -136,16 +135,16 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
         for (int i = 0; i < VALUES; ++i) {
             uint32 own = (orders[i] - least) >> shift;
             bool above = own > found || (all && own == found);
-            if (orders[i] && above) chosen |= 1u << bit_of(i);
+            if (orders[i] && above) selected |= 1u << bit_of(i);
             if (above || own < found) orders[i] = 0;
         }
-        if (all) return {chosen, 0, rest, 0};
-        if (here <= few) {
+        if (all) return {selected, 0, rest, 0};
+        if (here <= at_most) {
             tied = 0;
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
                 if (orders[i]) tied |= 1u << bit_of(i);
-            return {chosen, tied, rest, here};
+            return {selected, tied, rest, here};
         }
     }
 }
@@ -153,20 +152,20 @@ __device__ inline Narrowed narrow(Scratch& scratch, Counted& counted, Ties& ties
 struct Listed {
     uint32 orders[LISTED];  // 0: no longer tied
     int columns[LISTED];
-    uint16 bits[LISTED];    // in masks of threads: 32 a thread
+    uint16 bits[LISTED];  // in masks of threads: 32 a thread
     int count;
 };
 constexpr int LISTED_BYTES = 10 * LISTED + 4;
 
 // Like narrow, for the listed columns of this CTA. If span is not 0, their orders are from least to least + span. Sets
-// the bits of selected columns in `chosen`. Calls `list(order, column)` for the remaining ones; if these are equal, and
-// so `here` exceeds `few`, it sets their bits in `equal` instead. Called by all threads; ends with a barrier.
+// the bits of selected columns in `selected`. Calls `list(order, column)` for the remaining ones; if these are equal,
+// and so `here` exceeds `at_most`, it sets their bits in `equal` instead. Called by all threads; ends with a barrier.
 template <class List>
-__device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed,
-                                         uint32* chosen, uint32* equal, uint32 least, uint32 span, List list, int rest, int few) {
+__device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Ties& ties, int& before, Listed& listed, uint32* selected,
+                                         uint32* equal, uint32 least, uint32 span, List list, int rest, int at_most) {
     const uint32 chunk = threadIdx.x / 32 * BLOCKS + rank_in_cluster();
     const int count = listed.count;
-    int here = few + 1;
+    int here = at_most + 1;
     auto each = [&](auto visit) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < count; i += THREADS)
@@ -188,17 +187,17 @@ __device__ inline Narrowed narrow_listed(Scratch& scratch, Counted& counted, Tie
         next_digit(scratch, counted, before, rest);
         const uint32 found = scratch.digit;
         here = scratch.here, rest = scratch.needed;
-        const bool all = here == rest, last = all || here <= few;
+        const bool all = here == rest, last = all || here <= at_most;
         if (all) here = 0;
         each([&](uint32& order, int i) {
             uint32 own = (order - least) >> shift;
-            if (own > found || (all && own == found)) mark(chosen, i);
+            if (own > found || (all && own == found)) mark(selected, i);
             if (own != found) order = 0;
             else if (last && !all) list(order, listed.columns[i]);
         });
         if (last) break;
     }
-    if (here > few) each([&](uint32, int i) { mark(equal, i); });
-    meet();
+    if (here > at_most) each([&](uint32, int i) { mark(equal, i); });
+    sync_row();
     return {0, 0, rest, here};
 }

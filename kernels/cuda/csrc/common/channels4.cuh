@@ -16,31 +16,28 @@ __device__ inline Channels4 read4(const float* p) {
 __device__ inline Channels4 read4(const bf16* p) {
 #if WIDE
     uint2 x = *reinterpret_cast<const uint2*>(p);
-    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
-            to_float(bf16{uint16(x.y >> 16)})};
+    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}), to_float(bf16{uint16(x.y >> 16)})};
 #else
     return {to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
 #endif
 }
 
 // The same, loaded at this point of the program, so that no load waits for the registers of another one.
-__device__ inline Channels4 ask4(const float* p) {
+__device__ inline Channels4 read4_volatile(const float* p) {
 #if WIDE
     Channels4 q;
-    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3]) : "l"(p));
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3]) : "l"(p));
     return q;
 #else
     return read4(p);
 #endif
 }
 
-__device__ inline Channels4 ask4(const bf16* p) {
+__device__ inline Channels4 read4_volatile(const bf16* p) {
 #if WIDE
     uint2 x;
     asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
-            to_float(bf16{uint16(x.y >> 16)})};
+    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}), to_float(bf16{uint16(x.y >> 16)})};
 #else
     return read4(p);
 #endif
@@ -91,7 +88,5 @@ struct Mean {
     }
 
     // Factor from weights relative to `score` to weights relative to `top`; 0 for a score of -inf.
-    static __device__ float weight(float score, float top) {
-        return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E);
-    }
+    static __device__ float weight(float score, float top) { return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E); }
 };
