@@ -17,9 +17,9 @@ from ...layout import LAYOUTS, CacheLayout
 CSRC = pathlib.Path(__file__).parent / "csrc"
 INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 _DEFINED = re.compile(r"^#define (\w+) ([^\n\\]+)$", re.MULTILINE)
-_DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr (?:u?int(?:32)?|bool) (\w+ = [^;]+);", re.MULTILINE)
+_DECLARATION = re.compile(r"^(?:\[\[maybe_unused\]\] )?constexpr (?:u?int(?:32)?|bool) (\w+ =\s[^;]+);", re.MULTILINE)
 _FUNCTION = re.compile(r"^(?:__device__ )?constexpr int (\w+)\(int (\w+)\) \{\s*return ([^;]+);\s*\}", re.MULTILINE)
-_NEXT = re.compile(r",\s+(?=\w+ = )")  # of several constants in a declaration
+_NEXT = re.compile(r",\s+(?=\w+ =\s)")  # of several constants in a declaration
 _TOKEN = re.compile(r"\s*((?:0x[0-9a-f]+|\d+)(?=[uU]?\b)|\w+(?:::\w+)?|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>?:()])[uU]?")
 
 Macro = int | str | CacheLayout
@@ -88,7 +88,7 @@ class _Source:
                 add(included)
             for declared in _DECLARATION.findall(text):
                 for one in _NEXT.split(declared):
-                    self.expressions.__setitem__(*one.split(" = ", 1))
+                    self.expressions.__setitem__(*one.split(" =", 1))
             self.functions.update((name, (given, body)) for name, given, body in _FUNCTION.findall(text))
             self.defaults.update(_DEFINED.findall(text))  # a file's own come before those that it includes
 
