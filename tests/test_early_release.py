@@ -149,9 +149,9 @@ def test_sources_that_release_early_are_of_known_calls():
     }  # fmt: skip
     assert found == {
         "common/compressor.cu", "common/dense_decode_merge.cu", "common/indexer_insert.cu",
-        "common/indexer_topk_bound.cu", "common/indexer_topk_registers.cu", "common/sparse/exact.cu", "sm80/projection.cu",
-        "sm90/decode", "sm90/dense/decode", "sm90/few_heads/prefill.cu", "sm90/indexer", "sm90/prefill/prefill.cu",
-        "sm90/projection.cu",
+        "common/indexer_topk_bound.cu", "common/indexer_topk_registers.cu", "common/sparse/exact.cu",
+        "sm80/projection.cu", "sm90/decode", "sm90/dense/decode", "sm90/few_heads/prefill.cu",
+        "sm90/indexer", "sm90/prefill/prefill.cu", "sm90/projection.cu",
     }  # fmt: skip
 
 

@@ -8,7 +8,8 @@
     wide       read several times          other rows, k above 16 times the threads of a CTA
     stream     read once                   all other rows
 
-Their sources are common/indexer_topk_KERNEL.cu. The first kernel whose sizes fit is taken, in this order. docs/kernels/topk.md has the table by rows and columns.
+Their sources are common/indexer_topk_KERNEL.cu. The first kernel whose sizes fit is taken, in this order.
+docs/kernels/topk.md has the table by rows and columns.
 """
 
 import functools
