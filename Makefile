@@ -1,12 +1,14 @@
 # Targets that CI runs. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
 FAMILIES = decode formats prefill indexer candidates compressor mla attention_backends cache indices metadata
+CSRC = $(shell find kernels/cuda/csrc/ -name "*.cu" -o -name "*.cuh")
 
 .PHONY: lint types test test-gpu bench
 
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -c "import clang_format; clang_format.clang_format()" --dry-run --Werror $(CSRC)
 	$(PYTHON) tools/imports.py
 	$(PYTHON) tools/chart.py --check
 
