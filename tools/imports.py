@@ -44,9 +44,9 @@ LAYERS = (
     "cumla.__main__",
 )
 ROOT_FILES = {
-    ".ci", ".gitignore", ".pre-commit-config.yaml", "benchmarks", "CHANGELOG.md", "CONTRIBUTING.md", "cumla",
-    "cumla_command.py", "docs", "examples", "interop", "kernels", "LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml",
-    "README.md", "setup.cfg", "tests", "tools",
+    ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "benchmarks", "CHANGELOG.md", "CONTRIBUTING.md",
+    "cumla", "cumla_command.py", "docs", "examples", "interop", "kernels", "LICENSE", "Makefile", "mkdocs.yml",
+    "pyproject.toml", "README.md", "setup.cfg", "tests", "tools",
 }  # fmt: skip
 
 
