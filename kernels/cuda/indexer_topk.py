@@ -1,10 +1,10 @@
 """The indexer's top-k: four kernels, and which of them selects from how many rows of how many columns.
 
     kernel     where a row is              taken for (132 multiprocessors, aligned rows)
-    registers  registers of 1 to 8 CTAs    rows that all run at a time, up to 16,384 columns; of up to 57 rows also longer
-                                           ones, by clusters; short rows in any number
-    bound      registers of 1 to 8 CTAs,   rows that all run at a time and do not fit in the registers above: longer ones,
-               or read in rounds           or 58 and more
+    registers  registers of 1 to 8 CTAs    rows that all run at a time, up to 16,384 columns; of up to 57 rows also
+                                           longer ones, by clusters; short rows in any number
+    bound      registers of 1 to 8 CTAs,   rows that all run at a time and do not fit in the registers above: longer
+               or read in rounds           ones, or 58 and more
     wide       read several times          other rows, k above 16 times the threads of a CTA
     stream     read once                   all other rows
 
