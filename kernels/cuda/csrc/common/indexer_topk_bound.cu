@@ -126,7 +126,7 @@ __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)
 
 // Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
-__device__ __noinline__ void reread_row(Scratch& scratch, const float* row, int length, Out out, int topk) {
+__device__ __noinline__ void read_row_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
     select_by_reading(scratch, row, length, out, topk);
 }
 
@@ -370,7 +370,7 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     auto out = output.of_row(number, next_n);
     if (failed) {
         Range range = columns.range_of(number);
-        if (rank == 0) reread_row(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
+        if (rank == 0) read_row_again(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
         return;
     }
 

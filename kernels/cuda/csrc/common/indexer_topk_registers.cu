@@ -244,7 +244,7 @@ __device__ __noinline__ Narrowed narrow_ties(Memory& shared, const float* own_co
 }
 
 template <class Out>
-__device__ __noinline__ void reread_row(Scratch& scratch, const float* row, int length, Out out, int topk) {
+__device__ __noinline__ void read_row_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) scratch.bins[i] = 0;
     __syncthreads();
@@ -329,7 +329,7 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS)
         if (rank) return;
 #endif
         Range range = columns.range_of(number);
-        reread_row(scratch, logits + number * stride + range.first, range.end - range.first, output.of_row(number, next_n), topk);
+        read_row_again(scratch, logits + number * stride + range.first, range.end - range.first, output.of_row(number, next_n), topk);
         return;
     }
 
