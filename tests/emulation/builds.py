@@ -116,12 +116,18 @@ def alone(target):
 
 def build(target, *arguments):
     """Raises AssertionError with the compiler's message."""
-    with tempfile.TemporaryDirectory(dir=folder()) as place:
-        result = pathlib.Path(place, "result")
-        command = [compiler(), *arguments, *FLAGS, "-o", str(result)]
+    with result(target) as place:
+        command = [compiler(), *arguments, *FLAGS, "-o", str(place)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        result.replace(target)  # at once, as others may build the same
+
+
+@contextlib.contextmanager
+def result(target):
+    """A path for a file that becomes the target at once, as others may build the same."""
+    with tempfile.TemporaryDirectory(dir=folder()) as place:
+        yield pathlib.Path(place, "result")
+        pathlib.Path(place, "result").replace(target)
 
 
 def folder():

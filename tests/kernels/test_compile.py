@@ -60,23 +60,6 @@ if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registe
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs rarely, with two thread blocks per multiprocessor
 
 
-def compiled(file, macros, target):
-    """The compiler's log of csrc/<file>; fails the test with it if compilation fails."""
-    text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + compiler.source(file)
-    # CuPy's options in addition to ours, and a report of each kernel's resources.
-    cupys = ("--device-as-default-execution-space", "-ftz=true", f"-arch={target}")
-    options = [option.encode() for option in (*compiler.OPTIONS, *cupys, "--ptxas-options=-v")]
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, None, None)
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(program)
-    text = log.decode().rstrip("\0 ")
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
-    return text
-
-
 def name_of(number):
     file, macros, target = COMPILATIONS[number]
     return "-".join(map(str, (file, *macros.values(), target)))
@@ -94,7 +77,7 @@ NUMBERS = [n if is_quick(n) else pytest.param(n, marks=pytest.mark.slow) for n i
 
 @pytest.mark.parametrize("number", NUMBERS, ids=name_of)
 def test_source(number):
-    log = compiled(*COMPILATIONS[number])
+    log, _ = support.nvrtc.compiled(*COMPILATIONS[number])
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels

@@ -22,8 +22,10 @@ from cumla.kernels.cuda.launch import (
     parameters,
     recorded_launches,
 )
+from support.nvrtc import compiled, text_of
+from support.programs import COMPILATIONS
 
-nvrtc = support.nvrtc.nvrtc()
+support.nvrtc.nvrtc()
 
 KERNELS = [
     ("common/window_metadata.cu", "build_sparse_swa", {"SLOT": "int64"}),
@@ -35,22 +37,15 @@ KERNELS = [
 WIDTHS = {"u64": 8, "s64": 8, "f64": 8, "u32": 4, "s32": 4, "f32": 4, "u8": 1, "s8": 1, "b8": 1}
 
 
-def compiled(text, target, kind):
-    """The program for a target, of a kind: "PTX" or "CUBIN"."""
-    options = [*compiler.OPTIONS, "--device-as-default-execution-space", f"-arch={target}"]
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, None, None)
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    _, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
-    made = bytearray(size)
-    getattr(nvrtc, f"nvrtcGet{kind}")(program, made)
-    nvrtc.nvrtcDestroyProgram(program)
-    return bytes(made)
+def hopper_program(file):
+    """The first program of a file for Hopper, which test_compile.py compiles, too: text, macros and machine code."""
+    macros = next(macros for other, macros, target in COMPILATIONS if (other, target) == (file, "sm_90a"))
+    return text_of(file, macros), macros, compiled(file, macros, "sm_90a")[1]
 
 
-def parameters_of(text, name):
+def parameters_of(file, defines, name):
     """Bytes of each parameter of a kernel, from the compiler."""
-    ptx = compiled(text, "compute_90", "PTX").decode()
+    ptx = compiled(file, defines, "compute_90")[1].decode()
     entry = re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]
     found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", entry)  # size of a struct
     return [WIDTHS[kind] * int(count or 1) for kind, count in found]
@@ -60,10 +55,10 @@ def parameters_of(text, name):
     ("file", "name", "defines"), KERNELS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_packing_is_the_compilers(file, name, defines):
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + compiler.source(file)
+    text = text_of(file, defines)
     codes = [_codes(text, defines.get(c_type, c_type)) for c_type in parameters(text, name).values()]
     assert "".join(codes) == packing(text, name, defines).format
-    assert [struct.calcsize(code) for code in codes] == parameters_of(text, name)
+    assert [struct.calcsize(code) for code in codes] == parameters_of(file, defines, name)
 
 
 def parameters_in(program):
@@ -78,9 +73,9 @@ def parameters_in(program):
 
 def test_a_tensor_map_has_the_alignment_that_the_device_needs():
     """At a multiple of 64 in the constant bank, at the offset where it is packed."""
-    text = "#define VALUE bf16\n" + compiler.source("sm90/dense/decode/decode.cu")
-    parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
-    codes = packing(text, "mla_decode_sm90", {"VALUE": "bf16"}).format
+    text, macros, program = hopper_program("sm90/dense/decode/decode.cu")
+    parameters, start = parameters_in(program)
+    codes = packing(text, "mla_decode_sm90", macros).format
     ends = [struct.calcsize(codes[:end]) for end in range(1, len(codes) + 1)]
     at = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
     assert [offset for offset, _ in parameters] == [x for i, x in enumerate(at) if not 8 < i < 24]
@@ -93,12 +88,12 @@ def test_a_tensor_map_has_the_alignment_that_the_device_needs():
     ("folder", "name"), [("prefill", "sparse_mla_prefill"), ("few_heads", "sparse_mla_prefill_few_heads")]
 )
 def test_the_map_of_queries_has_the_alignment_that_the_device_needs(folder, name):
-    text = "#define LAYOUT MLA_BF16\n#define TILE_HEADS 32\n" + compiler.source(f"sm90/{folder}/prefill.cu")
-    parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
+    text, macros, program = hopper_program(f"sm90/{folder}/prefill.cu")
+    parameters, start = parameters_in(program)
     (_, problem_bytes), (at, map_bytes) = parameters
     assert (at, map_bytes) == (problem_bytes, 128)
     assert (start + at) % 64 == 0
-    assert packing(text, name, {"LAYOUT": "MLA_BF16"}).size == at + map_bytes
+    assert packing(text, name, macros).size == at + map_bytes
 
 
 def test_every_type():
