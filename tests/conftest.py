@@ -5,7 +5,7 @@ is imported, and cuda on devices that the tests emulate (tests/emulation). The s
 a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
 test_simulated_attention.py has small cases. `nowhere(when)` marks combinations of parameters that have no test,
 `thorough(when)` marks combinations that only slow tests cover, where there is no device. A run of all tests
-leaves two thirds of the emulated and simulated combinations to the slow tests; a run of named files has them all.
+leaves three quarters of the emulated and simulated combinations to the slow tests; a run of named files has them all.
 """
 
 import collections
@@ -128,14 +128,14 @@ def without_a_device(item):
 
 
 def leave_to_slow_tests(items):
-    """Mark two thirds of the combinations of each test without a device, chosen by their names, as slow."""
+    """Mark three quarters of the combinations of each test without a device, chosen by their names, as slow."""
     tests = collections.defaultdict(list)
     for item in items:
         if without_a_device(item) and item.get_closest_marker("slow") is None:
             tests[item.nodeid.split("[")[0]].append(item)
     for combinations in tests.values():
         combinations.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in combinations[max(2, -(-len(combinations) // 3)) :]:
+        for item in combinations[max(2, -(-len(combinations) // 4)) :]:
             item.add_marker(pytest.mark.slow)
 
 
