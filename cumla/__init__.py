@@ -4,6 +4,7 @@ from . import layers, metadata  # after the operations, which they use
 from .dispatch import self_test as _self_test
 from .dispatch.debug import debug
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
+from .kernels.types.stream_workspace import release_memory
 from .layout import (
     DSV4_BF16,
     DSV4_F32,
@@ -129,6 +130,7 @@ __all__ = [
     "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",
     "register_layout",
+    "release_memory",
     "select_candidate_blocks",
     "sparse_mla_decode",
     "sparse_mla_prefill",

@@ -385,6 +385,12 @@ def namespace_of(native: Any) -> Any:
     return np if isinstance(native, np.ndarray) else cupy_module()
 
 
+def empty_torch(shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
+    """An uninitialised torch tensor on a CUDA device, from torch's allocator on torch's current stream."""
+    torch = sys.modules["torch"]
+    return torch.empty(shape, dtype=getattr(torch, dtype.name), device=device)
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
     """An uninitialised array on the device of `like`; host memory is aligned to 64 bytes, so that XLA can share it."""
     if not isinstance(like, np.ndarray):

@@ -177,6 +177,21 @@ def current(framework: str, device: int) -> int | None:
     return None
 
 
+def number_of(handle: int) -> int:
+    """The number that CUDA gives a stream. Unlike the handle, no later stream gets it; the per-thread default stream has
+    one in each thread."""
+    number = ctypes.c_uint64()
+    status = _stream_number()(ctypes.c_void_p(handle), ctypes.byref(number))
+    if status:
+        raise RuntimeError(f"cuStreamGetId: status {status} for the stream {handle:#x}")
+    return number.value
+
+
+@functools.cache
+def _stream_number() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuStreamGetId
+
+
 def handle_of(stream: Any) -> int:
     """The handle of a stream given by the caller.
 

@@ -28,6 +28,7 @@ from ..arrays.dlpack import Argument
 from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.cuda.ordinary import ordinary_launch
 from ..kernels.self_tests import FAILED, check_not_failed
+from ..kernels.types.stream_workspace import MOST_BYTES, workspace_of_stream
 from . import debug, dry_run
 from .backends import choose, kernels
 from .launch_cache import record_output, record_written
@@ -184,8 +185,8 @@ class Call:
         may_be  the input that may also be this output, if the operation reads each element before it writes it
         """
         if given is None:
-            native = self._allocate(name, shape, dtypes[0])
-            self._results.append((None, native))
+            given, native = self._new_output(name, shape, dtypes[0])
+            self._results.append((given, native))
         else:
             native = self.array(name, given, dtypes, shape, writable=True)
             self._results.append((given, native))
@@ -231,22 +232,39 @@ class Call:
         return True
 
     def scratch(self, name: str, size: int) -> Any:
-        """Temporary memory uint8 [size] for kernels; a caller can pass it as `name` instead."""
-        return self._allocate(name, (size,), BYTES[0])
-
-    def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Temporary memory uint8 [size] for kernels; a caller can pass it as `name` instead. On a device it is the
+        stream's own (kernels/types/stream_workspace.py), but for large ones."""
         if self._dry_run is not None:
-            return dry_run.fake_array(shape, dtype)
+            return dry_run.fake_array((size,), BYTES[0])
+        assert self.first is not None
+        like = self.first.native
+        with self.current:
+            self._check_not_captured(name, (size,), BYTES[0])
+            if isinstance(like, np.ndarray) or size > MOST_BYTES:
+                return dlpack.empty((size,), BYTES[0], like)
+            return workspace_of_stream(like).array(name, size, BYTES[0], like)[:size]
+
+    def _new_output(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        """A new array of torch's allocator, None for other frameworks; and the same as NumPy's or CuPy's array."""
+        if self._dry_run is not None:
+            return None, dry_run.fake_array(shape, dtype)
         assert self.first is not None
         with self.current:
-            if self.current.is_capturing():
-                raise ValueError(
-                    f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
-                    "allocate a graph's memory before its capture"
-                )
-            native = dlpack.empty(shape, dtype, self.first.native)
+            self._check_not_captured(name, shape, dtype)
+            if self.first.framework == "torch" and self.current.device >= 0 and self._stream is None:
+                given = dlpack.empty_torch(shape, dtype, self.current.device)
+                native = dlpack.argument(given, name, True).native
+            else:
+                given, native = None, dlpack.empty(shape, dtype, self.first.native)
         record_output(native)
-        return native
+        return given, native
+
+    def _check_not_captured(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        if self.current.is_capturing():
+            raise ValueError(
+                f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
+                "allocate a graph's memory before its capture"
+            )
 
     def kernels(self, file: str) -> Launching:
         """A context manager for the chosen backend's `file` of kernels, on the caller's stream; on the host without

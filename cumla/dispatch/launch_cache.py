@@ -26,6 +26,7 @@ from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
+from ..kernels.types.stream_workspace import StreamWorkspace, known_workspace
 from ..layout import CacheLayout
 from . import debug
 from .relocation import relocate
@@ -51,6 +52,7 @@ class KnownCall(NamedTuple):
                the distance must not be between least and most
     fitting    addresses already compared: comparing those of 14 arrays takes over a microsecond
     outputs    (shape, dtype) of the new arrays, whose indices follow those of the given arrays
+    memory     (name, dtype, size) of the arrays of the stream's workspace, whose indices follow those of the new arrays
     results    indices of the arrays returned; None if nothing is returned
     framework  of the first array
     device     its CUDA device
@@ -61,6 +63,7 @@ class KnownCall(NamedTuple):
     apart: list[tuple[int, int, int, int]]
     fitting: set[tuple[int, ...]]
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    memory: list[tuple[str, np.dtype[Any], int]]
     results: list[int] | None
     framework: str
     device: int
@@ -78,28 +81,51 @@ class KnownCall(NamedTuple):
         self.fitting.add(where)
         return True
 
-    def is_captured(self) -> bool:
-        """Whether the caller is capturing a CUDA graph, where allocation is not allowed."""
-        return streams.is_capturing(streams.current(self.framework, self.device))
-
     def again(self, arrays: list[Any], addresses: list[int]) -> Any:
-        """Repeat the call with other arrays."""
+        """Repeat the call with other arrays. NOT_REPEATED on a stream that does not have the call's memory, and while a
+        CUDA graph is being captured that must not allocate it."""
+        cuda = sys.modules["cupy"].cuda
         stream = streams.current(self.framework, self.device)
-        if not self.outputs and sys.modules["cupy"].cuda.runtime.getDevice() == self.device:
+        if stream is None:
+            stream = cuda.get_current_stream(self.device).ptr
+        if self.memory or self.outputs:
+            if streams.is_capturing(stream):
+                return NOT_REPEATED
+            memory = self._addresses_of_memory(stream)
+            if memory is None:
+                return NOT_REPEATED
+            new = self._new_outputs(stream)
+            addresses = [*addresses, *map(_address_of, new), *memory]
+            arrays = [*arrays, *new]
+        if cuda.runtime.getDevice() == self.device:
             self._launch(addresses, stream)
         else:
-            with streams.Current(self.device, stream):
-                new = [sys.modules["cupy"].empty(shape, dtype) for shape, dtype in self.outputs]
-                self._launch([*addresses, *(array.data.ptr for array in new)], None)
-                arrays = [*arrays, *(dlpack.give(array, self.framework) for array in new)]
+            with cuda.Device(self.device):
+                self._launch(addresses, stream)
         if self.results is None:
             return None
         results = [arrays[i] for i in self.results]
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _launch(self, addresses: list[int], stream: int | None) -> None:
-        if stream is None:
-            stream = sys.modules["cupy"].cuda.get_current_stream().ptr
+    def _new_outputs(self, stream: int) -> list[Any]:
+        if self.framework == "torch":
+            return [dlpack.empty_torch(shape, dtype, self.device) for shape, dtype in self.outputs]
+        if not self.outputs:
+            return []
+        with streams.Current(self.device, stream):
+            return [sys.modules["cupy"].empty(shape, dtype) for shape, dtype in self.outputs]
+
+    def _addresses_of_memory(self, stream: int) -> list[int] | None:
+        """Addresses in the stream's workspace; None if it does not have the memory."""
+        if not self.memory:
+            return []
+        workspace = known_workspace(self.device, stream)
+        if workspace is None:
+            return None
+        found = [workspace.address(*wanted) for wanted in self.memory]
+        return None if None in found else cast(list[int], found)
+
+    def _launch(self, addresses: list[int], stream: int) -> None:
         for launch, places in self.launches:
             packed_arguments = launch.packed_arguments.copy()
             for place, array, offset in places:
@@ -113,9 +139,12 @@ def launch_cached(function: F) -> F:
     op = function.__name__
     known: dict[Any, tuple[KnownCall | None, ...]] = {}  # calls of a key differ in which arrays share memory
 
-    def recorded(*arguments: Any, **keywords: Any) -> tuple[Any, list[Launch], UsedArrays]:
+    def recorded(*arguments: Any, **keywords: Any) -> tuple[Any, list[Launch] | None, UsedArrays]:
+        allocations = StreamWorkspace.allocations
         with recorded_launches() as launches, recorded_arrays() as used:
-            return function(*arguments, **keywords), launches, used
+            result = function(*arguments, **keywords)
+        # The first call on a stream also clears memory: the next one is recorded.
+        return result, launches if StreamWorkspace.allocations == allocations else None, used
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -136,13 +165,16 @@ def launch_cached(function: F) -> F:
         key = tuple(key_parts)
         calls = known.get(key, ())
         for before in calls:
-            if before is None or (before.outputs and before.is_captured()):
+            if before is None:
                 return tested(function, op, arguments, keywords)
             if before.fits(addresses):
-                return before.again(arrays, addresses)
+                result = before.again(arrays, addresses)
+                return tested(function, op, arguments, keywords) if result is NOT_REPEATED else result
         if not calls and len(known) >= MOST_KNOWN:
             known.clear()
         result, launches, used = tested(recorded, op, arguments, keywords)
+        if launches is None:
+            return result
         if not debug.thread.unchecked:  # unchecked calls may share memory where others must not
             known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
         log.debug("%s: launches %s", op, [launch.kernel.raw.name for launch in launches])
@@ -158,7 +190,7 @@ def is_captured(array: Any) -> bool:
     return streams.is_capturing(streams.current(framework, device))
 
 
-UNKNOWN = object()
+UNKNOWN, NOT_REPEATED = object(), object()
 
 
 def call_key(*arguments: Any) -> tuple[Any, ...] | None:
@@ -285,14 +317,17 @@ def record_written(arrays: Mapping[str, Any]) -> None:
 
 def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: Any) -> KnownCall | None:
     """The call that made these launches; None if its arrays' addresses are not enough to repeat it."""
-    outputs = used.outputs
-    extents = [_extent(array) for array in [*arrays, *outputs]]
+    outputs, first = used.outputs, arrays[0]
+    framework = dlpack.framework_of(first)
+    device = first.get_device() if framework == "torch" else first.data.device_id
+    memory = _memory_of_stream(framework, device)
+    extents = [_extent(array) for array in [*arrays, *outputs, *(array for _, array in memory)]]
     relocation = relocate(launches, extents)
     if relocation is None:
         return None
     together = relocation.together
     returned = [] if result is None else list(result) if isinstance(result, tuple) else [result]
-    indices, new = [], iter(range(len(arrays), len(extents)))
+    indices, new = [], iter(range(len(arrays), len(arrays) + len(outputs)))
     for item in returned:
         given = [i for i, array in enumerate(arrays) if array is item]
         indices.append(given[0] if given else next(new, -1))
@@ -300,19 +335,43 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
     if not relocation.launches or -1 in indices or next(new, None) is not None:
         return None
     shared, apart = _relations(extents[: len(arrays)], {array.data.ptr for array in used.written})
-    first = arrays[0]
-    framework = dlpack.framework_of(first)
-    device = first.get_device() if framework == "torch" else first.data.device_id
+    launched, used_memory = _without_unused(relocation.launches, len(arrays) + len(outputs))
     return KnownCall(
-        relocation.launches,
+        launched,
         sorted(together | shared),
         apart,
         set(),
         [(array.shape, array.dtype) for array in outputs],
+        [memory[i][0] for i in used_memory],
         None if result is None else indices,
         framework,
         device,
     )
+
+
+Places = list[tuple[Launch, list[tuple[int, int, int]]]]
+
+
+def _without_unused(launches: Places, first: int) -> tuple[Places, list[int]]:
+    """Launches in which the arrays from number `first` on are only those that occur, and which of them these are."""
+    used = sorted({array - first for _, places in launches for _, array, _ in places if array >= first})
+    number = {first + old: first + new for new, old in enumerate(used)}
+    renumbered = [
+        (launch, [(argument, number.get(array, array), offset) for argument, array, offset in places])
+        for launch, places in launches
+    ]
+    return renumbered, used
+
+
+def _memory_of_stream(framework: str, device: int) -> list[tuple[tuple[str, np.dtype[Any], int], Any]]:
+    """The arrays of the workspace of the call's stream, and what each was last asked for: name, dtype, size."""
+    stream = streams.current(framework, device)
+    if stream is None:
+        stream = sys.modules["cupy"].cuda.get_current_stream(device).ptr
+    workspace = None if streams.is_capturing(stream) else known_workspace(device, stream)
+    if workspace is None:
+        return []
+    return [((*key, workspace.requested[key]), array) for key, array in workspace.named_arrays().items()]
 
 
 def _relations(
@@ -336,6 +395,11 @@ def _relations(
             else:
                 apart.append((i, j, a.low - b.high, a.high - b.low))
     return together, apart
+
+
+def _address_of(array: Any) -> int:
+    """The address of a CuPy array or a torch tensor."""
+    return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)
 
 
 def _extent(array: Any) -> Extent:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..dispatch.call import BF16, BYTES, INT32, Call
 from ..dispatch.formats import pages_of
-from ..dispatch.values import FLOAT32_MAX, check_flags, check_integers, in_float32, plain_integers
+from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import FLOAT32_MAX, check_flags, check_integers, in_float32
 from ..kernels.types.plan import DenseDecodePlan
 from ..kernels.types.segments import DenseDecode, PackedAttention
 from ..layout import MLA_BF16, plain_rows
@@ -21,7 +22,7 @@ FLOAT32 = (np.dtype(np.float32),)
 MAX_E4M3 = 448.0
 
 
-@plain_integers
+@launch_cached
 def mha_varlen(
     q: Any,
     k: Any,
@@ -96,7 +97,7 @@ def mha_varlen(
     return call.results()
 
 
-@plain_integers
+@launch_cached
 def dense_mla_decode(
     q: Any,
     k_cache: Any,

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...arrays.streams import capture_id
-from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
+from ..types.plan import DenseDecodePlan, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
+from ..types.stream_workspace import workspace_of_stream
 from .compile import kernel, start
 from .constants import constant
 from .dense_cache import scale_arguments
@@ -76,6 +77,7 @@ def dense_mla_decode(given: DenseDecode) -> None:
     hopper = aligned and kernel_for_decode(given, device) == "hopper"
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
     divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(given)
+    plan = plan or DenseDecodePlan(workspace_of_stream(q))
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
     lengths = {
         "lens": cache_seqlens, "s_q": s_q, "requests": batch, "columns": block_table.shape[1],
@@ -215,16 +217,15 @@ def large_kernel(
     return found
 
 
-def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple[Any, Any]:
-    """float32 [rows * 512] and [rows] at least, kept by the plan if there is one.
+def partial_results(plan: DenseDecodePlan, rows: int, like: Any) -> tuple[Any, Any]:
+    """float32 [rows * 512] and [rows] at least, in the plan's workspace.
 
     Raises RuntimeError if they would have to be allocated while a CUDA graph is being captured.
     """
-    workspace = Workspace() if plan is None else plan.workspace
-    return tuple(workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
+    return tuple(plan.workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
 
-def division(plan: DenseDecodePlan | None, lengths: dict[str, Any], entries: int, divisible: bool, like: Any) -> int:
+def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divisible: bool, like: Any) -> int:
     """The address of the division (common/dense/work.cuh), computed now unless the plan has it; 0: whole tokens.
 
     lengths    arguments of the kernel that divides
@@ -232,19 +233,18 @@ def division(plan: DenseDecodePlan | None, lengths: dict[str, Any], entries: int
     divisible  whether tokens may be divided
     """
     ranges, capture = lengths["ranges"], capture_id()
-    workspace, (outside, inside) = (Workspace() if plan is None else plan.workspace), DenseDecodePlan.arrays
+    outside, inside = DenseDecodePlan.arrays
     # Both at once, so that a capture allocates nothing. Graphs have their own division, which no eager call uses.
     arrays = {
-        name: workspace.array(name, (RANGE_BYTES * ranges + PART_BYTES * entries) // 4, np.int32, like)
+        name: plan.workspace.array(name, (RANGE_BYTES * ranges + PART_BYTES * entries) // 4, np.int32, like)
         for name in (outside, inside)
-        if divisible and (name == outside or plan is not None)
+        if divisible
     }
-    name = inside if capture and plan is not None else outside
-    if plan is not None:
-        shape = (lengths["requests"], lengths["s_q"], ranges, divisible)
-        if plan.made_for == shape and plan.is_made(name, capture):
-            return pointer(arrays.get(name))
-        plan.made(shape, name, capture)
+    name = inside if capture else outside
+    shape = (lengths["requests"], lengths["s_q"], ranges, divisible)
+    if plan.made_for == shape and plan.is_made(name, capture):
+        return pointer(arrays.get(name))
+    plan.made(shape, name, capture)
     if divisible:
         divide = kernel(PLAN_FILE, "plan_dense_decode")
         arguments = divide.arguments(**lengths, division=arrays[name])

@@ -9,6 +9,7 @@ from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16
 from ..types.plan import DecodePlan
 from ..types.segments import ROW_LAYOUTS, V_DIM, Pages, Segment, SparseDecode, SparsePrefill
+from ..types.stream_workspace import workspace_of_stream
 from .compile import kernel
 from .device import device_sms
 from .launch import C_NAMES, Kernel, int32, is_aligned, pointer, strides
@@ -109,6 +110,7 @@ def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> No
     work = work._replace(tile_heads=fast.tile_heads)
     division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
     capture = capture_id()
+    plan = plan or DecodePlan(workspace_of_stream(work.q))
     memory = sparse_work.memory_for(plan, work, division, capture)
     problem = work.packed_arguments(memory, division)
     sparse_work.plan_ranges(plan, work, division, memory, problem, capture)

@@ -60,6 +60,15 @@ class Workspace:
         size = math.prod(shape)
         return self.array(name, size, dtype, like)[:size].reshape(shape)
 
+    def address(self, name: str, dtype: Any, size: int) -> int | None:
+        """The address of the array of this name; None if there is none of that size."""
+        held = self._arrays.get((name, dtype))
+        return None if held is None or held.size < size else int(held.data.ptr)
+
+    def named_arrays(self) -> dict[tuple[str, Any], Any]:
+        """All arrays in use, by name and dtype."""
+        return dict(self._arrays)
+
     def arrays(self) -> list[Any]:
         """All arrays in use."""
         return list(self._arrays.values())

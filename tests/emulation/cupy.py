@@ -13,6 +13,7 @@ import numpy as np
 from cumla.arrays import streams
 from cumla.dispatch import backends
 from cumla.kernels.cuda import launch, projection, tma
+from cumla.kernels.types import stream_workspace
 
 from . import arrays, cublas, launches, queues
 from .arrays import Array
@@ -37,10 +38,11 @@ def devices():
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at import, possibly to the real one
                 stack.enter_context(mock.patch.object(module, "cupy", CUPY))
         stack.enter_context(mock.patch.object(backends, "_usable", set()))
-        for cache in (streams.of_handle, projection.workspace, projection.cublas_library):
+        for cache in (streams.of_handle, streams._stream_number, projection.workspace, projection.cublas_library):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(queues.forget_everything)
+        stack.callback(stream_workspace.release_memory)
         yield
         queues.finish_everything()  # otherwise errors of pending work would be missed
 
@@ -132,7 +134,7 @@ def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, elem
 DRIVER = types.SimpleNamespace(
     cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=queues.exchange_capture_mode,
     cuTensorMapEncodeTiled=encode_tensor_map, cuStreamGetCaptureInfo_v2=queues.capture_info,
-    cuGraphGetNodes=queues.graph_nodes,
+    cuGraphGetNodes=queues.graph_nodes, cuStreamGetId=queues.stream_number,
 )  # fmt: skip
 
 

@@ -54,6 +54,9 @@ class Device:
         Device.current = self._before.pop()
 
 
+_numbers = iter(range(1, 1 << 40))  # of streams
+
+
 class Work:
     """An item of work. long: work after it is done only when something waits for it."""
 
@@ -81,11 +84,13 @@ class Queue:
     """The queue of a stream; `done` counts all finished works.
 
     graph    the Capture that records it instead
+    number   of the stream, unlike every other one's
     running  works in progress: memory that is freed meanwhile still belongs to them
     """
 
     def __init__(self):
         self.works, self.running, self.done, self.graph = [], [], 0, None
+        self.number = next(_numbers)
 
     @property
     def end(self):
@@ -197,6 +202,10 @@ class Stream:
         """Queue Work, or a function."""
         with _lock:
             queue_of(self.ptr).add(work if isinstance(work, Work) else Work(work))
+
+    def destroy(self):
+        """The next stream may get its handle."""
+        del _queues[self.ptr]
 
     def busy(self):
         """Take long, from now on."""
@@ -347,3 +356,9 @@ def capture_info(handle, status, number, *more):
 
 def capture_mode():
     return _thread.capture_mode
+
+
+def stream_number(handle, number):
+    """cuStreamGetId."""
+    number._obj.value = queue_of(handle.value or 0).number
+    return 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...types.plan import DecodePlan, Workspace, aligned_bytes
+from ...types.plan import DecodePlan, aligned_bytes
 from ...types.segments import V_DIM, Segment
 from ..compile import kernel
 from ..constants import constant
@@ -231,20 +231,17 @@ def tile_heads(
     return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_split, max_ranges, clusters)
 
 
-def memory_for(plan: DecodePlan | None, work: AttentionCall, division: Division, capture: int) -> Buffers:
-    """The plan's memory, allocated or enlarged if necessary, or memory for this call alone.
+def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, capture: int) -> Buffers:
+    """The plan's memory, allocated or enlarged if necessary.
 
     capture  the graph that is being captured, or 0: graphs have their own plan, in memory that no eager call uses
     """
     device = work.q.device.id
-    if plan is None:
-        workspace, tiles, rows, split = Workspace(), work.tiles, division.ranges * work.tile_heads, division.split
-    else:
-        # The same size for tiles of any height. Buffers are taken from the workspace in a fixed order: more tiles than
-        # before use more of the same memory.
-        workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
-        given = workspace.memory is not None
-        tiles, split = work.tiles if given else max(work.tiles, LEAST_TILES), division.split or given
+    # The same size for tiles of any height. Buffers are taken from the workspace in a fixed order: more tiles than
+    # before use more of the same memory.
+    workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
+    given = workspace.memory is not None
+    tiles, split = work.tiles if given else max(work.tiles, LEAST_TILES), division.split or given
     sizes = _sizes(tiles, rows)
     starts = [workspace.array(name, sizes.starts, np.int32, work.q) for name in STARTS]
     return Buffers(
@@ -279,7 +276,7 @@ def _sizes(tiles: int, rows: int) -> Buffers:
 
 
 def plan_ranges(
-    plan: DecodePlan | None,
+    plan: DecodePlan,
     work: AttentionCall,
     division: Division,
     memory: Buffers,
@@ -287,11 +284,10 @@ def plan_ranges(
     capture: int,
 ) -> None:
     """Compute the starts of work ranges on the device, unless the shape implies them or the plan has them already."""
-    if plan is not None:
-        widths = (segment.indices.shape[2] for segment in work.segments)
-        shape, name = (*work.q.shape[:2], work.groups, *division, *widths), STARTS[capture > 0]
-        if plan.made_for == shape and plan.is_made(name, capture):
-            return
-        plan.made(shape, name, capture)
+    widths = (segment.indices.shape[2] for segment in work.segments)
+    shape, name = (*work.q.shape[:2], work.groups, *division, *widths), STARTS[capture > 0]
+    if plan.made_for == shape and plan.is_made(name, capture):
+        return
+    plan.made(shape, name, capture)
     if division.planned:
         kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.split))
