@@ -1,11 +1,11 @@
 """One step of a dense MLA layer: insert, then prefill with projected keys and decode in the latent space.
 
-    prefill   k_nope, v = kv_c W_UK, kv_c W_UV for every head; causal attention over the new tokens; then chunk by
-              chunk over the context: gather rows into the workspace, project them, attend to them and merge
+    prefill   k_nope, v = kv_c W_UK, kv_c W_UV for every head; causal attention over the new tokens; then for each
+              chunk of the context: gather rows into the workspace, project them, attend to them and merge
     decode    q_latent = q_nope W_UK^T; attention over the paged rows, which are keys and values of all heads;
               out = latent out W_UV
 
-Both give the same result. The prefill form computes less for many queries, the decode form reads less for few.
+Both give the same result. The prefill form computes less with many queries, the decode form reads less with few.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class MLACommonImpl:
     kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
                       or a BlockQuantizedWeight; or a layer whose `weight` is one of these (layers/weights.py)
 
-    A layer keeps memory for decodes from step to step, so its steps must run one after another, on one stream. When
-    it grows, the smaller memory is kept as well: graphs captured with it remain valid.
+    A layer reuses its memory for decodes in every step, so its steps must run one after another, on one stream. When
+    larger memory is allocated, the smaller is not freed: graphs captured with it remain valid.
 
-    vLLM's constructor has further arguments (alibi slopes, sparse blocks, soft caps, KV sharing), which it refuses or
-    ignores; they are left out here.
+    vLLM's constructor has further arguments (alibi slopes, sparse blocks, soft caps, KV sharing), which vLLM refuses or
+    ignores; cumla's has none of them.
     Source: vLLM MLACommonImpl.
     """
 
@@ -92,11 +92,11 @@ class MLACommonImpl:
         self.plan = DenseDecodePlan(self.workspace)
 
     def process_weights_after_loading(self, act_dtype: Any = BFLOAT16) -> None:
-        """Make W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V] from kv_b_proj: views of one 16-bit matrix.
+        """Split kv_b_proj into W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V], views of one 16-bit matrix.
 
         act_dtype  bfloat16 or float16, of the activations
 
-        A quantised weight is dequantised here, once, on the host: cuBLAS multiplies weights of 16 bits.
+        A quantised weight is dequantised here, once, on the host: cuBLAS multiplies 16-bit weights.
         """
         dtype = np.dtype(act_dtype)
         if dtype not in ACT_DTYPES.values():
@@ -138,7 +138,7 @@ class MLACommonImpl:
                     as in a run that profiles memory; decodes and prefills with context need one with blocks elsewhere
         attn_metadata  of the step's batch, decodes first; with context_chunk_workspace if prefills have context
         output      [T, num_heads * V] of q's dtype to write instead of allocating
-        output_scale  None: the output is not quantised
+        output_scale  must be None: the output is not quantised
         k_scale     of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
@@ -224,7 +224,7 @@ class _Run:
             self.product(latent_out.reshape(len(q), heads, rank).transpose(1, 0, 2), layer.W_UV, out.transpose(1, 0, 2))
 
     def plan(self, metadata: MLACommonMetadata) -> DenseDecodePlan:
-        """The plan that the step's layers share, or the layer's own, made for this step."""
+        """The plan that the step's layers share, or else the layer's own plan, renewed for this step."""
         if metadata.decode_plan is not None:
             return metadata.decode_plan
         self.layer.plan.renew()
@@ -242,7 +242,7 @@ class _Run:
 
     def allocate_worst_case(self, q: Any, metadata: MLACommonMetadata) -> None:
         """Allocate the largest step's temporary memory, for runs that profile memory: the projections of a full context
-        workspace, the float32 sums of all tokens, and the buffers of decodes of as many requests as given.
+        workspace, the float32 sums of all tokens, and the buffers for decodes of all the metadata's requests.
         """
         workspace = metadata.context_chunk_workspace
         self.latent(q, metadata.num_decodes + metadata.num_prefills, metadata.max_decode_query_len or 1)
@@ -255,7 +255,7 @@ class _Run:
         return dlpack.empty((rows, layer.num_heads, layer.qk_nope_head_dim + layer.v_head_dim), like.dtype, like)
 
     def sums(self, q: Any) -> tuple[Any, Any]:
-        """Memory to accumulate out and lse of chunks: float32, as 16 bits would lose precision with every chunk."""
+        """Memory to accumulate out and lse of chunks in float32: 16 bits would lose precision with every chunk."""
         heads = self.layer.num_heads
         return (
             dlpack.empty((len(q), heads, self.layer.v_head_dim), FLOAT32, q), dlpack.empty((heads, len(q)), FLOAT32, q)
@@ -323,5 +323,5 @@ def refuse_in_capture(output: Any, num_prefill: int) -> None:
 
 
 def bits_of(array: Any) -> Any:
-    """A 16-bit array as integers, which CuPy can copy and zero whether or not it knows the type."""
+    """A 16-bit array as integers, which CuPy can copy and zero even if it lacks the type."""
     return array.view(np.uint16)

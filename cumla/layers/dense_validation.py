@@ -1,4 +1,4 @@
-"""Checks of the arguments of a dense layer's step, before any of them is written."""
+"""Checks the arguments of a dense layer's step before anything is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sparse_validation import check_rows
 
 
 class DenseLayer(Protocol):
-    """What the checks read of an `MLACommonImpl`."""
+    """The attributes of an `MLACommonImpl` that the checks read."""
 
     backend: str | None
     num_heads: int
@@ -52,7 +52,7 @@ def check_forward(
     if native.ndim not in (2, 3) or native.size != tokens * heads * dim:
         raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, {heads}, {dim}]")
     if native.dtype != layer.W_UV.dtype:
-        raise TypeError(f"q: got dtype {native.dtype}, expected {layer.W_UV.dtype} as act_dtype said")
+        raise TypeError(f"q: got dtype {native.dtype}, expected act_dtype, {layer.W_UV.dtype}")
     check_heads(heads)
     call.check_place("kv_b_proj", layer.W_UV)
     layer.workspace.check_place(native)
@@ -72,7 +72,7 @@ def check_forward(
         shape = (tokens, heads * layer.v_head_dim)
         if result.shape != shape or result.dtype != native.dtype:
             raise ValueError(f"output: got {result.dtype} {list(result.shape)}, expected {native.dtype} {list(shape)}")
-    # These raise for a backend without such kernels.
+    # These calls raise an error for a backend without such kernels.
     call.kernels("dense_cache")
     call.kernels("dense_attention")
     call.kernels("projection")
@@ -88,7 +88,7 @@ def check_cache(
         return native
     fp8 = layer.kv_cache_dtype != "auto"
     if native.dtype not in (BYTES if fp8 else (dtype,)):
-        expected = "uint8" if fp8 else f"{dtype} as q has"
+        expected = "uint8" if fp8 else f"q's dtype, {dtype},"
         raise TypeError(
             f"kv_cache: got dtype {native.dtype}, expected {expected} for kv_cache_dtype {layer.kv_cache_dtype!r}"
         )
@@ -103,7 +103,7 @@ def check_cache(
 
 
 def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, used: int, dtype: np.dtype[Any]) -> None:
-    """Check the metadata that the step reads; a builder, a captured graph's state or the caller made it."""
+    """Check the metadata that the step reads. It may come from a builder, a captured graph's state or the caller."""
     slots = call.array("attn_metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
     check_rows("attn_metadata.slot_mapping", slots, used, "entries")
     decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
@@ -137,7 +137,7 @@ def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, u
     if workspace is None:
         raise ValueError(
             "attn_metadata: got no context_chunk_workspace for prefills with context, "
-            "expected MLACommonState.begin_forward to have put one there"
+            "expected the one that MLACommonState.begin_forward sets"
         )
     rows = call.borrow("context_chunk_workspace", workspace, writable=True).native
     if rows.ndim != 2 or rows.shape[1] != layer.head_size or len(rows) < max(chunks) or rows.dtype != dtype:

@@ -1,7 +1,7 @@
-"""The path on which a chunk of prefills attends: over the pages of its caches, or over rows gathered from them first.
+"""The path of a chunk of prefills: attention over the pages of the caches, or over rows gathered from them first.
 
-The pages path gathers nothing and needs no workspace, but converts rows again for every token that attends to them.
-The gathered path first makes a pass over all rows that a request's tokens reach; these rows are then bfloat16.
+The pages path gathers nothing and needs no workspace, but dequantises rows again for every token that attends to them.
+The gathered path first dequantises all rows that a request's tokens reach to bfloat16, in one pass.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 
 PATHS = ("pages", "rows")
-HEADS, BLOCK = 64, 64  # heads and keys that kernels take at a time
-# A wave of few tiles takes less time than others, as they do not wait for each other's rows; and what some tokens cost
-# the decodes' call besides their blocks, with a launch that maps their rows to slots. Measured (docs/kernels/layer.md).
+HEADS, BLOCK = 64, 64  # heads of a tile, keys of a block
+# Time of a last wave of few tiles relative to a full wave: its tiles wait less for rows. And us that prefill tokens add
+# to the decodes' call, apart from their blocks, with the launch that maps rows to slots (docs/kernels/layer.md).
 LAST_WAVE, TAKEN_ALONG = 0.45, 5.0
 
 
 class Chunk(NamedTuple):
     """A chunk of prefills.
 
-    prefills  which of the step's
+    prefills  slice of the step's prefills
     n, m      as in get_prefill_chunk_plan
     path      "pages" or "rows"
-    ahead     its first tokens that may attend over pages in the call of the step's decodes: all of "pages", and of
-              "rows" those whose tiles would be a wave of their own
+    ahead     its first tokens that may attend over pages in the call of the step's decodes: with "pages" all tokens,
+              with "rows" the tokens whose tiles would fill only part of a last wave
     """
 
     prefills: slice
@@ -67,15 +67,15 @@ class Costs:
     tiles: int
 
 
-# V4.1's rows: as for DSV4_FP8, of which only the bytes of a gathered row differ. Pages: a block from decodes of 128
-# tokens on an H200, which take 46 us where DSV4_FP8 takes 35. Prefill itself is not measured.
+# V4.1, gathered path: the costs of DSV4_FP8, except the bytes of a gathered row. Pages path: a block's time is from
+# decodes of 128 tokens on an H200, which take 46 us where DSV4_FP8 takes 35. V4.1's prefill itself is not measured.
 DSV41_COSTS = Costs(
     pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.024, rows=32, rows_map=26, gathered=0.0005,
     wave_tile=3.85, wave_block=1.575, tiles=132,
 )  # fmt: skip
 
-# By backend and format of the first cache. Measured on an H200 (docs/kernels/layer.md), but for V4.1's. Other
-# backends and layouts gather.
+# By backend and format of the first cache. Measured on an H200 (docs/kernels/layer.md), except V4.1's. Other backends
+# and layouts gather.
 COSTS = {
     ("cuda", DSV4_FP8.name): Costs(
         pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.0153, rows=32, rows_map=26, gathered=0.0005,
@@ -88,7 +88,7 @@ COSTS = {
     ("cuda", DSV41_FP8.name): DSV41_COSTS,
     ("cuda", DSV41_FP8_SPLIT.name): DSV41_COSTS,
 }  # fmt: skip
-# The same for up to so many heads (docs/kernels/layer.md): a tile over pages costs less.
+# Costs for at most this many heads (docs/kernels/layer.md): a tile over pages costs less.
 FEW_HEADS = {
     ("cuda", DSV4_FP8.name): {
         16: replace(
@@ -102,15 +102,16 @@ FEW_HEADS = {
 
 
 def costs_of(backend: str, layout: CacheLayout, heads: int) -> Costs | None:
-    """The costs of a chunk of so many heads; None if they were not measured."""
+    """The costs of a chunk with `heads` heads; None if not measured."""
     few = FEW_HEADS.get((backend, layout.name), {})
     return few.get(min((most for most in few if heads <= most), default=0), COSTS.get((backend, layout.name)))
 
 
 def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:
-    """The faster path for `tokens` tokens, each of which attends to so many window and compressed rows.
+    """The faster path for `tokens` tokens.
 
-    gathered  rows that the gathered path would gather
+    window, compressed  rows that each token attends to
+    gathered            rows that the gathered path would gather
     """
     tiles = tokens * -(-heads // HEADS)
     listed = -(-window // BLOCK) + -(-compressed // BLOCK)
@@ -124,11 +125,11 @@ def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed:
 
 
 def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, compressed: int) -> int:
-    """How many first tokens of a chunk over gathered rows leave it whole waves, if they cost less over pages; else 0.
+    """First tokens of a chunk over gathered rows to attend over pages, so that the rest fills whole waves.
 
-    window, compressed  rows that each of them attends to
+    window, compressed  rows that each of these tokens attends to
 
-    They cost less in the call of the step's decodes, which is launched anyway.
+    0 unless these tokens cost less over pages, in the call of the step's decodes, which is launched anyway.
     """
     each = -(-heads // HEADS)
     taken = -(-(tokens * each % costs.tiles) // each)
@@ -143,7 +144,7 @@ def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, co
 def first_tokens(decodes: int, compress_ratio: int, chunks: Sequence[Chunk]) -> int:
     """Tokens of a step that attend in one call over pages: its decodes, and prefills that follow them.
 
-    Not without decodes, and not those of C128A layers, as their rows are not listed by slots.
+    Prefills follow only if there are decodes, and not in C128A layers, whose prefill rows are not listed by slots.
     """
     if not decodes or compress_ratio == C128A_RATIO:
         return decodes
@@ -165,8 +166,8 @@ def chunk_paths(
 ) -> Iterator[Chunk]:
     """The chunks of a step's prefills and their paths, from host values only.
 
-    topk    rows that a token selects at most; None for one that takes all compressed rows
-    forced  the path of all chunks, if not None: none of their tokens attend with the decodes then
+    topk    most rows that a token selects; None: tokens attend to all compressed rows
+    forced  the path of all chunks; their tokens then do not attend in the decodes' call. None: the faster path
     """
     costs = costs_of(backend, layout, heads)
     has_compressed = metadata.config.has_compressed_rows(compress_ratio)

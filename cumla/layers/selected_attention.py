@@ -22,8 +22,8 @@ from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache
 from .prefill_path import COSTS, HEADS, cheaper_path, tokens_of_a_last_wave
 
-WORKSPACE_ROWS = 1 << 18  # dequantised rows at a time: 302 MB in bfloat16; a longer request has a workspace of its own
-Chunk = tuple[int, int, int]  # of prefills: the first, one past the last, and the rows of the longest
+WORKSPACE_ROWS = 1 << 18  # most dequantised rows, 302 MB in bfloat16; a longer request gets a workspace of its own
+Chunk = tuple[int, int, int]  # prefills: the first, one past the last, and the rows of the longest
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class SelectedAttention:
         metadata  of the step
         selected  [T, topk] int32, positions that each token selects, -1 for none
         slots     [T, topk] int32, written: slots of the selected rows, for tokens that read pages
-        lens      [T] int32, written: the number of those slots
-        mapped    first tokens whose slots and lens are already written: 0, or the decodes
+        lens      [T] int32, written: the number of each token's slots
+        mapped    first tokens whose slots and lens are already written: 0, or the number of decodes
         out       [T, h, 512], written
         lse       [T, h, 1] float32, overwritten
         """
@@ -85,9 +85,9 @@ class SelectedAttention:
             self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages)
 
     def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[Chunk], int]:
-        """The prefills whose rows are dequantised together; none where they read pages. From host integers only.
+        """The chunks of prefills whose rows are dequantised together; none if prefills read pages.
 
-        And how many of their first tokens read pages in the call of the decodes.
+        Also the number of their first tokens that read pages in the decodes' call. Reads host integers only.
         """
         if not metadata.num_prefills or self.path == "pages":
             return [], 0
@@ -151,20 +151,20 @@ class SelectedAttention:
         self,
         metadata: DeepseekSparseSWAMetadata,
         selected: Any,
-        some: slice,
+        tokens: slice,
         table: Any,
         rows: int,
         slots: Any,
         lens: Any,
     ) -> None:
-        """Write the slots of the rows that the tokens `some` select, in pages of so many rows."""
+        """Write the slots of the rows that `tokens` select, in pages of `rows` rows."""
         requests, is_valid, positions = (
-            dlpack.borrow(getattr(metadata, name), name)[some]
+            dlpack.borrow(getattr(metadata, name), name)[tokens]
             for name in ("token_to_req_indices", "is_valid_token", "positions")
         )
         compute_global_topk_indices_and_lens(
-            selected[some], requests, table, rows, is_valid, compact=True, positions=positions, compress_ratio=1,
-            out=(slots[some], lens[some]), backend=self.backend,
+            selected[tokens], requests, table, rows, is_valid, compact=True, positions=positions, compress_ratio=1,
+            out=(slots[tokens], lens[tokens]), backend=self.backend,
         )  # fmt: skip
 
 

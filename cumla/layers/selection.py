@@ -1,4 +1,4 @@
-"""The rows that a step's tokens select by their scores: decodes score straight from pages, prefills chunk by chunk."""
+"""Selects rows for a step's tokens by their scores: decodes score straight from pages, prefills chunk by chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..ops.indexer_topk import WORKSPACE_BYTES, blocks_of, indexer_topk, logits_
 from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 
-MOST_SCORE_BYTES = 256 << 20  # limit of the memory for the scores of all decodes, or of a chunk's prefills, at once
+MOST_SCORE_BYTES = 256 << 20  # limit of the memory for scores: of all decodes, or of a chunk's prefills
 TABLE_BYTES = 16 << 20  # limit of the block tables of prefill tokens that score candidates, a row for each token
 
 # Returns uninitialised memory for a name, shape and dtype.
@@ -29,7 +29,7 @@ Memory = Callable[[str, tuple[int, ...], Any], Any]
 class IndexerInputs:
     """The indexer's inputs for the tokens of a step: queries, keys, and the metadata that locates the keys.
 
-    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant makes them; for a cache
+    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant returns; for a cache
               that is not quantised, of the cache's type
     weights   [num_tokens, heads] float32, the scales of q folded in
     cache     uint8 [num_blocks, block_size, 132 or 68] (or rows that are not quantised), of `layout`, with the pages of
@@ -50,7 +50,7 @@ class IndexerInputs:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidate blocks of a step's tokens (DeepSeek V4.1), which one layer writes and later ones read.
+    """The candidate blocks of a step's tokens (DeepSeek V4.1). One layer writes them, later layers read them.
 
     blocks   [>= num_tokens, K] int32, ascending, then -1
     size     rows of a block
@@ -63,11 +63,11 @@ class Candidates:
 
     @property
     def reach(self) -> int:
-        """Rows of all of a token's blocks: as many visible rows are all candidates."""
+        """Rows in all of a token's blocks. If a token sees no more rows than that, all are candidates."""
         return int(self.blocks.shape[1]) * self.size
 
     def limit(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> bool:
-        """Whether tokens of the chunk may see rows that are no candidates."""
+        """Whether tokens of the chunk may see rows that are not candidates."""
         return not self.written and chunk.max_seq_len > self.reach
 
     def row_bytes(self, width: int) -> int:
@@ -141,7 +141,7 @@ def select_rows(
             candidates.blocks[written : len(out)] = -1
     keys: tuple[Any, Any] | None = None
     for chunk in chunks:
-        # Rows that are all candidates are scored together, which reads the keys once and not for each token.
+        # If all rows are candidates, they are scored together: the keys are then read once and not for each token.
         if candidates is not None and candidates.limit(chunk):
             run.prefill_among_candidates(chunk, positions, token_to_req, block_table)
             continue
@@ -167,7 +167,7 @@ class _Run:
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
     ) -> None:
         decode, tokens = self.inputs.metadata.decode, len(positions)
-        if decode is None:  # a step of padding tokens alone, of no request
+        if decode is None:  # all tokens of the step are padding
             self._select_none(slice(0, tokens), slots)
             return
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
@@ -213,31 +213,31 @@ class _Run:
     def prefill_among_candidates(
         self, chunk: DeepseekV32IndexerPrefillChunkMetadata, positions: Any, token_to_req: Any, block_table: Any
     ) -> None:
-        """Select for the chunk's tokens among their candidates: each is an entry with a table."""
+        """Select for the chunk's tokens among their candidates: each token is an entry with a block table."""
         ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
         for start in range(chunk.token_start, chunk.token_end, step):
-            some = slice(start, min(start + step, chunk.token_end))
-            lens, table = (positions[some] + 1).astype(np.int32) // ratio, block_table[token_to_req[some]]
-            self._among_candidates(self.q[some][:, None], some, lens, table)
+            tokens = slice(start, min(start + step, chunk.token_end))
+            lens, table = (positions[tokens] + 1).astype(np.int32) // ratio, block_table[token_to_req[tokens]]
+            self._among_candidates(self.q[tokens][:, None], tokens, lens, table)
 
-    def _among_candidates(self, q: Any, some: slice, lens: Any, table: Any, of_decodes: int = 0) -> None:
+    def _among_candidates(self, q: Any, tokens: slice, lens: Any, table: Any, of_decodes: int = 0) -> None:
         assert self.candidates is not None
         candidate_topk(
-            q, self.inputs.cache, self.weights[some], self.candidates.blocks[some], self.out.shape[1], lens, table,
-            candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[some],
+            q, self.inputs.cache, self.weights[tokens], self.candidates.blocks[tokens], self.out.shape[1], lens, table,
+            candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[tokens],
             backend=self.backend, workspace=self._scores(of_decodes),
         )  # fmt: skip
 
-    def _written(self, some: slice) -> dict[str, Any]:
-        """The arguments of indexer_topk for candidate blocks that it is to write."""
+    def _written(self, tokens: slice) -> dict[str, Any]:
+        """Arguments of indexer_topk that make it write candidate blocks, if the layer does."""
         if self.candidates is None or not self.candidates.written:
             return {}
-        return {"candidate_blocks": self.candidates.blocks[some], "candidate_block_size": self.candidates.size}
+        return {"candidate_blocks": self.candidates.blocks[tokens], "candidate_block_size": self.candidates.size}
 
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
         """Keys of the chunk's requests and their scales; later chunks of the same requests read them as well."""
         layout, rows = self.inputs.layout, chunk.total_seq_lens
-        if layout is INDEXER_MXFP4 and self.q.dtype != np.uint8:  # FP8 keys take quantised queries alone
+        if layout is INDEXER_MXFP4 and self.q.dtype != np.uint8:  # FP8 keys take only quantised queries
             keys = self.memory("index_keys", (rows, layout.row_bytes), np.uint8)
             scales = self.memory("index_scales", (rows, layout.scale_bytes), np.uint8)
         else:
@@ -249,18 +249,18 @@ class _Run:
         return keys, scales
 
     def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata, keys: Any, scales: Any) -> None:
-        some = slice(chunk.token_start, chunk.token_end)
+        tokens = slice(chunk.token_start, chunk.token_end)
         of_chunk = (chunk.token_end - chunk.token_start) * row_bytes_of(self.candidates, chunk.total_seq_lens)
         indexer_topk(
-            self.q[some], keys if scales is None else (keys, scales), self.weights[some], self.out.shape[1],
-            cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, out=self.out[some],
-            **self._written(some), backend=self.backend, workspace=self._scores(of_chunk),
+            self.q[tokens], keys if scales is None else (keys, scales), self.weights[tokens], self.out.shape[1],
+            cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, out=self.out[tokens],
+            **self._written(tokens), backend=self.backend, workspace=self._scores(of_chunk),
         )  # fmt: skip
 
     def _scores(self, of_all: int = 0) -> Any:
-        """Memory for scores. of_all: bytes of those of all tokens; one pass over them takes the fewest launches."""
+        """Memory for scores. of_all: bytes for the scores of all tokens at once, which takes the fewest launches."""
         least, most = WORKSPACE_BYTES, self.most_score_bytes
-        if self.candidates is not None and self.candidates.written:  # with the blocks' scores
+        if self.candidates is not None and self.candidates.written:  # also holds the blocks' scores
             least, most = (size + -(-size // self.candidates.size) for size in (least, most))
         size = max(least, score_bytes(self.inputs, self.candidates), min(of_all, most))
         return self.memory("scores", (size,), np.uint8)

@@ -43,14 +43,14 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
-    compress_ratio  0: window only, 2 (V4.1) and 4 (V4): window and selected compressed rows, 128: window and all of
-                    them; 1: as 0, or as 2 where the metadata's config has C1A layers
+    compress_ratio  0: window only, 2 (V4.1) and 4 (V4): window and selected compressed rows, 128: window and all
+                    compressed rows; 1: as 0, or as 2 where the metadata's config has C1A layers
     index_topk      the model's number of entries selected; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
     layout          of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
-    extra_layout    of the compressed cache: layout's, beside DSV41_FP8 also DSV41_FP4, beside DSV41_FP8_SPLIT also
-                    DSV41_FP4_SPLIT; None: layout's. A layer without compressed rows does not use it
+    extra_layout    of the compressed cache: the same as layout; with DSV41_FP8 also DSV41_FP4, with DSV41_FP8_SPLIT
+                    also DSV41_FP4_SPLIT; None: the same as layout. Layers without compressed rows do not use it
     """
 
     compress_ratio: int = 1
@@ -107,7 +107,7 @@ class SparseMLALayer:
         prefill_path  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
                     None: the faster path for each chunk (cumla/layers/prefill_path.py)
         join        called before the first operation that reads q or the window's rows: a caller that computes them on
-                    another stream makes this stream wait for that one in it
+                    another stream makes this stream wait for it there
         early_release  False: no later kernel starts before the results are stored (docs/interop.md)
         observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
@@ -188,11 +188,11 @@ class _Run:
         return list(chunk_paths(self.metadata, layer.compress_ratio, q.shape[1], topk, name, layer.layout, path))
 
     def tokens_with_decodes(self, compressed: CompressedCache | None, chunks: list[Chunk]) -> int:
-        """The step's first tokens that attend in one call over pages; the decodes without memory for others' slots."""
+        """The step's first tokens that attend in one call over pages; only decodes if prefills have no slot memory."""
         decodes = self.metadata.num_decode_tokens
         end = first_tokens(decodes, self.layer.compress_ratio, chunks)
-        given = () if compressed is None else (compressed.decode_slots, compressed.decode_lens)
-        has_memory = all(array is None or len(array) >= end for array in given)
+        slot_arrays = () if compressed is None else (compressed.decode_slots, compressed.decode_lens)
+        has_memory = all(array is None or len(array) >= end for array in slot_arrays)
         return end if has_memory and self.metadata.swa_indices is not None else decodes
 
     def select(self, compressed: CompressedCache, q: Any, with_decodes: int) -> CompressedCache:
@@ -286,14 +286,14 @@ class _Run:
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int | None) -> Any:
-        """The part of a workspace's array that a step of `tokens` tokens uses, None if there is none of this size."""
+        """The part of a workspace's array that a step of `tokens` tokens uses; None without an array that large."""
         array = None if self.workspace is None else getattr(self.workspace, name)
         if array is None or (tokens is not None and len(array) < tokens):
             return None
         return dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]
 
     def tokens_of(self, prefills: slice) -> slice:
-        """The tokens of a run of prefills among those of the step."""
+        """The step's tokens that belong to consecutive prefills."""
         starts = dlpack.borrow(self.metadata.query_start_loc_cpu, "query_start_loc_cpu")
         first = self.metadata.num_decodes
         return slice(int(starts[first + prefills.start]), int(starts[first + prefills.stop]))
@@ -329,7 +329,7 @@ class _Run:
     ) -> None:
         """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there.
 
-        left  the chunk's last tokens, which have not attended yet
+        left  the chunk's remaining tokens, which have not attended yet
         """
         metadata, ratio, (prefills, n, m, *_) = self.metadata, self.layer.compress_ratio, chunk
         requests = slice(metadata.num_decodes + prefills.start, metadata.num_decodes + prefills.stop)
@@ -338,7 +338,7 @@ class _Run:
         gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[prefills]
         workspace = dlpack.empty((prefills.stop - prefills.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
-            if metadata.replay_start is not None:  # windows have no row before it, also where it is within the step
+            if metadata.replay_start is not None:  # windows have no rows before replay_start, even within the step
                 first = dlpack.borrow(metadata.replay_start, "replay_start")[requests]
                 valid = (seq_lens - first.clip(0)).clip(0)
                 gather_lens = dlpack.namespace_of(valid).where(valid < gather_lens, valid, gather_lens)
@@ -365,7 +365,7 @@ class _Run:
             )  # fmt: skip
 
     def _selected(self, compressed: CompressedCache | None, tokens: slice) -> tuple[Any, int]:
-        """Local compressed rows [tokens, >= topk] that tokens attend to (without topk_indices prefills), and topk."""
+        """Local compressed rows [tokens, >= topk] that tokens attend to, and topk. Without topk_indices: prefills."""
         first = self.metadata.num_decode_tokens
         if compressed is None:
             return dlpack.borrow(self.metadata.prefill_swa_indices, "prefill_swa_indices")[

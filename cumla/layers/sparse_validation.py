@@ -1,4 +1,4 @@
-"""Checks of the arguments of a sparse layer's step, before any of them is written.
+"""Checks the arguments of a sparse layer's step before anything is written.
 
 The operations also check their arguments, but only after the step has written its rows, and under their own names.
 """
@@ -30,7 +30,7 @@ INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
 
 
 class SparseLayer(Protocol):
-    """What the checks read of a `SparseMLALayer`."""
+    """The attributes of a `SparseMLALayer` that the checks read."""
 
     @property
     def compress_ratio(self) -> int: ...
@@ -109,8 +109,8 @@ def check_window_step(
     call: Call, layer: SparseLayer, q: Any, k: Any, swa_cache: Any, metadata: DeepseekSparseSWAMetadata, used: int,
     head_ranks: int = 1,
 ) -> Any:  # fmt: skip
-    """Check the arguments of layers of every ratio. Returns q, borrowed: the heads of one of head_ranks ranks."""
-    if k is not None and not layer.layout.num_scales:  # ahead of q, whose dtype depends on it
+    """Check the arguments that layers of every ratio have. Returns q, borrowed, with one of head_ranks ranks' heads."""
+    if k is not None and not layer.layout.num_scales:  # checked before q, whose dtype depends on k
         raise ValueError(
             f"k: got rows for a {layer.layout.name} cache, expected None: a step inserts rows into FP8 caches "
             "only; write these before it, with cumla.qnorm_rope_and_insert or by index"
@@ -137,7 +137,7 @@ def check_window_step(
 
 
 def key_parts_of(compressed: CompressedCache) -> list[Any]:
-    """The compressed cache's part of the argument key; of the indexer only the parts not checked in every call."""
+    """The compressed cache's part of the argument key. Leaves out the indexer's parts that every call checks."""
     inputs = compressed.indexer
     key_parts = [value for name, value in vars(compressed).items() if name != "indexer"]
     if inputs is None:
@@ -178,7 +178,7 @@ def check_compressed(
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
     positions = metadata.config.compressed_block_size
-    rows = pages.block_size if compressed.cache.shape[1] else 0  # a cache of pages without tokens has no pages
+    rows = pages.block_size if compressed.cache.shape[1] else 0  # pages without tokens count as no pages
     if rows * ratio != positions:
         raise ValueError(
             f"compressed.cache: got pages of {rows} rows, expected {positions // ratio}: the builder's "
@@ -190,7 +190,7 @@ def check_compressed(
         if compressed.indexer is not None:
             for name in ("topk_indices", "decode_slots", "decode_lens"):
                 if getattr(compressed, name) is not None:
-                    raise ValueError(f"compressed.{name}: got an array together with an indexer, expected one of both")
+                    raise ValueError(f"compressed.{name}: got an array and an indexer, expected only one of the two")
             check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
             return layer.index_topk
         if compressed.topk_indices is None:
@@ -223,7 +223,7 @@ def check_has_c128a(metadata: DeepseekSparseSWAMetadata) -> None:
 
 
 def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:
-    """Check the slots of the rows that decodes select. Returns whether they are given."""
+    """Check the slots of the rows that decodes select. Returns whether `compressed` has them."""
     given = compressed.decode_slots is not None
     if given != (compressed.decode_lens is not None):
         raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
@@ -261,7 +261,7 @@ def check_indexer(
 
 
 def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
-    """Check a workspace for so many decode tokens; `columns` of topk_indices."""
+    """Check a workspace for `tokens` decode tokens and topk_indices with `columns` columns."""
     lse = call.array("workspace.lse", workspace.lse, FLOAT32, (-1, "h", 1), writable=True)
     check_rows("workspace.lse", lse, tokens, "tokens")
     if not columns:
@@ -280,21 +280,21 @@ def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns:
 def check_selection_memory(
     call: Call, workspace: LayerWorkspace, inputs: IndexerInputs, tokens: int, topk: int
 ) -> None:
-    """Check the memory for the selection, as far as it is given."""
+    """Check the workspace's memory for the selection, where there is any."""
     selected = call.optional("workspace.selected", workspace.selected, INT32, (-1, topk), writable=True)
     if selected is not None:
         check_rows("workspace.selected", selected, tokens, "tokens")
     scores = call.optional("workspace.scores", workspace.scores, (np.dtype(np.uint8),), (-1,), writable=True)
     if scores is not None and len(scores) < score_bytes(inputs):
         raise ValueError(
-            f"workspace.scores: got {len(scores)} bytes, expected at least {score_bytes(inputs)}, those of a request"
+            f"workspace.scores: got {len(scores)} bytes, expected {score_bytes(inputs)} or more for a request's scores"
         )
 
 
 def check_inserted(
     call: Call, name: str, k: Any, dtypes: tuple[np.dtype[Any], ...], head_dim: int, slot_mapping: Any
 ) -> None:
-    """Raise TypeError or ValueError unless the compressed rows `k`, if there are any, have a slot each."""
+    """Raise TypeError or ValueError unless each of the compressed rows `k`, if any, has a slot."""
     if k is None:
         return
     rows = call.array(name, k, dtypes, (-1, head_dim))

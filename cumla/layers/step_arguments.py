@@ -1,4 +1,4 @@
-"""What a sparse layer's step takes beside its rows: the compressed cache, and memory for what it writes."""
+"""Arguments of a sparse layer's step: the compressed cache, and the step's temporary memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class CompressedCache:
     slot_mapping  [n] int64 or int32, their slots, -1 skips a row; not used without k
     topk_indices  [num_tokens, topk] int32, rows that each token selects, in any order, -1 anywhere; rows that are not
                   complete at the token's position are absent. None for a C128A layer, which takes all rows
-    indexer       in place of topk_indices: the inputs by which the step selects rows
+    indexer       in place of topk_indices: inputs from which the step selects rows
     decode_slots  [>= num_decode_tokens, topk] int32, slots of the rows that decodes select, from the left of each row,
-                  as cumla.indexer_topk writes them beside topk_indices; None: they are mapped from topk_indices
-    decode_lens   [>= num_decode_tokens] int32, the number of those slots; 0 for padding. If both arrays have more
-                  rows, a step may overwrite those with the slots of prefills
+                  as cumla.indexer_topk writes them with topk_indices; None: they are mapped from topk_indices
+    decode_lens   [>= num_decode_tokens] int32, the number of these slots; 0 for padding. If both arrays have more
+                  rows, a step may overwrite the additional rows with the slots of prefills
     """
 
     cache: Any
@@ -59,7 +59,7 @@ class LayerWorkspace:
 
     @classmethod
     def allocate(cls, q: Any, topk: int = 0, score_bytes: int = 0) -> LayerWorkspace:
-        """Allocate a workspace for steps of as many tokens as `q` [num_tokens, h, 512] has, on its device.
+        """Allocate a workspace on `q`'s device, for steps of up to num_tokens tokens as in `q` [num_tokens, h, 512].
 
         topk         rows that a token selects, of a layer that selects
         score_bytes  for scores, with an indexer; more than cumla.layers.selection.score_bytes needs fewer launches

@@ -1,4 +1,4 @@
-"""Read a projection's weight from an engine's layer, in full precision."""
+"""Reads a projection's weight from an engine's layer, dequantised."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..dispatch.call import BYTES, FLOATS
 from ..dispatch.values import FLOAT32_LEAST, check_integers, shown
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-FP8 = np.dtype(np.uint8), E4M3  # bytes that are e4m3
+FP8 = np.dtype(np.uint8), E4M3  # dtypes of e4m3 values
 NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 BLOCK = (128, 128)  # of DeepSeek V3 checkpoints
 PACKED = ("weight_packed", "qweight")  # of compressed-tensors, and of GPTQ and AWQ
-SCALES = ("weight_scale_inv", "weight_scale")  # of blocks, and of a tensor or its rows: value = e4m3 * scale
+SCALES = ("weight_scale_inv", "weight_scale")  # for blocks, and for a tensor or its rows: value = e4m3 * scale
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
         (getattr(layer, attribute) for attribute in SCALES if getattr(layer, attribute, None) is not None), None
     )
     if scale is None:
-        raise ValueError(f"{name}: got an FP8 weight without {' or '.join(SCALES)}, expected the scales beside it")
+        raise ValueError(f"{name}: got an FP8 weight without {' or '.join(SCALES)}, expected the layer to have them")
     native = dlpack.borrow(scale, f"{name}'s scales")
     rows, columns = weight.shape
     if native.size == 1:
@@ -99,14 +99,14 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
 
 
 def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
-    """float32 [out, in] on the weight's device. Raises TypeError or ValueError if it and its scales do not fit."""
+    """float32 [out, in] on the weight's device. Raises TypeError or ValueError if values and scales do not fit."""
     values = dequantized_on_host(weight, f"{name}.weight")
     native = dlpack.borrow(weight.weight, f"{name}.weight")
     return values if isinstance(native, np.ndarray) else dlpack.namespace_of(native).asarray(values)
 
 
 def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
-    """The same in host memory."""
+    """`dequantized` in host memory."""
     native, scales = checked_blocks(weight, name)
     (rows, columns), (block_rows, block_columns) = native.shape, weight.block
     spread = scales.repeat(min(block_rows, rows), axis=0)[:rows]  # a block may be larger than the matrix
@@ -115,9 +115,9 @@ def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
 
 
 def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.ndarray]:
-    """The codes where they are, uint8 [out, in], and float32 scales in host memory.
+    """The codes on their own device, uint8 [out, in], and float32 scales in host memory.
 
-    Raises TypeError or ValueError if they do not fit.
+    Raises TypeError or ValueError if codes and scales do not fit.
     """
     values, scales = dlpack.argument(weight.weight, name).native, _scales(weight.scale, name)
     if values.dtype not in FP8:
@@ -132,7 +132,7 @@ def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.nda
 
 
 def _scales(scale: Any, name: str) -> np.ndarray:
-    """float32, contiguous; subnormal numbers are 0, as in `fp8_block_linear`."""
+    """Scales as contiguous float32; subnormal numbers become 0, as in `fp8_block_linear`."""
     array = _host(dlpack.borrow(scale, f"{name} (scale)"))
     dtype = str(getattr(scale, "dtype", array.dtype)).rpartition(".")[2]
     if array.dtype == np.uint8 and dtype in ("uint8", "float8_e8m0fnu"):

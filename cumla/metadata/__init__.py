@@ -1,4 +1,4 @@
-"""Builders: from a batch to the metadata that the attention layers of a step share. One builder a file."""
+"""Builders of the metadata that the attention layers of a step share, from a batch. One builder a file."""
 
 from .batch import CommonAttentionMetadata, get_dcp_local_seq_lens, split_decodes_and_prefills
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig

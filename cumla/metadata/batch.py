@@ -1,7 +1,7 @@
 """A step's batch, and the order of its requests.
 
 A batch is decode-first: requests with few query tokens (decodes) come before those with many (prefills).
-Each array that a kernel needs on its device has a `_cpu` copy in host memory, so that nothing is read back.
+Each array that a kernel needs on the device has a `_cpu` copy in host memory, so that nothing is read back.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class CommonAttentionMetadata:
     seq_lens_cpu            the same in host memory
     num_computed_tokens_cpu [num_reqs] int32 in host memory, tokens already in the cache
     num_reqs                requests, padding requests (no query tokens) included
-    num_actual_tokens       query tokens; may include padding tokens after those of the last request
+    num_actual_tokens       query tokens; may include padding tokens after the last request's
     max_query_len           longest query, or a bound on it
     block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
     slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
     max_seq_len             longest sequence, or a bound on it; -1: taken from seq_lens_cpu
     block_size              positions of a page, if known: a builder whose pages have another size refuses the batch
 
-    Fields may be assigned between builds, as engines do that draft several tokens. Where sequences become longer,
+    Fields may be assigned between builds, as engines do that draft several tokens. If sequences become longer,
     max_seq_len must be assigned, too. A count is checked when it is assigned, the other fields by the builders.
     Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
     here nothing is written until `pad_slot_mapping` is called.
@@ -94,15 +94,15 @@ class CommonAttentionMetadata:
         there; nothing is read back. The lengths are copied, the block table is not. The `_cpu` arrays are NumPy arrays;
         for a batch in host memory the other arrays share their memory, unless they are JAX's.
 
-        Not for captures: a CUDA graph would keep the lengths of its capture. For graphs call the constructor with
-        arrays whose addresses do not change, as examples/graph_loop.py does.
+        Calls during a capture raise an error: the CUDA graph would keep the lengths of its capture. For graphs call the
+        constructor with arrays whose addresses do not change, as examples/graph_loop.py does.
 
         Raises TypeError or ValueError for arguments that do not fit and for calls during a capture.
         """
         check_integers(1, block_size=block_size)
         new, lens = _lengths("query_lens", query_lens), _lengths("seq_lens", seq_lens)
         if len(new) != len(lens):
-            raise ValueError(f"query_lens, seq_lens: got {len(new)} and {len(lens)} requests, expected as many of both")
+            raise ValueError(f"query_lens, seq_lens: got {len(new)} and {len(lens)} entries, expected equal numbers")
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
         check_lengths("query_lens", starts, "seq_lens", lens)
         for name, largest in (("query_lens", int(starts[-1])), ("seq_lens", int(lens.max(initial=0)))):
@@ -158,7 +158,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
 def host_integers(name: str, value: Any) -> np.ndarray:
     """A `_cpu` array [N] as int32 or int64. Small and unsigned integers are converted: their differences would wrap.
 
-    Raises TypeError unless they are integers, ValueError for another shape and as `host_array`.
+    Raises TypeError for values that are no integers, ValueError for another shape and as `host_array`.
     """
     array = host_array(name, value)
     if array.dtype in SLOTS and array.ndim == 1:
@@ -218,7 +218,7 @@ def first_true(mask: Any) -> int:
 
 
 def check_lengths(starts_name: str, starts: np.ndarray, lens_name: str, seq_lens: np.ndarray) -> None:
-    """Raise ValueError unless each request by starts [R + 1] and seq_lens [R] has a query of 0 to all of its tokens."""
+    """Raise ValueError unless starts [R + 1] and seq_lens [R] give each request a query of 0 to all of its tokens."""
     if len(starts) != len(seq_lens) + 1:
         raise ValueError(
             f"{starts_name}, {lens_name}: got shapes {starts.shape} and {seq_lens.shape}, expected [R + 1] and [R]"
@@ -241,7 +241,7 @@ class HostLens(NamedTuple):
 
     @classmethod
     def of(cls, batch: CommonAttentionMetadata) -> HostLens:
-        """Read them. Raises ValueError for shapes that are not the batch's."""
+        """Read a batch's lengths. Raises ValueError for shapes that do not fit its num_reqs."""
         starts = host_integers("query_start_loc_cpu", batch.query_start_loc_cpu)
         seq_lens = host_integers("seq_lens_cpu", batch.seq_lens_cpu)
         num_reqs = batch.num_reqs
@@ -268,7 +268,7 @@ class HostLens(NamedTuple):
     def split(
         self, batch: CommonAttentionMetadata, decode_threshold: int, require_uniform: bool = False
     ) -> tuple[int, int, int, int]:
-        """The same as `split_decodes_and_prefills`, of a batch whose order is right."""
+        """`split_decodes_and_prefills` of a batch whose order has been checked."""
         num_reqs, num_tokens, query_lens = batch.num_reqs, batch.num_actual_tokens, self.query_lens
         all_decodes = (num_reqs, 0, num_tokens, 0)
         if batch.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
@@ -297,8 +297,8 @@ def split_decodes_and_prefills(
                       (a padded uniform batch), all requests are decodes
 
     Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens). Empty queries after the
-    first prefill count as prefills. Padding tokens, those of num_actual_tokens after the last request's, count as the
-    prefills' if there are any, otherwise as the decodes'.
+    first prefill count as prefills. Padding tokens, which follow the last request's within num_actual_tokens, count as
+    the prefills' if there are any, otherwise as the decodes'.
     Raises ValueError for a decode that follows a query of more than decode_threshold tokens.
     Source: vLLM split_decodes_and_prefills, without its assertions on the order of zero-length padding.
     """
@@ -313,7 +313,7 @@ def split_decodes_and_prefills(
 def get_dcp_local_seq_lens(
     seq_lens: Any, dcp_world_size: int = 1, dcp_rank: int | None = None, cp_kv_cache_interleave_size: int = 1
 ) -> Any:
-    """The number of tokens of each request that one rank has when the cache is sharded across ranks.
+    """The number of tokens of each request on one rank, for a cache that is sharded across ranks.
 
     seq_lens                     [R] integers, at least 0
     dcp_world_size               ranks
@@ -330,7 +330,7 @@ def get_dcp_local_seq_lens(
         raise TypeError(f"seq_lens: got dtype {native.dtype}, expected integers")
     if native.ndim != 1:
         raise ValueError(f"seq_lens: got shape {tuple(native.shape)}, expected [R]")
-    lens = native.astype(np.int64)  # its differences do not wrap
+    lens = native.astype(np.int64)  # differences of int64 do not wrap
     ranks: Any = dcp_rank
     if dcp_rank is None:
         ranks = dlpack.namespace_of(lens).arange(dcp_world_size)

@@ -1,4 +1,4 @@
-"""The order of the arguments of a builder: `build(common_prefix_len, batch)`, as vLLM's, or `build(batch)`."""
+"""The two orders of a builder's arguments: `build(common_prefix_len, batch)`, as in vLLM, or `build(batch)`."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def is_prefix(first: Any, second: Any) -> bool:
 
 
 def check_is_batch(name: str, value: Any) -> None:
-    """Raise TypeError unless it is a CommonAttentionMetadata of cumla."""
+    """Raise TypeError unless `value` is a CommonAttentionMetadata of cumla."""
     if not isinstance(value, CommonAttentionMetadata) and hasattr(value, "query_start_loc"):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
-            f"{name}: got {kind}, expected cumla's CommonAttentionMetadata, which cumla.interop.vllm.from_vllm makes"
+            f"{name}: got {kind}, expected cumla's CommonAttentionMetadata, as from cumla.interop.vllm.from_vllm"
         )
     check_kind(CommonAttentionMetadata, **{name: value})

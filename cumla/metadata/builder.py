@@ -25,11 +25,11 @@ from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 M = TypeVar("M")
 
 COMPRESS_RATIOS = (1, 2, 4, 128)
-MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # of a page: kernels count the positions of a split in int32
+MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # in a page: kernels count the positions of a split in int32
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Which batches a builder's metadata can be used with inside a CUDA graph.
+    """The batches for which a builder's metadata can be used inside a CUDA graph.
 
     NEVER                        none
     UNIFORM_SINGLE_TOKEN_DECODE  decodes of one token for each request
@@ -53,7 +53,7 @@ class ServingConfig:
     compressed_block_size   positions (not rows) that a page of a compressed cache covers
     index_topk              entries the indexer selects
     num_heads               query heads on this device, at most 128
-    num_speculative_tokens  draft tokens that a decode may have besides its own token
+    num_speculative_tokens  draft tokens that a decode may have in addition to its own token
     max_num_batched_tokens  query tokens of a step
     max_num_seqs            requests of a step
     max_model_len           positions of a sequence
@@ -61,8 +61,8 @@ class ServingConfig:
     max_logits_bytes        budget for the indexer's float32 logits
     num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
     has_c1a                 ratio 1 is V4.1's C1A, compressed rows of one position each; window-only layers have ratio 0
-    noncausal_decodes       of DSpark's draft layers: each token of a decode sees the window before the decode's first
-                            token and all of its tokens
+    noncausal_decodes       for DSpark's draft layers: each token of a decode sees the window before the decode's first
+                            token and all tokens of the decode
     """
 
     window_size: int = 128
@@ -120,19 +120,19 @@ class ServingConfig:
 
     @property
     def indexer_compress_ratio(self) -> int:
-        """Positions per row of the indexer's cache: 4 if there are layers of ratio 4 (V4), 2 if of ratio 2 (V4.1, which
-        has another cache for its layers of ratio 1), otherwise 1 (V3.2)."""
+        """Positions per row of the indexer's cache: 4 with layers of ratio 4 (V4), 2 with layers of ratio 2 (V4.1; it
+        has another cache for layers of ratio 1), otherwise 1 (V3.2)."""
         return next((ratio for ratio in (4, 2) if ratio in self.compress_ratios), 1)
 
     @property
     def decode_swa_width(self) -> int:
-        """Entries of a decode token's window row. Not causal: window and longest decode, padded to a multiple of 64."""
+        """Entries of a decode token's window row. noncausal_decodes: window + longest decode, rounded up to 64."""
         if not self.noncausal_decodes:
             return self.window_size
         return -(-(self.window_size + self.decode_threshold) // 64) * 64
 
     def has_compressed_rows(self, compress_ratio: int) -> bool:
-        """Whether the layers with this ratio have compressed rows beside their window."""
+        """Whether the layers with this ratio have compressed rows in addition to their window."""
         return compress_ratio > 1 or (compress_ratio == 1 and self.has_c1a)
 
     def layer_type(self, compress_ratio: int) -> str:
@@ -151,7 +151,7 @@ class BatchArrays(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, batch: CommonAttentionMetadata, block_table: Any = None) -> BatchArrays:
-        """Borrow and check them; `block_table` replaces the batch's own if given.
+        """Borrow and check a batch's arrays; `block_table`, unless None, replaces the batch's own.
 
         CuPy arrays whose key was already validated are not checked again.
         """
@@ -177,7 +177,7 @@ class BatchArrays(NamedTuple):
 
 
 def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
-    """Raise ValueError for an array of a batch whose values differ from its copy in host memory."""
+    """Raise ValueError for an array of a batch whose values differ from those of its copy in host memory."""
     seq_lens = call.borrow("seq_lens", batch.seq_lens)
     if not call.checks_values():
         return
@@ -192,15 +192,15 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
 
 
 def check_current(name: str, metadata: Any) -> None:
-    """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: its arrays are the
-    builder's buffers, which then contain the later batch."""
+    """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: the builder's buffers,
+    which the metadata's arrays are, then contain the later batch."""
     if not debug.active or not debug.is_on() or metadata.build is None:
         return
     number, last = metadata.build.number, metadata.build.builds[0]
     if number != last:
         raise ValueError(
-            f"{name}: got that of build {number} of its builder, which has built {last} times, expected that of the "
-            "last build, whose batch the builder's arrays hold"
+            f"{name}: got metadata of build {number} of its builder, which has built {last} times, expected the last "
+            "build's: the builder's arrays contain only its batch"
         )
 
 
@@ -224,11 +224,11 @@ class ViewCache:
 
     def __init__(self, cut: Callable[..., dict[str, Any]]) -> None:
         self._cut = cut
-        self._kept = functools.lru_cache(maxsize=256)(self._give)
+        self._cached = functools.lru_cache(maxsize=256)(self._give)
 
     def __call__(self, framework: str, *counts: int) -> dict[str, Any]:
         """`cut(*counts)` as arrays of `framework`."""
-        return (self._give if framework == "jax" else self._kept)(framework, *counts)
+        return (self._give if framework == "jax" else self._cached)(framework, *counts)
 
     def _give(self, framework: str, *counts: int) -> dict[str, Any]:
         return {name: dlpack.give_shared(view, framework) for name, view in self._cut(*counts).items()}
@@ -238,11 +238,11 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     """Builds one kind of metadata, step after step, into buffers whose addresses do not change.
 
     cudagraph_support        which batches may run inside a CUDA graph
-    full_cudagraph_supported whether any may
+    full_cudagraph_supported whether any batch may
     reorder_batch_threshold  longest query that the builder wants at the front of the batch, draft tokens
                              included once constructed; None if it takes any order
 
-    Source: vLLM AttentionMetadataBuilder; `config` in place of the engine's, the device is that of the arrays.
+    Source: vLLM AttentionMetadataBuilder; `config` replaces the engine's, and the device is the arrays' device.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -275,7 +275,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         """
 
     def _counted(self) -> Build:
-        """Register a new build, which becomes the last one."""
+        """Count a new build, which becomes the last one."""
         self._builds[0] += 1
         return Build(self._builds, self._builds[0])
 
@@ -297,7 +297,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata, **options: Any) -> M:
         """The metadata to capture a graph with; options as in `build`."""
-        with debug.unchecked():  # its values are not those of a step
+        with debug.unchecked():  # the batch's values need not be valid
             return self.build(0, common_attn_metadata, **options)
 
     def use_cascade_attention(

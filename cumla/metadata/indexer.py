@@ -27,12 +27,12 @@ class DeepSeekV32IndexerDecodeMetadata:
     decode_lens        [batch_size] int32, query tokens of an entry
     requires_padding   entries have different numbers of tokens: their queries must be padded to the largest
     schedule_metadata  [num_sms + 1, 2] int32: entry and split where each multiprocessor's work range starts.
-                       A split is four pages. The splits of all entries, by the last length where an entry has
-                       several, are divided in order into ranges as even as possible, the larger ones first. A
-                       range ends where the next one starts and may be empty; the last row is the end,
-                       (batch_size, 0), which is not an entry. As DeepGEMM's get_paged_mqa_logits_metadata.
+                       A split is four pages; an entry with several lengths has splits for its last length. The
+                       splits of all entries are divided in order into ranges of almost equal size, larger ones
+                       first. A range ends where the next one starts and may be empty; the last row is the end,
+                       (batch_size, 0). The same as DeepGEMM's get_paged_mqa_logits_metadata
     packed             the decode tokens are the entries' tokens in order: the first entries have a token for each of
-                       their lengths, the others none. Tokens and entries after these are padding
+                       their lengths, the others none. Further tokens and entries are padding
     """
 
     block_table: Any
@@ -48,14 +48,14 @@ class DeepseekV32IndexerMetadata:
     """Metadata that the indexers of a step share. Arrays are views of the builder's buffers, or the batch's own.
 
     seq_lens, query_start_loc, num_reqs, max_query_len, max_seq_len, num_actual_tokens    as in the batch
-    slot_mapping    [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own, or
-                    for a compressed cache int64, the slot of the row that the token completes
+    slot_mapping    [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own; for a
+                    compressed cache int64, the slot of the row that the token completes
     num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens    host counts
     head_dim        values of an indexer key
     prefill         None without prefills
     decode          None without decodes
     compress_ratio  positions of a row; all lengths, rows and slots of prefill and decode count rows
-    build           the build that produced it, for `cumla.debug`
+    build           the build that produced the metadata, for `cumla.debug`
     """
 
     seq_lens: Any
@@ -83,15 +83,15 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     (`natively_supported_next_n`), uniform decodes are passed as requests, with a length for each token. Otherwise
     every token becomes a separate entry (`use_flattening`), which also allows ragged decodes.
 
-    compress_ratio is the number of positions of a row of the cache, config.indexer_compress_ratio if None: with C4A
-    layers 4, with C2A layers 2. Then, and for C1A layers (config.has_c1a), a page covers
-    config.compressed_block_size positions, and the builder maps slots; otherwise rows are positions, a page has
-    config.block_size, and slots are the batch's. V4.1's layers of ratio 1 and 2 have an indexer cache each, and each
-    a builder, which must be given its compress_ratio.
+    compress_ratio is the number of positions of a row of the cache, config.indexer_compress_ratio if None: 4 with C4A
+    layers, 2 with C2A layers. With these and with C1A layers (config.has_c1a), a page covers
+    config.compressed_block_size positions and the builder maps slots; otherwise a row is a position, a page has
+    config.block_size rows, and slots are the batch's. V4.1's layers of ratio 1 and of ratio 2 have separate indexer
+    caches, and need a builder for each, with its compress_ratio.
 
-    Its buffers are allocated by the first build, on the device of that batch's arrays. The arrays that the decode
-    kernels read keep their addresses: a captured graph is valid after the next build. Nothing is read back
-    from the device and nothing synchronises.
+    The first build allocates the builder's buffers, on the device of its batch's arrays. The arrays that the decode
+    kernels read keep their addresses: a captured graph is valid after the next build. A build reads nothing back from
+    the device and does not synchronise.
 
     Source: vLLM DeepseekV32IndexerMetadataBuilder.
     """
@@ -225,13 +225,13 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         *,
         stream: Any = None,
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
-        """One chunk in arrays of its own, from host values only.
+        """One chunk in new arrays, from host values only.
 
         req_slice            the chunk's requests
-        query_slice          its queries, counted within those of the requests
+        query_slice          the chunk's queries, counted within the queries of its requests
         query_start_loc_cpu  [R + 1] int32 in host memory
         seq_lens_cpu         [R] int32 in host memory
-        block_table          [R, B] int32; its framework and device are those of the chunk
+        block_table          [R, B] int32; the chunk has its framework and device
         skip_kv_gather       whether the previous chunk had the same requests, so that the workspace has their rows
 
         Returns None if the requests have no row yet. Raises TypeError or ValueError for slices out of range, lengths
@@ -261,14 +261,14 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         seq_lens, decode_lens, query_start_loc  [num_decodes] int32
         block_table        [num_decodes, B] int32
         decode_lens_cpu    [num_decodes] host integers
-        num_decode_tokens  their tokens, padding tokens included
+        num_decode_tokens  the decodes' tokens, padding tokens included
         use_native         whether requests of next_n tokens are passed to the kernels as requests
         max_decode_len     largest of decode_lens
 
         Returns (seq_lens, block_table, decode_lens, batch_size, requires_padding). Requests of several tokens
-        are flattened into one entry a token, those of padding tokens with length 0; or, if `use_native`, have
-        one length for each of next_n tokens, seq_lens [num_decodes, next_n]: token j sees the sequence without its last
-        max_decode_len - 1 - j positions. No length is below 0 or above the sequence.
+        are flattened into one entry a token, with length 0 for padding tokens; or, if `use_native`, have one
+        length for each of next_n tokens, seq_lens [num_decodes, next_n]: token j sees the sequence without its last
+        max_decode_len - 1 - j positions. No length is below 0 or above the sequence's.
         """
         check_integers(0, num_decodes=num_decodes, num_decode_tokens=num_decode_tokens, max_decode_len=max_decode_len)
         check_integers(1, next_n=next_n)
@@ -347,10 +347,10 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
 
 def _extremes(lens: HostLens, num_decodes: int, most: int) -> tuple[int, int]:
-    """The shortest and the longest query of the decodes, which are at most `most` long; 0 if there are none."""
+    """The shortest and the longest query of the decodes, at most `most` tokens long; 0 without decodes."""
     if not num_decodes:
         return 0, 0
-    if lens.starts[num_decodes] == most * num_decodes:  # the usual case, in a sixth of the time
+    if lens.starts[num_decodes] == most * num_decodes:  # the usual case takes a sixth of the time
         return most, most
     query_lens = lens.query_lens[:num_decodes]
     return int(np.minimum.reduce(query_lens)), int(np.maximum.reduce(query_lens))

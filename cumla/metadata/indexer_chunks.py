@@ -17,7 +17,7 @@ from .batch import HostLens, check_lengths, host_integers
 from .builder import ServingConfig
 
 INT32_MAX = 2**31 - 1
-MOST_PARTS = 256  # cached views: slicing takes longer than filling them
+MOST_PARTS = 256  # cached views: slicing a buffer takes longer than filling it
 
 
 @dataclass
@@ -26,14 +26,14 @@ class DeepseekV32IndexerPrefillChunkMetadata:
 
     block_table     [num_reqs, B] int32
     cu_seqlen_ks    [token_end - token_start] int32, first row of the workspace that each query sees
-    cu_seqlen_ke    the same for the row after the last one
+    cu_seqlen_ke    [token_end - token_start] int32, one past the last row that each query sees
     cu_seq_lens     [num_reqs + 1] int32, first row of each request
     token_to_seq    [total_seq_lens] int32, the request of each row, counted within the chunk
     total_seq_lens  rows of the chunk
-    token_start, token_end  its queries among the tokens of the step
-    num_reqs        its requests
+    token_start, token_end  the chunk's queries among the tokens of the step
+    num_reqs        requests of the chunk
     skip_kv_gather  the previous chunk had the same requests: the workspace has their rows already
-    max_seq_len     rows of its longest request
+    max_seq_len     rows of the chunk's longest request
     """
 
     block_table: Any
@@ -76,9 +76,9 @@ def split_indexer_prefill_chunks(
     max_logits_bytes  bytes for a chunk's logits, float32 [queries, rows]
     request_offset    offset added to the requests' indices
 
-    Returns (requests, queries) slices, the queries counted within the requests. A chunk has as many requests as
-    fit. A request that does not fit alone has chunks of its own, each with as many queries as their logits fit, at
-    least one. Requests without queries do not give a chunk of their own.
+    Returns (requests, queries) slices, the queries counted within the requests. A chunk has all following requests
+    that fit. A request that does not fit alone has chunks of its own, each with all following queries whose logits
+    fit, at least one. Requests without queries get no chunk of their own.
     Raises TypeError or ValueError unless both are lengths of the same requests.
     Source: vLLM split_indexer_prefill_chunks.
     """
@@ -121,7 +121,7 @@ def _split(
 
 @plain_integers
 def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: int | None = None) -> tuple[Any, Any]:
-    """Where each query's keys start and end in the packed rows of all requests.
+    """The first and one past the last of each query's keys in the packed rows of all requests.
 
     start_seq_loc      [B + 1] host integers, first query of each request; the queries are a sequence's last
     seq_len_per_batch  [B] host integers, rows of each request
@@ -145,7 +145,7 @@ def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: in
 
 
 def check_part(name: str, part: Any, count: int) -> None:
-    """Raise TypeError or ValueError unless it is a contiguous slice within `count`."""
+    """Raise TypeError or ValueError unless `part` is a contiguous slice within `count`."""
     check_kind(slice, **{name: part})
     check_integers(0, count, **{f"{name}.start": part.start, f"{name}.stop": part.stop})
     if part.start > part.stop or part.step not in (None, 1):
@@ -201,10 +201,10 @@ class LaidOut(NamedTuple):
     """A chunk to be filled by kernels.
 
     chunk        the arrays that kernels fill
-    part         their offsets in the step's buffers, see ChunkBuilder._cut
-    first_token  the first of its requests' tokens
-    requests     its requests
-    queries      its queries, or several parts of them, each of which is a chunk
+    part         the arrays' offsets in the step's buffers, see ChunkBuilder._cut
+    first_token  the first token of the chunk's requests
+    requests     the chunk's requests
+    queries      slices of the requests' queries, each to become a chunk
     """
 
     chunk: IndexerChunk
@@ -217,7 +217,7 @@ class LaidOut(NamedTuple):
 class ChunkBuilder:
     """Lays out the chunks of a step's prefills for kernels to fill, one for the requests that share a workspace.
 
-    Their arrays for the whole step are in four buffers. Three keep their addresses; the buffer of rows grows with
+    Four buffers contain the arrays of all chunks of a step. Three keep their addresses; the buffer of rows grows with
     the longest step.
     """
 
@@ -225,7 +225,7 @@ class ChunkBuilder:
         self.config, self.compress_ratio = config, compress_ratio
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
-        self._row_capacity = -1  # of the buffers, which the first step allocates even if it has no rows
+        self._row_capacity = -1  # no buffers yet: the first step allocates them even if it has no rows
         self._native = functools.lru_cache(MOST_PARTS)(self._cut)
         self._given = functools.lru_cache(MOST_PARTS)(self._give)
 
@@ -277,7 +277,7 @@ class ChunkBuilder:
         block_table: Any,
         skip_kv_gather: bool,
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
-        """One chunk in arrays of its own, from host values only."""
+        """One chunk in new arrays, from host values only."""
         starts = host_integers("query_start_loc_cpu", query_start_loc_cpu)
         seq_lens = host_integers("seq_lens_cpu", seq_lens_cpu)
         check_part("req_slice", requests, len(seq_lens))

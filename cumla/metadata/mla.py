@@ -2,7 +2,7 @@
 
 A step has two kinds of requests. Decodes (few query tokens over a long context) attend in the latent space, where
 a key is one row of 576 values for all heads. Prefills attend to their new tokens with K and V projected up for
-each head, and to their context chunk by chunk, so that the projected keys fit one workspace; the partial results
+each head, and to their context chunk by chunk, so that the projected keys fit in one workspace; the partial results
 are merged by their LSE.
 
 Batches are decode-first, as everywhere in cumla. vLLM's first engine puts prefills first: `mla_groups` reorders
@@ -36,27 +36,27 @@ class MLACommonMetadata:
 
     num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries all have
                                the same length, max_decode_query_len. Without prefills, decodes without a query may
-                               follow, and num_decode_tokens may include padding tokens; num_prefill_tokens does not
+                               follow, and num_decode_tokens may include padding tokens; num_prefill_tokens never does
     slot_mapping               [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
     seq_lens                   host list, tokens of each request, the new ones included
     seq_lens_tensor            [num_reqs] int32
-    max_prefill_seq_len, max_decode_seq_len    longest of each kind, or a bound on it; 0 if there are none
+    max_prefill_seq_len, max_decode_seq_len    longest sequence of each kind, or a bound on it; 0 without such requests
     context_lens_tensor        [num_reqs] int32, tokens that were in the cache before this step
     block_tables               [num_reqs, B] int32
-    max_query_len, max_decode_query_len        longest query, of all and of decodes
+    max_query_len, max_decode_query_len        longest query of all requests and of decodes
     query_start_loc            [num_reqs + 1] int32, first query token of each request
     seq_start_loc              [num_reqs + 1] int32, prefix sums of seq_lens; int64 if int32 cannot hold them
     use_cuda_graph             whether a captured graph runs this batch
     head_dim                   values of a cached row; 576
     is_profile_run             whether the step only measures how much memory is needed
-    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; None, as are the following, if no prefill has
-                               context
+    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; this and the following fields are None if no
+                               prefill has context
     context_chunk_starts       [num_chunks, num_prefills] int32
     context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
     context_chunk_workspace    [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
     block_size                 tokens of a page; None: not checked against the cache's
-    decode_plan                how the keys of this step's decodes are divided: the first layer's call computes it, the
-                               others share it. None: each layer plans for itself
+    decode_plan                plan of this step's decodes into splits: the first layer's call computes it, the others
+                               share it. None: each layer has a plan of its own
 
     Raises ValueError for a head_dim other than 576.
     """
@@ -93,7 +93,7 @@ class MLACommonMetadata:
             check_head_size("head_dim", self.head_dim)
 
     def __copy__(self) -> MLACommonMetadata:
-        return dataclasses.replace(self)  # with views of its own
+        return dataclasses.replace(self)  # the copy gets its own views
 
     @property
     def num_attending_decode_tokens(self) -> int:
@@ -103,7 +103,7 @@ class MLACommonMetadata:
 
     @property
     def prefill_metadata(self) -> MLACommonMetadata | None:
-        """The prefills only, query_start_loc and seq_start_loc counted from their first; None if there are none."""
+        """The prefills only, with query_start_loc and seq_start_loc from the first prefill; None without prefills."""
         if not self.num_prefills:
             return None
         if "prefill" not in self._views:
@@ -127,10 +127,10 @@ class MLACommonMetadata:
 
     @property
     def decode_metadata(self) -> MLACommonMetadata | None:
-        """The decodes only; None if there are none.
+        """The decodes only; None without decodes.
 
-        max_query_len is that of the decodes, and context_lens_tensor their part; vLLM's view has the whole batch's
-        longest query, and None.
+        max_query_len is the decodes' longest query, context_lens_tensor the decodes' part. In vLLM's view they are the
+        batch's longest query and None.
         """
         if not self.num_decode_tokens:
             return None
@@ -176,9 +176,9 @@ class MLACommonMetadata:
         num_seqs, num_queries       sequences with and without the padding of a captured graph's batch
         turn_prefills_into_decodes  whether this step's prefills have completed their prompt and decode from now on
 
-        seq_lens, its tensor and slot_mapping advance on the device as by `cumla.advance_step`. Fields derived from
-        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) are updated; fields that are
-        None stay None, as in a captured graph's metadata.
+        seq_lens, its tensor and slot_mapping advance on the device as by `cumla.advance_step`. Derived fields
+        (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) are updated; fields that are None, as
+        in a captured graph's metadata, stay None.
         Raises ValueError, before anything is written, for metadata that is not a decode step of `num_seqs`, and for
         block_tables too narrow for the next token.
         """
@@ -194,7 +194,7 @@ class MLACommonMetadata:
         if not turn_prefills_into_decodes and (self.num_prefills or self.max_query_len != 1):
             raise ValueError(
                 f"num_prefills: got {self.num_prefills} prefills and queries of up to {self.max_query_len} tokens, "
-                "expected decodes of one token each; turn_prefills_into_decodes makes them that"
+                "expected decodes of one token each, or turn_prefills_into_decodes=True"
             )
         if num_decodes != num_seqs or (self.seq_lens is not None and len(self.seq_lens) != num_seqs):
             raise ValueError(f"num_seqs: got {num_seqs}, expected {num_decodes}, the requests of this metadata")
@@ -237,7 +237,7 @@ class MLACommonMetadata:
         self.max_query_len = self.max_decode_query_len = 1
         if self.seq_lens is not None:
             self.max_decode_seq_len = max(self.seq_lens, default=0)
-        elif not self.use_cuda_graph:  # a graph's bound holds for all steps
+        elif not self.use_cuda_graph:  # a graph has one bound for all steps
             self.max_decode_seq_len += 1
         self.context_chunk_cu_seq_lens = self.context_chunk_starts = None
         self.context_chunk_seq_tot = self.context_chunk_max_seq_lens = None
@@ -247,7 +247,7 @@ class MLACommonMetadata:
 
 
 def check_head_size(name: str, head_size: int) -> None:
-    """Raises ValueError unless it is the size of MLA rows, TypeError unless it is an integer."""
+    """Raises ValueError unless head_size is the size of MLA rows, TypeError unless it is an integer."""
     check_integers(1, **{name: head_size})
     if head_size not in SUPPORTED_HEAD_SIZES:
         raise ValueError(f"{name}: got {head_size}, expected one of {', '.join(map(str, SUPPORTED_HEAD_SIZES))}")
@@ -258,7 +258,7 @@ def _from(array: Any, first: int) -> Any:
 
 
 def _rebased(starts: Any, first: int) -> Any:
-    """The starts from `first` on, relative to that one."""
+    """The starts from `first` on, relative to the first of these."""
     return starts if starts is None or not first else starts[first:] - starts[first : first + 1]
 
 

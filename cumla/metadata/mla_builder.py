@@ -27,7 +27,7 @@ MAX_WORKSPACE_TOKENS = 128 * 1024  # 144 MiB of 16-bit rows
 class MLAConfig(ServingConfig):
     """A `ServingConfig` (dense attention ignores its sliding-window and indexer fields) with, in addition:
 
-    sliding_window           tokens of a prompt that are kept in the cache, or None for all of them
+    sliding_window           tokens of a prompt that the cache holds, or None for all tokens
     chunked_prefill_enabled  whether a prompt may come in parts
     enable_prefix_caching    whether a prompt may start after rows that are already cached
     max_seq_len_to_capture   longest sequence of captured graphs; max_model_len if None
@@ -68,8 +68,8 @@ class MLAConfig(ServingConfig):
         """Rows of the workspace that context is gathered into.
 
         Eight of the longest sequences, or four pages for each request if that is more, but at most 128 Ki rows: the
-        projections of more rows would take memory that the cache should have.
-        Raises ValueError if that is not a page for each request.
+        projections of more rows would take memory from the cache.
+        Raises ValueError if the workspace is smaller than a page for each request.
         """
         smallest = self.max_num_seqs * self.block_size
         rows = min(max(8 * self.max_model_len, 4 * smallest), MAX_WORKSPACE_TOKENS)
@@ -85,8 +85,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     """Builds MLACommonMetadata for decode-first batches.
 
     Decodes are requests of at most 1 + num_speculative_tokens query tokens, all of one length; a request of
-    another length is a prefill, whatever its context, and so are the requests after it. Arrays that are not in the
-    batch are computed on the host and copied to the device at once; nothing is read back and nothing synchronises.
+    another length is a prefill, regardless of its context, and so are the requests after it. Arrays that are not in
+    the batch are computed on the host and copied to the device in one copy. A build reads nothing back from the device
+    and does not synchronise.
 
     An engine with sequence groups instead of a batch uses `prepare`, `add_seq_group` and `build_groups`.
     Source: vLLM MLACommonMetadataBuilder.
@@ -105,7 +106,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.chunked_prefill_enabled = config.chunked_prefill_enabled
         self.enable_prefix_caching = config.enable_prefix_caching
         self.context_chunk_workspace_size = config.context_chunk_workspace_size if config.allows_context else 0
-        self._plan_workspace = Workspace(owner="builder")  # of the plans of all steps, which follow one another
+        self._plan_workspace = Workspace(owner="builder")  # shared by all steps' plans: steps run one after another
         self.prepare()
 
     def prepare(self) -> None:
@@ -122,7 +123,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> tuple[MLACommonMetadata, GroupedBatch]:
         """Metadata of the groups added since `prepare`, as a decode-first batch.
 
-        like                 an array on the device and of the framework of the metadata's arrays
+        like                 an array whose device and framework the metadata's arrays get
         cuda_graph_pad_size  padding requests, without tokens and with slot -1, to bring the batch to a captured
                              size; -1 outside of a graph
         """
@@ -153,7 +154,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
         common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch; build(batch) is build(0, batch)
-        use_cuda_graph  whether a captured graph will run it
+        use_cuda_graph  whether a captured graph will run this batch
         is_profile_run  whether the step only measures how much memory is needed
         validate        check the host values of the batch first; False trusts them
 
@@ -172,7 +173,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         )
         decode_lens = lens.query_lens[:num_decodes]
         shorter = first_true(decode_lens != decode_lens.max(initial=0))
-        if shorter >= 0 and decode_lens[shorter:].any():  # an empty query between others: tokens are not uniform
+        if shorter >= 0 and decode_lens[shorter:].any():  # an empty query between others: lengths differ
             num_decodes, num_decode_tokens = shorter, int(lens.starts[shorter])
             num_prefills = batch.num_reqs - num_decodes
         if num_prefills:
@@ -225,7 +226,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
 
 def send_together(parts: list[np.ndarray], like: Any) -> list[Any]:
-    """int32 arrays on the device of `like`, as views of one copy; arrays beyond int32 are int64 and copied alone."""
+    """int32 arrays on the device of `like`, as views of one copy; arrays beyond int32 are copied alone, as int64."""
     xp = dlpack.namespace_of(like)
     packed = np.concatenate([part.ravel() for part in parts])
     if packed.max(initial=0) > INT32_MAX:

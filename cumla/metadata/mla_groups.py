@@ -22,9 +22,9 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Sequences that share a prompt: one while it is a prompt, or several that continue it.
+    """Sequences that share a prompt: one during the prompt, or several that continue it.
 
-    is_prompt                  whether their tokens are (part of) a prompt
+    is_prompt                  whether the tokens are (part of) a prompt
     seq_ids                    one a sequence
     orig_seq_lens              tokens of each, the new ones included
     query_lens                 new tokens of each
@@ -113,7 +113,7 @@ def batch_of_groups(
 ) -> GroupedBatch:
     """The groups' sequences as a batch, decodes first and otherwise in order.
 
-    sliding_window  tokens of a prompt that are kept: the slots of earlier ones are -1
+    sliding_window  last tokens of a prompt to cache: the slots of earlier ones are -1
     padding         requests without tokens to add at the end, each with a slot of -1
     """
     is_prompt, query_lens, seq_lens, tables, slots = [], [], [], [], []
@@ -148,13 +148,13 @@ def batch_of_groups(
     )
 
 
-def blocks_of(given: Any) -> np.ndarray:
+def blocks_of(values: Any) -> np.ndarray:
     """A sequence's blocks. Raises TypeError unless they are integers, ValueError unless they fit in int32."""
-    blocks = np.asarray(given)
+    blocks = np.asarray(values)
     if blocks.size and blocks.dtype.kind not in "iu":
-        raise TypeError(f"block_tables: got {shown(given)}, expected integers")
+        raise TypeError(f"block_tables: got {shown(values)}, expected integers")
     if blocks.ndim != 1 or (blocks.size and not -INT32_MAX - 1 <= blocks.min() <= blocks.max() <= INT32_MAX):
-        raise ValueError(f"block_tables: got {shown(given)}, expected a list of blocks within int32")
+        raise ValueError(f"block_tables: got {shown(values)}, expected a list of blocks within int32")
     return blocks.astype(np.int32)
 
 

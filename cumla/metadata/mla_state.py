@@ -45,16 +45,16 @@ class MLACommonState:
         self.context_chunk_workspace_size = config.context_chunk_workspace_size if config.allows_context else 0
         self.context_chunk_workspace: Any = None
         self._graph_slot_mapping: Any = None
-        self._plan_workspace = Workspace(owner="state")  # of the plans of all graphs, which run one after another
+        self._plan_workspace = Workspace(owner="state")  # shared by all graphs' plans: graphs run one after another
 
     @contextlib.contextmanager
     def graph_capture(self, max_batch_size: int, like: Any, *, stream: Any = None) -> Iterator[None]:
-        """Hold arrays for graphs of up to `max_batch_size` decodes while they are being captured.
+        """Hold arrays for graphs of up to `max_batch_size` decodes during their capture.
 
         like  an array on the graphs' device and of their framework
 
-        They are initialised as padding: slot -1, one token in block 0. Metadata and input buffers taken inside the
-        context keep them alive after it.
+        The arrays are initialised as padding: slot -1, one token in block 0. Metadata and input buffers taken inside
+        the context keep the arrays alive after it.
         """
         check_integers(1, max_batch_size=max_batch_size)
         config = self.config
@@ -138,7 +138,7 @@ class MLACommonState:
             raise ValueError(f"attn_metadata: got {attn_metadata.num_prefills} prefills, expected decodes only")
         missing = [name for name in GRAPH_INPUTS if name not in input_buffers]
         if missing:
-            raise ValueError(f"input_buffers: got none named {missing[0]}, expected those of get_graph_input_buffers")
+            raise ValueError(f"input_buffers: got no {missing[0]}, expected the arrays of get_graph_input_buffers")
         framework, call = dlpack.framework_of(input_buffers["seq_lens_tensor"]), Call()
         copies = []
         for name, (dtypes, shape, rest) in GRAPH_INPUTS.items():
@@ -147,7 +147,7 @@ class MLACommonState:
             if len(source) > len(target):
                 raise ValueError(f"{name}: got {len(source)} requests, expected at most the graph's {len(target)}")
             if source.ndim != target.ndim or source.dtype.kind not in "iu":
-                raise ValueError(f"{name}: got {source.dtype} of shape {source.shape}, expected it as the graph's is")
+                raise ValueError(f"{name}: got {source.dtype} of shape {source.shape}, expected the graph's")
             copies.append((target, source, rest))
             if target.ndim == 2 and decodes.seq_lens:
                 check_columns(f"input_buffers[{name!r}]", target, self.config.block_size, max(decodes.seq_lens))
@@ -200,7 +200,7 @@ class MLACommonBackend:
 
     @classmethod
     def make_metadata(cls, *args: Any, **kwargs: Any) -> MLACommonMetadata:
-        """Metadata of these fields, as the constructor of `get_metadata_cls` makes it."""
+        """Metadata with these fields, by the constructor of `get_metadata_cls`."""
         return cls.get_metadata_cls()(*args, **kwargs)
 
     @staticmethod

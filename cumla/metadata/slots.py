@@ -33,9 +33,9 @@ def compute_positions(
     seq_lens         [R] int32, the new tokens included
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
-    Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token of no
-    request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; the window builder's
-    metadata has its own `positions`.
+    Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token without
+    a request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; in graphs use `positions`
+    of the window builder's metadata.
     """
     check_integers(0, num_tokens=num_tokens)
     call = Call(backend, stream)
@@ -43,7 +43,7 @@ def compute_positions(
     slots = _slots(call, num_tokens, out)
     one_page = call.scratch("block_table", 4 * len(seq_lens)).view(np.int32).reshape(-1, 1)
     with call.kernels("indexer_metadata") as kernels:
-        one_page[:] = 0  # slots are positions if all positions are in page 0
+        one_page[:] = 0  # with all positions in page 0, slots are positions
         kernels.compressed_slot_mapping(
             CompressedSlots(query_start_loc, seq_lens, one_page, num_tokens, MOST_TOKENS, 1, slots)
         )
@@ -71,8 +71,8 @@ def compute_slot_mapping(
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: page * block_size + position % block_size; -1 where the table has no such page and for a
-    token of no request. `get_compressed_slot_mapping` does the same for rows of several positions; `compute_positions`
-    gives the positions.
+    token without a request. `get_compressed_slot_mapping` is for rows of several positions; `compute_positions` returns
+    the positions.
     """
     return get_compressed_slot_mapping(
         num_tokens, query_start_loc, seq_lens, block_table, block_size, 1, out, backend=backend, stream=stream
@@ -103,7 +103,7 @@ def get_compressed_slot_mapping(
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
-    last one of its row; -1 for all others and where the table has no such page.
+    last of its row; -1 for all others and where the table has no such page.
     Source: vLLM get_compressed_slot_mapping.
     """
     check_integers(0, num_tokens=num_tokens)
@@ -129,8 +129,8 @@ def _slots(call: Call, num_tokens: int, out: Any) -> Any:
 def ring_capacity(num_speculative_tokens: int) -> int:
     """Rows of a request's ring: a power of two, at least 8 and at least num_speculative_tokens + 2.
 
-    A step writes up to num_speculative_tokens + 1 rows, of which drafts may be rejected; the row of the last accepted
-    token stays.
+    A step writes up to num_speculative_tokens + 1 rows. Drafts among them may be rejected; the row of the last accepted
+    token must remain.
     Source: vLLM's compressor of DeepSeek V4.1.
     """
     check_integers(0, num_speculative_tokens=num_speculative_tokens)

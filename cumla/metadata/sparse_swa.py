@@ -17,7 +17,7 @@ from .build_order import batch_of
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_block_size, check_capacity
 
-LAYER_TYPES = ("swaonly", "c4a", "c128a")  # V4's; plans of V4.1's others exist for models that have them
+LAYER_TYPES = ("swaonly", "c4a", "c128a")  # V4's types; V4.1's have plans only in models with such layers
 
 
 @dataclass
@@ -33,23 +33,23 @@ class DeepseekSparseSWAMetadata:
     decode_swa_lens           [num_decode_tokens] int32, 0 for padding
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
     prefill_swa_lens          [num_prefill_tokens] int32
-    swa_indices, swa_lens     [num_tokens, 1, config.decode_swa_width] and [num_tokens] int32: those of all tokens
+    swa_indices, swa_lens     [num_tokens, 1, config.decode_swa_width] and [num_tokens] int32, for all tokens
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
     config                    the builder's
     max_seq_len               longest sequence, or a bound on it, as in the batch
-    longest                   longest sequence of seq_lens_cpu; layers check the widths of their tables by it
-    prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
+    longest                   longest sequence of seq_lens_cpu, from which layers check the widths of their tables
+    prefill_seq_lens          [num_prefills] int32; this and the next three are None without prefills
     prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach: its new
-                              ones, and of those before none before its replay_start
+                              rows, and earlier rows from its replay_start on
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
     c128a_global_decode_topk_indices  [num_decode_tokens, 1, width] int32 slots of all compressed rows;
-                              None without C128A layers, as are the next two
+                              this and the next two are None without C128A layers
     c128a_decode_topk_lens    [num_decode_tokens] int32
-    c128a_prefill_topk_indices  [num_prefill_tokens, width] int32: 0, 1, ... for the rows complete, then -1
+    c128a_prefill_topk_indices  [num_prefill_tokens, width] int32: 0, 1, ... for complete rows, then -1
     tile_sched_swaonly, tile_sched_c1a, tile_sched_c2a, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the
                               layers of each type, None without such layers or without decodes
-    replay_start              [num_reqs] int32 as given to the build, or None
-    build                     the build that produced it, for `cumla.debug`
+    replay_start              [num_reqs] int32, the argument of the build, or None
+    build                     the build that produced the metadata, for `cumla.debug`
     """
 
     block_table: Any
@@ -113,12 +113,12 @@ class DeepseekSparseSWAMetadata:
 
         prefill_chunk_size  requests of the longest kind that fit in a workspace; the config's if None
         has_compressed      whether the workspace has compressed rows; None: if the ratio is above 1. V4.1's layers of
-                            ratio 1 have them; layers of ratio 0 cannot
+                            ratio 1 have compressed rows; layers of ratio 0 cannot
 
-        Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows,
-        a request's first N of them being compressed rows and the rest its window rows. A chunk has as many
-        requests as fit in the space of `prefill_chunk_size` requests of the longest kind; a request that does
-        not fit is a chunk of its own. The plan does not depend on replay_start, which only makes windows shorter.
+        Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows, first N
+        compressed rows of a request and then its window rows. A chunk has all following requests that fit in the
+        space of `prefill_chunk_size` requests of the longest kind; a request that does not fit is a chunk of its
+        own. The plan does not depend on replay_start, which only makes windows shorter.
         """
         check_integers(0, compress_ratio=compress_ratio)
         check_optional_size(prefill_chunk_size=prefill_chunk_size)
@@ -158,12 +158,12 @@ class DeepseekSparseSWAMetadata:
 class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSWAMetadata]):
     """Builds DeepseekSparseSWAMetadata for decode-first batches of decodes (with draft tokens) and prefills.
 
-    Its buffers are allocated by the first build, on the device of that batch's arrays, and keep their
-    addresses: a captured graph that reads them is valid after the next build. Nothing is read back from
-    the device and nothing synchronises.
+    The first build allocates the builder's buffers, on the device of its batch's arrays. They keep their
+    addresses: a captured graph that reads them is valid after the next build. A build reads nothing back from
+    the device and does not synchronise.
 
-    Source: vLLM DeepseekSparseSWAMetadataBuilder, and build_c128a_topk_metadata for C128A. Its head_size and
-    compress_ratio, of a cache's specification, are the layers' here (`SparseMLALayer`): one builder serves them all.
+    Source: vLLM DeepseekSparseSWAMetadataBuilder, and build_c128a_topk_metadata for C128A. vLLM's builder has the
+    head_size and compress_ratio of one cache; here layers have them (`SparseMLALayer`), and one builder serves all.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -199,9 +199,9 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch; build(batch) is build(0, batch)
         c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
-        replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a request
-                           that is replayed does not rebuild those before. Windows start there or later, on every
-                           path and also where it is within the step, except those of noncausal decodes. None: 0
+        replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a replayed
+                           request does not rebuild earlier rows. Windows start there or later, on every path and even
+                           if it is within the step, except windows of noncausal decodes. None: 0
         validate           check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
@@ -285,9 +285,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
         """A plan for the decodes of one step by layer type ("swaonly", "c1a", "c2a", "c4a", "c128a").
 
-        The layers of a type share a plan, which the first of them fills on the device. The plans of a type, one a step,
-        share memory whose address does not change. None for V4's types that the model does not have, and without
-        decodes.
+        The layers of a type share a plan, which the first layer fills on the device. The plans of a type, one a step,
+        share memory whose address does not change. None for V4's types that the model lacks, and without decodes.
         """
         check_integers(0, num_decode_tokens=num_decode_tokens)
         plans: dict[str, DecodePlan | None] = dict.fromkeys((*LAYER_TYPES, *self.layer_types))
@@ -296,7 +295,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         return plans
 
     def _c128a_width(self, max_seq_len: int) -> int:
-        """Columns in use: a power of two, so that few widths occur, up to the fixed capacity."""
+        """Columns in use: a power of two up to the fixed capacity, so that few widths occur."""
         if not self._has_c128a:
             return 0
         rows = max(max_seq_len // C128A_RATIO, 1)

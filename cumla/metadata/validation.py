@@ -1,4 +1,4 @@
-"""Host checks of a batch: an impossible batch raises an error that names the request."""
+"""Checks a batch on the host: an impossible batch raises an error that names the request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_tables(seq_lens: np.ndarray, tables: Mapping[str, Table]) -> None:
 
 
 def check_block_size(batch: Any, block_size: int) -> None:
-    """Raise ValueError for a batch whose slots are of pages of another size."""
+    """Raise ValueError for a batch whose slots count pages of another size."""
     if batch.block_size not in (None, block_size):
         raise ValueError(
             f"block_size: got a batch with pages of {batch.block_size} positions, expected {block_size}, as the "
@@ -67,7 +67,7 @@ def check_block_size(batch: Any, block_size: int) -> None:
 
 
 def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
-    """Raise ValueError for a block table whose pages of so many rows do not hold those of the longest sequence."""
+    """Raise ValueError for a block table with too few pages of block_size rows for the longest sequence's rows."""
     columns = table.shape[1]
     if columns * block_size < rows:
         raise ValueError(
@@ -77,19 +77,19 @@ def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
 
 
 def check_pages(name: str, cache: Any, needed: int, of: str, unit: str = "pages") -> None:
-    """Raise ValueError for a cache [num_blocks, ..] that has fewer pages than needed; other checks are for later."""
+    """Raise ValueError for a cache [num_blocks, ..] with fewer pages than needed. Checks nothing else."""
     shape: Any = getattr(cache, "shape", ())
     if len(shape) and shape[0] < needed:
         raise ValueError(f"{name}: got {shape[0]} {unit}, expected at least {needed} for {of}")
 
 
 def check_rows_of_longest(name: str, cache: Any, block_size: int, rows: int) -> None:
-    """The same for the rows of the longest sequence: no two of its pages are the same."""
+    """`check_pages` for the rows of the longest sequence, all of whose pages differ."""
     check_pages(name, cache, -(-rows // max(block_size, 1)), f"the {rows} rows of the longest sequence")
 
 
 def check_window_pages(name: str, cache: Any, longest: int) -> None:
-    """The same for windows and states, whose earlier pages may be freed: at least one page for a sequence."""
+    """`check_pages` for windows and states, whose earlier pages may be freed: one page if there is a sequence."""
     check_pages(name, cache, min(longest, 1), f"sequences of up to {longest} tokens")
 
 
@@ -115,13 +115,13 @@ _UNSIGNED = {np.dtype(f"{sign}{size}"): np.dtype(f"u{size}") for sign in "iu" fo
 
 
 def _surely_right(lens: HostLens, max_query_len: int, max_seq_len: int, decode_threshold: int) -> bool:
-    """Whether all requests, at least one, are certainly right. Takes few NumPy steps, each of a microsecond."""
+    """Whether all requests, at least one, are certainly valid. Takes few NumPy steps of a microsecond each."""
     _, query_lens, seq_lens = lens
     unsigned = _UNSIGNED.get(query_lens.dtype)
     if unsigned is None:
         return False
     longest = int(np.maximum.reduce(query_lens.view(unsigned)))  # a negative length becomes a very long one
-    if longest > max_query_len or longest * len(query_lens) > INT32_MAX:  # below, no difference has overflowed
+    if longest > max_query_len or longest * len(query_lens) > INT32_MAX:  # otherwise no difference has overflowed
         return False
     if np.maximum.reduce(seq_lens) > max_seq_len or first_true(query_lens > seq_lens) >= 0:
         return False
@@ -134,7 +134,7 @@ def _surely_right(lens: HostLens, max_query_len: int, max_seq_len: int, decode_t
 def _check_each(
     batch: CommonAttentionMetadata, lens: HostLens, limit: int, config: ServingConfig, tables: dict[str, Table]
 ) -> None:
-    """Raise the error of the first request that is wrong by itself, then that of the order."""
+    """Raise the error of the first request that is wrong by itself, else the error of the order."""
     starts, seq_lens = lens.starts.tolist(), lens.seq_lens.tolist()
     for r, seq_len in enumerate(seq_lens):
         start, end = starts[r], starts[r + 1]
@@ -176,6 +176,6 @@ def _too_narrow(name: str, table: Table, r: int, seq_len: int) -> str:
 
 
 def _covered(table: Table) -> int:
-    """The longest sequence whose rows all fit: positions that complete no row take no space."""
+    """The longest sequence that fits in a table: positions that complete no row take no space."""
     entries, positions, positions_per_row = table
     return int(entries.shape[1]) * positions + positions_per_row - 1

@@ -17,7 +17,7 @@ from .batch import check_lengths, host_integers
 def reorder_batch_to_split_decodes_and_prefills(
     input_batch: Any, scheduler_output: Any, decode_threshold: int = 1
 ) -> bool:
-    """Move decodes to the front of a persistent batch with as few swaps as possible.
+    """Move decodes to the front of a persistent batch with the fewest swaps.
 
     input_batch       has `req_ids`, in batch order, and `swap_states(i, j)`
     scheduler_output  has `num_scheduled_tokens`, request id -> query tokens of this step
@@ -42,11 +42,11 @@ def make_local_attention_virtual_batches(
 
     query_start_loc_np  [R + 1] host integers; seq_lens_np [R] host integers
     block_table         [R, B] int32
-    block_size          tokens of a page, a divisor of attn_chunk_size; has no usable default
+    block_size          tokens of a page, a divisor of attn_chunk_size; the default is never valid
 
     Returns seqlens_q_local [V], cu_seqlens_q_local [V + 1] int32, seqlens_k_local [V] int32 and
     block_table_local [V, attn_chunk_size // block_size], whose columns beyond the table repeat its last.
-    A request without query tokens gives no virtual request.
+    A request without query tokens has no virtual requests.
     Raises ValueError for sizes that do not divide, and for a table without columns if an entry is needed.
     Source: vLLM make_local_attention_virtual_batches.
     """
@@ -102,7 +102,7 @@ def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict
 
     layers  layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item
             is window_left) and `logits_soft_cap`
-    cls_    class that every impl must be of
+    cls_    class of which every impl must be an instance
 
     Raises TypeError for another impl.
     Source: vLLM get_per_layer_parameters, with the layers as an argument.
@@ -124,7 +124,7 @@ def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict
 def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
     """The parameters that all layers share.
 
-    Raises ValueError if there are no layers, or names one that differs from the first.
+    Raises ValueError without layers, or for a layer whose parameters differ from the first's; the message names it.
     Source: vLLM infer_global_hyperparameters.
     """
     if not per_layer_params:

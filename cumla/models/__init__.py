@@ -1,4 +1,4 @@
-"""Attention layers of whole models, from hidden states to output, with weights under their published names."""
+"""Attention layers of models, from hidden states to output, with weights under their published names."""
 
 from .caches import DeepseekV4Caches, DeepseekV32Caches, DeepseekV41Caches
 from .deepseek_v4 import DeepseekV4Attention

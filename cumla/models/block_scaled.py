@@ -1,4 +1,4 @@
-"""FP8 matrices as a checkpoint has them: e4m3 with a scale for each block, where a layer computes."""
+"""FP8 matrices as checkpoints store them, e4m3 with a scale for each block, in the memory where a layer computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BlockScaledWeight:
     """One matrix, or one for each of G groups.
 
     codes    [N, K] or [G, N, K] uint8, e4m3, rows contiguous
-    scales   [ceil(N / block_rows), ceil(K / block_columns)] float32, of groups [G, ...]
+    scales   [ceil(N / block_rows), ceil(K / block_columns)] float32; with groups [G, ...]
     scratch  memory for the rows that a product of many tokens dequantises
     finite   whether it is known that no code is NaN
     is_ue8m0  whether it is known that all scales are powers of two from 2^-100 to 2^7
@@ -55,7 +55,7 @@ class BlockScaledWeight:
         return replace(self, codes=self.codes.copy(), scales=self.scales.copy())
 
     def with_block_rows(self, rows: int) -> BlockScaledWeight:
-        """The same values with scales for so many rows, a divisor of block_rows."""
+        """The same values with scales for blocks of `rows` rows, a divisor of block_rows."""
         if rows == self.block_rows:
             return self
         blocks = -(-self.shape[-2] // rows)
@@ -63,7 +63,7 @@ class BlockScaledWeight:
         return replace(self, scales=self.scales.repeat(times, axis=-2)[..., :blocks, :], block_rows=rows)
 
     def in_groups(self, groups: int) -> BlockScaledWeight:
-        """Consecutive rows as groups, of a matrix."""
+        """The matrix with its consecutive rows divided into groups."""
         rows = self.shape[0] // groups
         same = self.with_block_rows(math.gcd(self.block_rows, rows))
         codes, scales = (x.reshape(groups, -1, x.shape[-1]) for x in (same.codes, same.scales))
@@ -109,7 +109,7 @@ class Parts(tuple[Any, ...]):
 
 
 def let_products_round(layer: Any, *names: str) -> None:
-    """Let products of many tokens with these matrices of a layer round activations to FP8."""
+    """Set that products of many tokens with these matrices of a layer round activations to FP8."""
     for name in names:
         weight = getattr(layer, name, None)
         if isinstance(weight, BlockScaledWeight):
@@ -117,7 +117,7 @@ def let_products_round(layer: Any, *names: str) -> None:
 
 
 def can_stay(weight: Any) -> bool:
-    """Whether a weight is one that the products take as it is."""
+    """Whether the products take a weight in FP8, without dequantising it first."""
     return isinstance(weight, BlockQuantizedWeight) and weight.block[1] % COLUMNS_STEP == 0
 
 
@@ -136,14 +136,14 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
     ]
     codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
     scales = np.concatenate([each.scales for each in made])
-    finite = xp is not np and not bool(((codes & 0x7F) == 0x7F).any())  # only devices' kernels have a use for it
+    finite = xp is not np and not bool(((codes & 0x7F) == 0x7F).any())  # only device kernels use it
     fractions, exponents = np.frexp(scales)  # in [0.5, 1)
     is_ue8m0 = bool(((fractions == 0.5) & (exponents >= -99) & (exponents <= 8)).all())
     return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch, finite, is_ue8m0)
 
 
 def in_rows(codes: Any) -> Any:
-    """Codes [n, K] whose rows are contiguous and do not overlap, as kernels read them: a copy if they are not so."""
+    """Codes [n, K] with contiguous rows that do not overlap, as kernels need them: `codes` itself, or a copy."""
     rows, columns = codes.shape
     row_stride, column_stride = codes.strides
     contiguous = column_stride == 1 or columns == 1

@@ -32,7 +32,7 @@ from .step import STATE_BLOCK_SIZES
 from .v4_config import HEAD_DIM
 from .v41_config import DeepseekV41Config
 
-RING_VALUES = 2 * HEAD_DIM  # of a token in a ring of V4.1: kv, then score
+RING_VALUES = 2 * HEAD_DIM  # values of a token in a V4.1 ring: kv, then score
 
 CacheFormat = Literal["fp8", "bfloat16", "float32"]
 PLAIN_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype("f4")}
@@ -40,7 +40,7 @@ PLAIN_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np
 
 @dataclass(frozen=True)
 class Formats:
-    """The layouts of the caches: of attention's rows in V4 and V3.2, and of the indexer's keys."""
+    """The layouts of attention's rows in V4 and in V3.2, and of the indexer's keys."""
 
     v4: CacheLayout
     v32: CacheLayout
@@ -71,13 +71,13 @@ def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> 
 
 @dataclass(frozen=True)
 class DeepseekV4Caches:
-    """What one layer keeps of its requests, in pages.
+    """The paged caches of one layer.
 
     window         [num_blocks, block_size, 584] uint8 (or [.., 512] numbers)
-    compressed     the same of compressed rows; None at ratio 1, as are the next
+    compressed     the same for compressed rows; at ratio 1 this and all entries below are None
     state          float32 [state_blocks, state_block_size, 2 * coff * 512], of the compressor
-    indexer        [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); ratio 4 alone
-    indexer_state  float32 [state_blocks, state_block_size, 512], of the indexer's compressor; ratio 4 alone
+    indexer        [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); only at ratio 4
+    indexer_state  float32 [state_blocks, state_block_size, 512], of the indexer's compressor; only at ratio 4
     """
 
     window: Any
@@ -101,8 +101,8 @@ class DeepseekV4Caches:
         """Zeroed caches: pages of serving.block_size positions, of serving.compressed_block_size, and of states.
 
         blocks             pages of the window
-        compressed_blocks  pages of compressed rows, and of the indexer's keys; state_blocks of states. At least one of
-                           each, except at ratio 1, which has neither
+        compressed_blocks  pages of compressed rows and of the indexer's keys; state_blocks: pages of states. At least 1
+                           of each, except at ratio 1, which has neither
         cache_format       "fp8", "bfloat16", or on the host "float32"
         """
         check_choice((1, 4, 128), compress_ratio=compress_ratio)
@@ -133,7 +133,7 @@ KeyFormat = Literal["fp8", "mxfp4"]
 
 @dataclass(frozen=True)
 class V41Formats:
-    """The layouts of V4.1's caches: of the window's rows, of the compressed rows, and of the indexer's keys."""
+    """The layouts of V4.1's window rows, compressed rows, and index keys."""
 
     window: CacheLayout
     compressed: CacheLayout
@@ -155,18 +155,18 @@ KEY_FORMATS = {"fp8": INDEXER_FP8, "mxfp4": INDEXER_MXFP4}
 
 @dataclass(frozen=True)
 class DeepseekV41Caches:
-    """What one layer of V4.1 keeps of its requests, in pages. Layers that share compressed rows have the same arrays.
+    """The paged caches of one V4.1 layer. Layers that share compressed rows have the same arrays for them.
 
     window      [num_blocks, block_size, 528] uint8 (or [.., 512] numbers), the layer's own
     compressed  [compressed_blocks, compressed_block_size / ratio, 288 or 528] uint8 (or [.., 512] numbers), of the
                 layer that owns the rows; None at ratio 0
     indexer     [compressed_blocks, compressed_block_size / ratio, 132 or 68] uint8 (or [.., 128] numbers), keys of the
                 owner; None at ratio 0
-    ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. An owner of ratio 2
-                alone has it, as the next two
+    ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. Only an owner of
+                ratio 2 has it and the two arrays below
     restart_rows       float32 [rings, 1024], and
-    restart_positions  int32 [rings], of compress_latents: what a step needs to be run again. None: a step that begins
-                       at an odd position and is longer than the ring must not be run again
+    restart_positions  int32 [rings], arguments of compress_latents that allow a step to be run again. None: a step that
+                       begins at an odd position and is longer than the ring must not be run again
     """
 
     window: Any
@@ -209,7 +209,7 @@ class DeepseekV41Caches:
         layouts, ratio, source = v41_formats(cache_format, key_format), config.ratio(layer), config.kv_source(layer)
         shares = source is not None and source != layer
         if shares != (owner is not None):
-            expected = f"those of layer {source}" if shares else "None"
+            expected = f"the caches of layer {source}" if shares else "None"
             raise ValueError(f"owner: got {'None' if owner is None else 'caches'}, expected {expected}")
         owns = bool(ratio) and not shares
         check_integers(1, blocks=blocks)
@@ -233,7 +233,7 @@ class DeepseekV41Caches:
 
 
 def v41_formats(cache_format: str, key_format: str | None = None) -> V41Formats:
-    """Raises ValueError for another name, and for a format of keys beside rows that are not quantised."""
+    """Raises ValueError for another name, and for a format of keys where rows are not quantised."""
     if cache_format not in V41_FORMATS:
         raise ValueError(f"cache_format: got {cache_format!r}, expected one of {', '.join(V41_FORMATS)}")
     layouts = V41_FORMATS[cache_format]
@@ -247,7 +247,7 @@ def v41_formats(cache_format: str, key_format: str | None = None) -> V41Formats:
 
 @dataclass(frozen=True)
 class DeepseekV32Caches:
-    """What one layer keeps of its requests, in pages of the same block table.
+    """The caches of one layer, in pages of the same block table.
 
     rows     [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
     indexer  [num_blocks, block_size, 132] uint8 (or [.., 128] numbers), keys

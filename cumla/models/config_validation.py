@@ -1,4 +1,4 @@
-"""Reads and checks the entries of a config.json that the configurations of all models have."""
+"""Reads and checks the entries of a config.json that all models share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.sparse_attention import MAX_HEADS
 from .rope import checked_scaling
 
 MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
-# Beginnings of the names of entries that change attention, and the names among them that do not.
+# Prefixes of the names of entries that change attention, and names with such a prefix that do not change it.
 ATTENTION = (
     "attention", "attn", "candidate", "compress", "head_dim", "index", "kv_", "layer_types", "lerope", "no_rope",
     "nope", "num_key_value", "o_groups", "o_lora", "partial_rotary", "q_lora", "qk_", "rope", "sink", "sliding",
@@ -49,13 +49,13 @@ def check_fixed(config: Mapping[str, Any], **expected: Any) -> None:
 
 
 def check_all_read(config: Mapping[str, Any], read: Iterable[str], computed: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names it, for an entry of a config.json that changes attention and is not read.
+    """Raise ValueError for an entry of a config.json that changes attention and is not read; the message names it.
 
     read      names of the entries that are read
     computed  other entries: the value with which the layers compute, or a `Choice` of such values, or `Each`
 
-    Entries whose names begin as those of ATTENTION change attention, unless they are NEUTRAL. An entry that is None
-    counts as absent.
+    Entries whose names begin with a prefix in ATTENTION change attention, unless they are NEUTRAL. An entry that is
+    None counts as absent.
     """
     known = NEUTRAL.union(read)
     for name, value in config.items():
@@ -92,20 +92,20 @@ def _says(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-# Every layer selects for itself, among all of its keys: V3.2 and V4.
+# V3.2 and V4: every layer selects for itself, among all of its keys.
 OWN_SELECTION = {
     "index_topk_freq": 1, "index_topk_pattern": Each("F"), "indexer_types": Each("full"), "index_kpool": 1,
 }  # fmt: skip
 
 
 def check_same(name: str, value: Any, expected: Any) -> None:
-    """Raise ValueError for an entry that contradicts another one, which is read in its place."""
+    """Raise ValueError for an entry that contradicts the entry that is read in its place."""
     if value is not None and value != expected:
         raise ValueError(f"{name}: got {shown(value)}, expected {shown(expected)}, as another entry says")
 
 
 def check_rotated(rope_dim: int, head_dim: int, *parts: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for a partial_rotary_factor with which not rope_dim values of a head rotate."""
+    """Raise TypeError or ValueError for a partial_rotary_factor that does not rotate rope_dim values of a head."""
     for part in parts:
         fraction = part.get("partial_rotary_factor")
         if fraction is not None and int(head_dim * in_float32("partial_rotary_factor", fraction)) != rope_dim:
@@ -119,12 +119,12 @@ def check_absent(config: Mapping[str, Any], why: str, *names: str) -> None:
             raise ValueError(f"{name}: got {shown(config[name])}, expected none: {why}")
 
 
-def check_list(name: str, given: Any, layers: int) -> None:
-    """Raise TypeError or ValueError unless it is a list with an entry for each layer. It may have further entries."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise TypeError(f"{name}: got {shown(given)} of type {type(given).__name__}, expected a list")
-    if len(given) < layers:
-        raise ValueError(f"{name}: got {len(given)} entries, expected one for each of {layers} layers")
+def check_list(name: str, entries: Any, layers: int) -> None:
+    """Raise TypeError or ValueError unless `entries` is a list with an entry for each layer, and perhaps more."""
+    if isinstance(entries, (str, bytes)) or not isinstance(entries, Sequence):
+        raise TypeError(f"{name}: got {shown(entries)} of type {type(entries).__name__}, expected a list")
+    if len(entries) < layers:
+        raise ValueError(f"{name}: got {len(entries)} entries, expected one for each of {layers} layers")
 
 
 def check_numbers(config: Any) -> None:
@@ -145,9 +145,9 @@ def check_numbers(config: Any) -> None:
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """RoPE's parameters in a config.json, under either name; None if it has none.
+    """RoPE's parameters in a config.json, under either name; None without them.
 
-    Raises ValueError if it has both and they differ.
+    Raises ValueError if a config.json has both names and their values differ.
     """
     found = []
     for name in ("rope_parameters", "rope_scaling"):
@@ -165,9 +165,9 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def theta_of(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The base of RoPE among RoPE's parameters, as the field `name`; nothing if it is not there.
+    """The base of RoPE among RoPE's parameters, as the field `name`; empty if the parameters lack it.
 
-    Raises ValueError if config.json has another one by that name.
+    Raises ValueError if config.json has another base by that name.
     """
     theta = rope.get("rope_theta")
     if theta is None:

@@ -2,7 +2,7 @@
 
 qr          = norm(W_qa x);   q_nope, q_pe = W_qb qr of each head, q_pe rotated
 kv_c, k_pe  = W_kva x;        norm(kv_c) and rotated k_pe are the row that is inserted into the cache
-indexer       scores the rotated keys LayerNorm(W_k x) of all tokens before against queries W_iqb qr, selects the top-k
+indexer       scores queries W_iqb qr against the rotated keys LayerNorm(W_k x) of all tokens so far, selects the top-k
 o           = attention of W_UK q_nope, q_pe over the selected rows, in the latent space
 out         = W_o (W_UV o of each head)
 """
@@ -39,14 +39,14 @@ from .weights import V32_ATTENTION, WeightFormat, WeightReader, keeps_fp8, place
 FLOAT32 = np.dtype(np.float32)
 ROUNDED = ("low_rank", "queries", "o")  # products that may round activations to FP8
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
-LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps is, as in the authors' code and transformers
+LATENT_NORM_EPS = 1e-6  # of the latent norms, independent of rms_norm_eps, as in the authors' code and transformers
 
 
 class DeepseekV32Attention:
     """One attention layer.
 
-    Arguments as DeepseekV4Attention's (cumla.models.deepseek_v4); weights under transformers' names within the module
-    ("kv_b_proj.weight"), or a checkpoint's tensors under the names of the whole model.
+    The arguments are the same as DeepseekV4Attention's (cumla.models.deepseek_v4). `weights` has transformers' names
+    within the module ("kv_b_proj.weight"), or a checkpoint's tensors under the names of the whole model.
     """
 
     def __init__(
@@ -213,11 +213,11 @@ class V32Step:
         attention.attend(q, self.metadata.tokens, topk_indices, indices, lens, mapped, o, lse)
 
     def slots(self, tokens: int, topk: int) -> tuple[Any, Any]:
-        """Arrays for the slots of the rows that so many tokens select, and for their counts."""
+        """Arrays for the slots of the rows that `tokens` tokens select, and for their counts."""
         return self.array("slots", (tokens, topk), np.int32), self.array("lens", (tokens,), np.int32)
 
     def decode_slots(self) -> tuple[Any, Any] | None:
-        """The arrays for decodes."""
+        """The arrays of `slots` for decodes."""
         decodes = self.metadata.tokens.num_decode_tokens
         if not decodes:
             return None

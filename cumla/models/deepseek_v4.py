@@ -51,16 +51,16 @@ class DeepseekV4Attention:
     weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
                   tensors under transformers' or the published names of the whole model: arrays of any framework and
                   strides in float32 or bfloat16, or FP8 with a scale for each block: a BlockQuantizedWeight, or
-                  scales of their own, "q_b_proj.scale" or "q_b_proj.weight_scale_inv". Only the layer's are read
+                  separate scales, "q_b_proj.scale" or "q_b_proj.weight_scale_inv". Only the layer's are read
     activations   bfloat16, or on the host also float32. "fp8": bfloat16, and products of more than 384 tokens with FP8
                   weights round them to e4m3, with a scale, a power of two, for 128 values of a token
-    cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
-    weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
+    cache_format  "fp8", "bfloat16", or on the host "float32": the format of the caches passed to `step`
+    weight_format  "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     scratch       temporary memory, shared by layers that run one after another
     xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
-    Other weights are kept in the type that the device multiplies: the activations' type, on the host float32. The
+    Other weights are stored in the type that the device multiplies: the activations' type, on the host float32. The
     weights that multiply the hidden states are stacked in one matrix.
     """
 
@@ -229,7 +229,7 @@ class V4Step:
             project_output(layer, o, metadata.positions, out)
 
     def side(self) -> InOrder:
-        """The side stream. Work is done in order for prefills, which keep a device busy, and under an observer."""
+        """The side stream. Work runs in order for prefills, which keep a device busy, and under an observer."""
         layer = self.layer
         alone = layer.ratio == 1 or self.metadata.window.num_prefills or self.observe is not not_observed
         if alone or choose(layer.backend, on_device=layer.xp is not np) != "cuda":
@@ -280,7 +280,7 @@ class V4Step:
         )  # fmt: skip
 
     def compress(self, x: Any) -> Any:
-        """Pool this step's tokens into rows of the compressed cache and of the indexer's. Returns the projections."""
+        """Pool this step's tokens into compressed rows and index keys. Returns the projections."""
         layer = self.layer
         with self.observe("compress"):
             pooled = self.array("pooled", (len(x), width(layer.pooled)), FLOAT32)
@@ -293,10 +293,10 @@ class V4Step:
         own, *rest = layer.compressors
         indexer: dict[str, Any] = {}
         if rest:
-            (its,) = rest
+            (keys,) = rest
             indexer = {
-                "index_kv_score": pooled[:, own.columns : own.columns + its.columns],
-                "index_position_bias": its.position_bias, "index_norm_weight": its.norm_weight,
+                "index_kv_score": pooled[:, own.columns : own.columns + keys.columns],
+                "index_position_bias": keys.position_bias, "index_norm_weight": keys.norm_weight,
                 "index_state_cache": self.caches.indexer_state, "index_k_cache": self.caches.indexer,
             }  # fmt: skip
         slots = self.metadata.compressors[layer.ratio].slot_mapping
@@ -308,7 +308,7 @@ class V4Step:
         self, kv_score: Any, compressor: Compressor, states: Any, cache: Any, slots: Any, layout: CacheLayout,
         **indexer: Any,
     ) -> None:  # fmt: skip
-        """Pool with the layer's compressor, or with the indexer's as well."""
+        """Pool with the layer's compressor, and with the indexer's if the layer has an indexer."""
         layer, metadata = self.layer, self.metadata
         step = metadata.compressors[layer.ratio]
         compress_and_insert(
@@ -329,7 +329,7 @@ class V4Step:
     def decode_slots(self) -> tuple[Any, Any] | None:
         """Arrays for the slots of the compressed rows that decodes select, and for their counts.
 
-        They have more rows in steps with prefills, whose first tokens may attend together with the decodes.
+        The arrays have more rows in steps with prefills, whose first tokens may attend together with the decodes.
         """
         window = self.metadata.window
         if not window.num_decode_tokens:

@@ -5,12 +5,12 @@ q           = W_qb qr, rotated; its heads have no norm
 compressor  (owners of rows) pools one or two positions into a latent row: rotated and inserted into the compressed
             cache; W_ik of the latent, normed and rotated, is the row's index key
 indexer     (layers that select) scores the owner's keys against queries W_iqb qr, selects the top-k. One layer also
-            chooses candidate blocks; layers after it score the rows of these alone
+            chooses candidate blocks; later layers score only the rows of these blocks
 o           = attention over the window and the selected rows, with sinks, then inverse RoPE
 out         = W_ob (W_oa of each group of heads)
 
-Few layers own compressed rows or select: the others read an owner's caches, and the selection of the last layer that
-selects. `mode_of` says which layer does what.
+Few layers own compressed rows or select: the others read an owner's caches, and the latest selection. `mode_of` gives
+the role of each layer.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class DeepseekV41Attention:
     weights       published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
                   the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
                   framework and strides in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32: a
-                  BlockQuantizedWeight, or scales of their own, "wq_a.scale". Only the layer's are read
+                  BlockQuantizedWeight, or separate scales, "wq_a.scale". Only the layer's are read
     activations   bfloat16, or on the host also float32
-    cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
-                  `step` is given
-    key_format    of their index keys: "fp8", with queries in e4m3, or "mxfp4", with queries rounded to MXFP4, as
-                  DeepSeek's code does; None: "fp8", or the type of rows that are not quantised
-    weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
+    cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": the format of the caches
+                  passed to `step`
+    key_format    format of the index keys: "fp8", with queries in e4m3, or "mxfp4", with queries rounded to MXFP4, as
+                  in DeepSeek's code; None: "fp8", or the type of rows that are not quantised
+    weight_format  "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
-    round_rows    round rotated rows to bfloat16 before they are quantised, as these two do; False: as vLLM
+    round_rows    round rotated rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: as vLLM
     scratch       temporary memory, shared by layers that run one after another
     xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
-    Other weights are kept in the type that the device multiplies: the activations' type, on the host float32.
+    Other weights are stored in the type that the device multiplies: the activations' type, on the host float32.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class DeepseekV41Attention:
 
         hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
                        tokens (padding included)
-        layer_caches   written; rows and keys by their owner alone
+        layer_caches   written; only an owner writes compressed rows and keys
         metadata       of the step's batch (DeepseekV41StepBuilder)
         selection      of the model: layers that select write it, the others read it. Layers of ratio 0 need none
         early_release  False: no later kernel starts before the results are stored (docs/interop.md)
@@ -187,8 +187,8 @@ class DeepseekV41Attention:
     ) -> None:
         """Insert a step's rows into the window cache, without attending.
 
-        A draft layer keeps the rows of the main model's hidden states, not those of the tokens that it drafted.
-        Arguments as in `step`, for a layer of ratio 0.
+        A draft layer keeps the rows of the main model's hidden states, not the rows of the tokens that it drafted.
+        The arguments are the same as those of `step`, for a layer of ratio 0.
         """
         if self.ratio:
             raise ValueError(f"layer: got {self.layer} of ratio {self.ratio}, expected one of ratio 0")
@@ -218,7 +218,7 @@ class V41Step:
             if selects:
                 wide = self.array("wide", (len(x), width(layer.wide)), FLOAT32)
                 multiply(x, layer.wide, wide, layer.backend)
-        if layer.mode == "full":  # the norm of kv is part of its insert; that of qr is one launch with the keys' norm
+        if layer.mode == "full":  # kv's norm is part of its insert; qr's norm shares a launch with the keys'
             with self.observe("compress"):
                 self.insert_keys(self.compress(wide), qr)
         else:
@@ -291,7 +291,7 @@ class V41Step:
         return latents
 
     def insert_keys(self, latents: Any, qr: Any) -> None:
-        """Insert the index keys of the rows. The norm of qr is done with that of the keys."""
+        """Insert the index keys of the rows. One launch norms qr and the keys."""
         layer, rows = self.layer, self.metadata.rows[self.layer.ratio]
         keys = self.array("index_k", (len(latents), layer.config.index_head_dim))
         multiply(latents, layer.index_k, keys, layer.backend)

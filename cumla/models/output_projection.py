@@ -1,4 +1,4 @@
-"""From attention's output to the layer's: inverse RoPE, a product for each group of heads, a product of all."""
+"""Output projection of V4 and V4.1: inverse RoPE, a product for each group of heads, a product of all groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .scratch import Scratch
 
 
 class OutputLayer(Protocol):
-    """What the projection reads of an attention layer of V4 or V4.1.
+    """The attributes of a V4 or V4.1 attention layer that the projection reads.
 
     o_a  [groups, o_lora_rank, heads / groups * 512]
     o_b  [hidden_size, groups * o_lora_rank]
@@ -26,7 +26,7 @@ class OutputLayer(Protocol):
 
 
 def project_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
-    """Write out [T, hidden_size]; o [T, heads, 512], attention's output, loses its RoPE."""
+    """Write out [T, hidden_size]. Inverse RoPE is applied in place to o [T, heads, 512], attention's output."""
     groups, rank, width = layer.o_a.shape
     if rounds(layer.o_a, len(o)):
         project_rounded_output(layer, o, positions, out)
@@ -39,7 +39,7 @@ def project_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None
 
 
 def project_rounded_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
-    """The same where both products round their activations to FP8; the first, if it can, also its result."""
+    """`project_output` with activations in FP8; the first product writes FP8 if the second reads it, where possible."""
     groups, rank, width = layer.o_a.shape
     tokens, scratch, backend = len(o), layer.scratch, layer.backend
     x = memory_of_rounded((groups, tokens, width), scratch, o)

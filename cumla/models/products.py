@@ -1,8 +1,8 @@
-"""Products with weights: BLAS on the host, cuBLAS on a device; FP8 weights are read as they are.
+"""Products with weights: BLAS on the host, cuBLAS on a device; small GEMMs read FP8 weights directly.
 
-A product of FP8 weights and more than MOST_TOKENS tokens on a device dequantises some of their rows at a time, into
-memory that stays in the L2 cache, and multiplies them by cuBLAS. Where a layer chose so, it rounds the activations
-of so many tokens to FP8, too, and multiplies FP8 values if the backend can.
+With more than MOST_TOKENS tokens on a device, a product of FP8 weights dequantises a slice of rows at a time, into
+memory that stays in the L2 cache, and multiplies the slice by cuBLAS. If the layer enabled it, such a product also
+rounds the activations to FP8, and multiplies FP8 values if the backend can.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .scratch import Scratch
 
 MOST_TOKENS = 384
 FP8_GROUP = 128  # activations that share a scale
-VALUES_AT_A_TIME = 8 << 20  # dequantised: 16 MB
+VALUES_AT_A_TIME = 8 << 20  # of a dequantised slice: 16 MB
 
 
 def multiply(x: Any, weight: Any, out: Any, backend: str | None) -> None:
@@ -76,12 +76,12 @@ class Rounded(NamedTuple):
     scales: Any
 
     def as_one_group(self) -> Rounded:
-        """[1, T, G * K] of what `memory_of_rounded` gave."""
+        """[1, T, G * K], for arrays from `memory_of_rounded`."""
         return Rounded(*(x.transpose(1, 0, 2).reshape(1, x.shape[1], -1) for x in self))
 
 
 def rounds(weight: Any, tokens: int) -> bool:
-    """Whether a product of so many tokens rounds them to FP8."""
+    """Whether a product of `tokens` tokens rounds activations to FP8."""
     return (
         isinstance(weight, BlockScaledWeight)
         and weight.rounds_activations
@@ -91,7 +91,7 @@ def rounds(weight: Any, tokens: int) -> bool:
 
 
 def memory_of_rounded(shape: tuple[int, int, int], scratch: Scratch, like: Any, name: str = "fp8") -> Rounded:
-    """For activations [G, T, K]; in memory a token's groups are consecutive."""
+    """Arrays for activations [G, T, K] in FP8; in memory a token's groups are consecutive."""
     groups, tokens, columns = shape
     values = scratch.shaped(f"{name}_values", (tokens, groups, columns), np.uint8, like)
     scales = scratch.shaped(f"{name}_scales", (tokens, groups, columns // FP8_GROUP), np.float32, like)
@@ -100,18 +100,18 @@ def memory_of_rounded(shape: tuple[int, int, int], scratch: Scratch, like: Any, 
 
 def rounded(x: Any, scratch: Scratch, backend: str | None) -> Rounded:
     """x [G, T, K] in FP8."""
-    made = memory_of_rounded(x.shape, scratch, x)
+    out = memory_of_rounded(x.shape, scratch, x)
     call = Call(backend)
     call.first = dlpack.argument(x, "x")
     with call.kernels("projection") as kernels:
-        kernels.quantize_groups(x, *made)
-    return made
+        kernels.quantize_groups(x, *out)
+    return out
 
 
 def fp8_product(
     x: Rounded, weight: BlockScaledWeight, out: Any, backend: str | None, out_scales: Any = None
 ) -> bool:  # fmt: skip
-    """Write out [G, T, N] of x, with out_scales [G, T, N / FP8_GROUP] in FP8; False if the backend cannot."""
+    """Write the product out [G, T, N]: in FP8 with out_scales [G, T, N / FP8_GROUP]. False if the backend cannot."""
     codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
     call = Call(backend)
     call.first = dlpack.argument(x.values, "x")
@@ -120,7 +120,7 @@ def fp8_product(
 
 
 def multiply_rounded(x: Rounded, weight: BlockScaledWeight, out: Any, dtype: Any, backend: str | None) -> None:
-    """Write out [G, T, N] of x, without products of FP8 values by their values in `dtype`, which are exact."""
+    """Write the product out [G, T, N]: of FP8 values, or, if the backend cannot, of their exact values in `dtype`."""
     if fp8_product(x, weight, out, backend):
         return
     values = weight.scratch.shaped("fp8_rounded", x.values.shape, dtype, x.values)
@@ -136,7 +136,7 @@ def multiply_rounded(x: Rounded, weight: BlockScaledWeight, out: Any, dtype: Any
 
 
 def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
-    """out [G, T, N] of x [G, T, K]: some rows of the weight at a time, in scratch memory."""
+    """out [G, T, N] = x [G, T, K] weight^T: dequantises a slice of the weight's rows at a time, in scratch memory."""
     codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
     groups, rows, columns = codes.shape
     blocks = max(VALUES_AT_A_TIME // columns // weight.block_rows, 1)
@@ -164,7 +164,7 @@ def flat(x: Any) -> Any:
 
 
 def stacked(weights: list[Any], dtype: Any, xp: Any, scratch: Scratch) -> Any:
-    """Matrices [n, K] of any strides stacked as one of `dtype`, rows contiguous: one product gives the columns of all.
+    """Matrices [n, K] of any strides stacked as one of `dtype` with contiguous rows, for a single product.
 
     BlockQuantizedWeights are stacked as a BlockScaledWeight; matrices of several kinds become Parts.
     """
@@ -199,14 +199,14 @@ def in_groups(weight: Any, groups: int) -> Any:
 
 
 def first_rows(weight: Any, rows: int) -> Any:
-    """The first rows of a matrix, without a copy; those of Parts are the first part's."""
+    """The first rows of a matrix, without a copy; for Parts, the first part's."""
     if isinstance(weight, Parts):
         return weight[0]
     return weight.between(0, rows) if isinstance(weight, BlockScaledWeight) else weight[:rows]
 
 
 def rows_of(weight: Any, first: int, end: int) -> Any:
-    """Some rows of each group."""
+    """Rows `first` to `end` of each group."""
     return weight.some_rows(first, end) if isinstance(weight, BlockScaledWeight) else weight[:, first:end]
 
 

@@ -1,4 +1,4 @@
-"""Tables of cosines and sines by a checkpoint's configuration, computed in float32 as in the authors' code."""
+"""Tables of cosines and sines for a checkpoint's configuration, computed in float32 as in the authors' code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = {  # of YaRN's parameters; within them no formula overflows float32
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 WITHOUT_TYPE = {"rope_theta", "partial_rotary_factor"}  # the parameters of plain RoPE
 KNOWN = {*WITHOUT_TYPE, *LIMITS, "rope_type", "type", "truncate", "finetuned"}
-COMPUTED = {"extrapolation_factor": 1, "attn_factor": 1}  # other parameters, and the values computed with
+COMPUTED = {"extrapolation_factor": 1, "attn_factor": 1}  # other parameters: the only value that is supported
 
 
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:

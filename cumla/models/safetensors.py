@@ -33,10 +33,10 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ALIGNMENT = 64  # bytes, of the data of a file that is written, and of arrays whose size is a multiple of it
-MOST_HEADER_BYTES = 100_000_000  # of the format
-METADATA = "__metadata__"  # a name in headers that is no array's
-MAX_NDIM, MAX_VALUES = 64, 2**59  # of NumPy's arrays
+ALIGNMENT = 64  # bytes; of the data of a written file, and of arrays whose size is a multiple of it
+MOST_HEADER_BYTES = 100_000_000  # limit of the format
+METADATA = "__metadata__"  # a name in headers that is not an array's
+MAX_NDIM, MAX_VALUES = 64, 2**59  # limits of NumPy's arrays
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -233,8 +233,8 @@ def _twice(error: Exception) -> str:
 def write(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays under their names: whole, to a temporary file in the same folder that then replaces `path`.
 
-    `path` may be a file of which some of the arrays are mapped: arrays of a `Checkpoint` keep their values. A link is
-    replaced, not the file that it names. Arrays are aligned to their type's size, and to 64 bytes if their size is a
+    `path` may be the file that some of the arrays are mapped from: arrays of a `Checkpoint` keep their values. A link
+    is replaced, not the file that it names. Arrays are aligned to their type's size, and to 64 bytes if their size is a
     multiple of 64. If an array cannot be written or the disk is full, `path` stays as it was.
 
     Raises TypeError for a name that is no string and a value that is no NumPy array, ValueError for a type that the
@@ -245,7 +245,7 @@ def write(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
         _check_is_file(path, path.stat())
     for name, array in arrays.items():
         _check_entry(name, array)
-    # An array's size is a multiple of its key, so the sum of the sizes before each is, too.
+    # Largest alignment first: the offset of each array is then a multiple of its alignment.
     order = sorted(arrays, key=lambda name: -math.gcd(arrays[name].nbytes, ALIGNMENT))
     places, end = {}, 0
     for name in order:

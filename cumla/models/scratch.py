@@ -18,9 +18,9 @@ class Scratch(Workspace):
         self._side: streams.Side | None = None
 
     def side(self, like: Any) -> streams.InOrder:
-        """A second stream besides the layers' own, on the device of `like`; the same one from step to step.
+        """A second stream in addition to the layers' own, on the device of `like`; the same one in every step.
 
-        There is none on the host, or in a capture that no step outside a capture preceded: work is done in order.
+        On the host, and in a capture before which no step ran outside a capture, work runs in order instead.
         """
         if isinstance(like, np.ndarray):
             return streams.InOrder()

@@ -1,4 +1,4 @@
-"""The indexer's selection of rows for each token, from the indexer's projections on."""
+"""Selects rows for each token from the indexer's projected queries and keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Indexer:
     """The configuration that the indexers of a model's layers share.
 
     heads, topk  of the model
-    layout       INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32: of the cache of keys. Queries are e4m3 for the
-                 first two, for MXFP4 keys with values rounded to MXFP4; otherwise of the same type
+    layout       of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
+                 first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
     rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
     most_score_bytes  of `select_rows`
     """

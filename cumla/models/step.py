@@ -1,4 +1,4 @@
-"""Metadata that the layers of one step share, of V4 and of V3.2, and slots of compressors."""
+"""Metadata that the layers of one step of V4 or V3.2 share, with slots for the compressors."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def check_without_c1a(config: ServingConfig) -> None:
 
 
 class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
-    """The indexer's builder within a step of whole layers: it counts the same requests as decodes as the window's does.
+    """The indexer's builder within a step of model layers. It treats the same requests as decodes as the window's does.
 
-    Decodes of one length are passed to the kernels as in the base class, others token by token, from buffers of the
+    Decodes of equal lengths are passed to the kernels as in the base class, others token by token, from buffers of the
     builder.
     """
 
@@ -47,8 +47,8 @@ class CompressorStep:
 
     block_table         [num_reqs, B] int32, pages of the compressed caches
     slot_mapping        [slots] int64, of the row that each token completes; -1 for the others
-    state_block_table   [num_reqs, S] int32, pages of the states; -1: absent, such as a page freed already
-    state_slot_mapping  [slots] int64, of each token's state; -1 where it has no page
+    state_block_table   [num_reqs, S] int32, pages of the states; -1: absent, for example already freed
+    state_slot_mapping  [slots] int64, of each token's state; -1 where the state has no page
     state_block_size    positions of a page of states
     """
 
@@ -113,9 +113,9 @@ class DeepseekV4StepBuilder:
         compressed_block_table: Any = None,
         state_block_tables: Mapping[int, Any] | None = None,
     ) -> DeepseekV4StepMetadata:
-        """Metadata of a decode-first batch, whose own block table is that of the window caches.
+        """Metadata of a decode-first batch. The batch's own block table is for the window caches.
 
-        batch                   the batch; build(0, batch, ...) is the same, as of the metadata builders
+        batch                   the batch; build(0, batch, ...) is also accepted, as by the metadata builders
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
                                 caches of both ratios and of the indexers; required if the model has such layers
         state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
@@ -152,7 +152,7 @@ class DeepseekV4StepBuilder:
         return DeepseekV4StepMetadata(window, indexer, compressors)
 
     def _check_tables(self, batch: CommonAttentionMetadata, compressed: Any, states: Mapping[int, Any]) -> None:
-        """Raise TypeError or ValueError for tables that do not hold the rows and states of the batch's sequences."""
+        """Raise TypeError or ValueError for tables too narrow for the rows and states of the batch's sequences."""
         if not self.ratios:
             return
         page, call = self.config.compressed_block_size, Call(self.backend)
@@ -184,7 +184,7 @@ class DeepseekV4StepBuilder:
 
 @dataclass(frozen=True)
 class DeepseekV32StepMetadata:
-    """Metadata that all layers of one step use: of its tokens, and of the indexers."""
+    """Metadata that all layers of one step share: of the step's tokens, and of the indexers."""
 
     tokens: DeepseekSparseSWAMetadata
     indexer: DeepseekV32IndexerMetadata
@@ -211,7 +211,7 @@ class DeepseekV32StepBuilder:
 
     @takes_prefix_len
     def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
-        """Metadata of a batch whose block table is that of both caches; build(0, batch) is the same.
+        """Metadata of a batch whose block table serves both caches; build(0, batch) is also accepted.
 
         Raises ValueError for an impossible batch.
         """

@@ -39,7 +39,7 @@ class DeepseekV32Config:
     """Sizes and parameters of a model's attention layers, named as in transformers' configuration.
 
     rope_scaling  None, or YaRN's parameters
-    rms_norm_eps  of the norms around the layers; the norms within a layer have 1e-6
+    rms_norm_eps  epsilon of the norms around the layers; norms within a layer use 1e-6
     """
 
     hidden_size: int

@@ -32,11 +32,11 @@ class DeepseekV41Config:
 
     compress_ratios         one a layer: 0 window only, 1 or 2 with compressed rows. Layers from num_hidden_layers on
                             predict further tokens and have ratio 0
-    kv_source_layer_ids     layers that own compressed rows and index keys. Later layers, up to the next one, read them
+    kv_source_layer_ids     layers that own compressed rows and index keys. Layers up to the next owner read them
     index_source_layer_ids  layers that select rows; a layer takes the selection of the last one up to itself. Every
                             owner of rows selects
-    candidate_source_layer_id  layer that chooses candidate blocks. Later layers that select look only there; -1: none
-    candidate_topk_blocks   blocks that it chooses; candidate_block_size rows each
+    candidate_source_layer_id  layer that chooses candidate blocks. Later selections are limited to these; -1: none
+    candidate_topk_blocks   number of candidate blocks, of candidate_block_size rows each
     rope_theta              base of RoPE in layers of ratio 0; compress_rope_theta and rope_scaling in the others
     Other fields are named as in the published configuration.
     """
@@ -176,10 +176,10 @@ class DeepseekV41Config:
 
 
 def mode_of(config: DeepseekV41Config, layer: int) -> str:
-    """What a layer does for its compressed rows.
+    """The role of a layer in compressed attention.
 
-    "window": it has none; "full": it owns rows and selects; "reindex": it selects among another layer's rows; "reuse":
-    it takes another layer's selection.
+    "window": no compressed rows; "full": owns rows and selects; "reindex": selects among another layer's rows; "reuse":
+    takes another layer's selection.
     """
     if not config.ratio(layer):
         return "window"

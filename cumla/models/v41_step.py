@@ -32,8 +32,7 @@ class CompressedRowsStep:
 
     block_table      [num_reqs, B] int32, pages of the compressed rows and of the indexer's keys
     slot_mapping     [slots] int64, of the row that each token completes; -1 for the others
-    row_positions    [slots] int32, the first position of the row that each token is of, by which the row is rotated;
-                     -1 for padding
+    row_positions    [slots] int32, the first position in each token's row, at which the row is rotated; -1 for padding
     indexer          of the layers that select rows
     """
 
@@ -49,7 +48,7 @@ class DeepseekV41StepMetadata:
 
     window             of the window caches and of attention
     rows               by compress ratio, of layers with compressed rows
-    ring_slot_mapping  [slots] int64, where each token is saved in its request's ring; -1 for padding and for a request
+    ring_slot_mapping  [slots] int64, the slot of each token in its request's ring; -1 for padding and for a request
                        without a ring. None without layers of ratio 2
     """
 
@@ -64,7 +63,7 @@ class DeepseekV41StepMetadata:
 
 
 class V41IndexerMetadataBuilder(StepIndexerMetadataBuilder):
-    """The indexer builder of V4.1: the keys of a request are read once for all tokens of a decode, up to six."""
+    """V4.1's indexer builder: a request's keys are read once for all tokens of a decode, up to six."""
 
     natively_supported_next_n = (1, 2, 3, 4, 5, 6)
 
@@ -72,7 +71,7 @@ class V41IndexerMetadataBuilder(StepIndexerMetadataBuilder):
 class DeepseekV41StepBuilder:
     """Builds DeepseekV41StepMetadata. Its buffers keep their addresses, so a captured graph is valid after a build.
 
-    config  the metadata builders' configuration, with has_c1a. `serving_of` makes one for a model
+    config  the metadata builders' configuration, with has_c1a; `serving_of` returns it for a model
     """
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
@@ -96,13 +95,13 @@ class DeepseekV41StepBuilder:
         rings: Any = None,
         replay_start: Any = None,
     ) -> DeepseekV41StepMetadata:
-        """Metadata of a decode-first batch, whose own block table is that of the window caches.
+        """Metadata of a decode-first batch. The batch's own block table is for the window caches.
 
-        batch                   the batch; build(0, batch, ...) is the same, as of the metadata builders
+        batch                   the batch; build(0, batch, ...) is also accepted, as by the metadata builders
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed rows of
                                 both ratios and of the indexers' keys; required if the model has such layers
-        rings                   [num_reqs] int32, the ring of each request, for its whole life; -1: none, nothing of it
-                                is saved or completed. Required with layers of ratio 2
+        rings                   [num_reqs] int32, each request's ring, fixed for its lifetime; -1: none, its tokens are
+                                not saved and complete no rows. Required with layers of ratio 2
         replay_start            of DeepseekSparseSWAMetadataBuilder.build
 
         Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
@@ -156,8 +155,8 @@ class DeepseekV41Selection:
     """The rows that the tokens of a step select: a layer that selects writes them, later layers read them.
 
     topk_indices      int32 [max_num_batched_tokens, index_topk], rows counted within a token's request, then -1
-    slots             int32 of the same shape, their slots; of decode tokens alone
-    lens              int32 [max_num_batched_tokens], their count; of decode tokens alone
+    slots             int32 of the same shape, slots of the selected rows; for decode tokens only
+    lens              int32 [max_num_batched_tokens], their count; for decode tokens only
     candidate_blocks  int32 [max_num_batched_tokens, candidate_topk_blocks]; None for a model without candidate blocks
 
     One selection serves all layers of a model, one step after another.
@@ -186,31 +185,31 @@ class DeepseekV41Selection:
         self._written[what] = layer, metadata
 
     def check(self, what: str, layer: int | None, metadata: DeepseekV41StepMetadata) -> None:
-        """Raise ValueError unless "rows" or "candidates" are those that this layer wrote for the step."""
+        """Raise ValueError unless this layer wrote the "rows" or "candidates" last, and for this step."""
         found, step = self._written.get(what, (None, None))
         if found != layer or step is not metadata:
-            got = "none" if found is None else f"those of layer {found}"
-            of = "" if found is None or step is metadata else " and of another step"
-            raise ValueError(f"selection: got {what}: {got}{of}, expected those of layer {layer} of this step")
+            got = f"no {what}" if found is None else f"{what} of layer {found}"
+            when = "" if found is None or step is metadata else " of another step"
+            raise ValueError(f"selection: got {got}{when}, expected {what} of layer {layer} of this step")
 
     def note_owned(self, layer: int, metadata: DeepseekV41StepMetadata, caches: DeepseekV41Caches) -> None:
         """Remember the caches to which an owner added the step's rows and keys."""
         self._owned[layer] = metadata, caches
 
     def check_owned(self, layer: int, metadata: DeepseekV41StepMetadata, caches: DeepseekV41Caches) -> None:
-        """Raise ValueError unless the owner wrote the step's rows and keys, and to the arrays of these caches."""
-        step, its = self._owned.get(layer, (None, None))
+        """Raise ValueError unless the owner wrote the step's rows and keys to the arrays of these caches."""
+        step, written = self._owned.get(layer, (None, None))
         if step is not metadata:
             raise ValueError(
                 f"selection: layer {layer}, which owns the rows, has not run in this step, expected it before"
             )
         for name in ("compressed", "indexer"):
-            ours, owned = getattr(caches, name), getattr(its, name)
+            ours, owned = getattr(caches, name), getattr(written, name)
             if ours is not owned and ours is not None:
                 ours, owned = (dlpack.borrow(x, f"layer_caches.{name}") for x in (ours, owned))
                 if ours.shape != owned.shape or not coincide(ours, owned):
                     raise ValueError(
-                        f"layer_caches.{name}: got another array than that of layer {layer}, which owns the rows"
+                        f"layer_caches.{name}: got another array, expected the array of layer {layer}, the rows' owner"
                     )
 
 

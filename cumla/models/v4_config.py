@@ -99,7 +99,7 @@ class DeepseekV4Config:
         check_rotated(ROPE_DIM, HEAD_DIM, config, main, nested["compress"] or rope)
         if "compress" in rope:
             if checked_scaling(main) is not None:
-                raise ValueError("rope_parameters.main: got YaRN's scaling, expected that of ratios 4 and 128 alone")
+                raise ValueError("rope_parameters.main: got YaRN's scaling, expected plain RoPE in layers of ratio 1")
             scaling = nested["compress"]
             numbers |= theta_of("rope_theta", main, config)
             numbers |= theta_of("compress_rope_theta", scaling, config)
@@ -121,7 +121,7 @@ class DeepseekV4Config:
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The compress ratio of each layer. A longer list goes on with layers that predict further tokens."""
+    """The compress ratio of each layer. Further entries belong to layers that predict further tokens."""
     if "num_hidden_layers" not in config:
         raise ValueError("num_hidden_layers: the configuration has none, expected a number")
     layers = config["num_hidden_layers"]

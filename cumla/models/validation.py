@@ -1,4 +1,4 @@
-"""Checks of a layer's arguments, and of the arguments of its step before any of them is written.
+"""Checks the arguments of a layer, and of its step before anything is written.
 
 The operations also check their arguments, but only after the step has written rows, and under their own names.
 """
@@ -35,20 +35,20 @@ from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
 
 
 class AttentionLayer(Protocol):
-    """What the checks read of an attention layer of any model."""
+    """The attributes of any model's attention layer that the checks read."""
 
     backend: str | None
     cos_sin: Any
 
 
 class ModelLayer(AttentionLayer, Protocol):
-    """What they read of a layer of V4 or V3.2 beside that."""
+    """The further attributes of a V4 or V3.2 layer that the checks read."""
 
     layouts: Formats
 
 
 class V41Layer(AttentionLayer, Protocol):
-    """What they read of a `DeepseekV41Attention`."""
+    """The attributes of a `DeepseekV41Attention` that the checks read."""
 
     layouts: V41Formats
     ratio: int
@@ -58,7 +58,7 @@ class V41Layer(AttentionLayer, Protocol):
 
 
 class V4Layer(ModelLayer, Protocol):
-    """What they read of a `DeepseekV4Attention`."""
+    """The attributes of a `DeepseekV4Attention` that the checks read."""
 
     ratio: int
     config: DeepseekV4Config
@@ -153,7 +153,7 @@ def check_v4_step(
         if len(step.slot_mapping) != len(window.slot_mapping):
             raise ValueError(
                 f"metadata: got {len(step.slot_mapping)} slots of compressed rows and {len(window.slot_mapping)} of "
-                "the window's, expected those of one batch"
+                "the window's, expected both of one batch"
             )
     check_selection(call, topk_indices, len(metadata.positions))
     remember_validated(key)
@@ -167,7 +167,7 @@ def check_v32_step(
     topk_indices: Any,
     whole: bool = True,
 ) -> None:
-    """The same for a V3.2 layer's step; the cache may have one rank's latent rows only."""
+    """`check_v4_step` for a V3.2 layer's step; the cache may have only one rank's latent rows."""
     check_current("metadata.tokens", metadata.tokens)
     layouts, block_size = layer.layouts, metadata.tokens.block_size
     check_positions(layer, metadata.tokens)
@@ -281,7 +281,7 @@ def check_v41_step(
 
 
 def check_restart(call: Call, rows: Any, positions: Any) -> None:
-    """Raise TypeError or ValueError for what a step needs to be run again, if it is given."""
+    """Raise TypeError or ValueError for restart rows and positions that do not fit, if the caches have them."""
     if (rows is None) != (positions is None):
         raise ValueError(
             "layer_caches.restart_positions: got one of restart_rows and restart_positions, expected both or none"
@@ -305,7 +305,7 @@ def check_tokens(name: str, array: Any, tokens: int) -> None:
 
 
 def check_positions(layer: AttentionLayer, tokens: DeepseekSparseSWAMetadata) -> None:
-    """Raise ValueError for sequences longer than RoPE's tables: positions beyond them would get a wrong rotation."""
+    """Raise ValueError for sequences longer than RoPE's tables: later positions would be rotated wrongly."""
     if tokens.max_seq_len > len(layer.cos_sin):
         raise ValueError(
             f"metadata: got sequences of up to {tokens.max_seq_len} tokens, expected at most the {len(layer.cos_sin)} "

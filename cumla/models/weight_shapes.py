@@ -38,7 +38,7 @@ def expected_weights(config: Config, layer: int) -> dict[str, ExpectedWeight]:
 
 
 def _one_row(config: DeepseekV4Config | DeepseekV41Config) -> dict[str, tuple[int, ...]]:
-    """Of V4 and V4.1, whose heads share one row of keys and values."""
+    """Shapes in V4 and V4.1, whose heads share one row of keys and values."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
     groups, width = config.o_groups, config.o_groups * config.o_lora_rank
     return {
@@ -49,7 +49,7 @@ def _one_row(config: DeepseekV4Config | DeepseekV41Config) -> dict[str, tuple[in
 
 
 def _indexer(config: Config, dim: int) -> dict[str, tuple[int, ...]]:
-    """Of queries and of the weights of their heads."""
+    """Shapes of the indexer's queries and of the weights of their heads."""
     return {
         "indexer.wq_b.weight": (config.index_n_heads * dim, config.q_lora_rank),
         "indexer.weights_proj.weight": (config.index_n_heads, config.hidden_size),

@@ -81,14 +81,14 @@ V41_ATTENTION = {  # transformers has no such model: published names
         "indexer.k_norm.weight",
     )
 }
-TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own
+TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own tables
 SCALE_NAMES = ("scale", "weight_scale_inv")
-LAST_NORM = "norm.weight"  # of a whole published model
+LAST_NORM = "norm.weight"  # the final norm of a published model
 WeightFormat = Literal["fp8", "bfloat16"]
 
 
 def keeps_fp8(weight_format: WeightFormat) -> bool:
-    """Whether FP8 matrices stay so. Raises ValueError for another format."""
+    """Whether FP8 matrices stay in FP8. Raises ValueError for another format."""
     check_choice(("fp8", "bfloat16"), weight_format=weight_format)
     return weight_format == "fp8"
 
@@ -107,7 +107,7 @@ def weights_of_layer(
     block: tuple[int, int] = BLOCK,
     first_draft: int | None = None,
 ) -> LayerWeights:
-    """The weights of one layer's attention. Reads names alone.
+    """The weights of one layer's attention. Reads only names.
 
     weights  by transformers' or the published names within the module; or a checkpoint's tensors, by names of the whole
              model, with or without "model." in front
@@ -129,7 +129,7 @@ def weights_of_layer(
         if not str(name).startswith(starts):
             continue
         rest = next(str(name).removeprefix(start) for start in starts if str(name).startswith(start))
-        # An unknown name stays whole: the layer has no use for it.
+        # An unknown name stays whole: the layer does not use it.
         within = rest if str(name).removesuffix(rest).endswith(own) else _transformers_name(rest, table) or name
         if names.setdefault(within, name) != name:
             raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
@@ -225,7 +225,7 @@ class WeightReader:
         return self._xp.asarray(self._checked(plain(self._named(name), name), name)).astype(np.float32, order="C")
 
     def matrix(self, name: str) -> Any:
-        """As it is given; FP8 is dequantised if it is not kept."""
+        """The weight in its own type; FP8 is dequantised unless keep_fp8."""
         weight = self._named(name)
         if not self._keep or not can_stay(weight):
             return self._checked(plain(weight, name), name)
@@ -241,17 +241,17 @@ class WeightReader:
         shape = self._shapes[name]
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
-        if not isinstance(array, np.ndarray):  # one in host memory is copied to the layer's device
-            its = array.data.device_id
+        if not isinstance(array, np.ndarray):  # an array in host memory is copied to the layer's device
+            device = array.data.device_id
             if self._xp is np:
-                raise ValueError(f"{name}: got an array on CUDA device {its}, expected host memory, as of the layer")
-            if its != (here := self._xp.cuda.runtime.getDevice()):
-                raise ValueError(f"{name}: got an array on CUDA device {its}, expected CuPy's current device, {here}")
+                raise ValueError(f"{name}: got an array on CUDA device {device}, expected the layer's host memory")
+            if device != (here := self._xp.cuda.runtime.getDevice()):
+                raise ValueError(f"{name}: got an array on CUDA device {device}, expected CuPy's current one, {here}")
         self._read.add(name)
         return array
 
     def check_all_read(self) -> None:
-        """Raise ValueError for a weight that the layer has no use for: its output would not be the model's."""
+        """Raise ValueError for a weight that the layer does not use: its output would differ from the model's."""
         left = sorted(str(n) for n in set(self._weights) - self._read if not str(n).endswith(TABLES))
         if left:
             raise ValueError(f"weights: got {', '.join(left[:4])}, which such a layer does not have")
@@ -262,7 +262,7 @@ def lacking(name: str, weights: Mapping[str, Any]) -> str:
 
 
 def place_of(weights: Mapping[str, Any], name: str = "q_a_proj.weight") -> Any:
-    """numpy or cupy, of a layer's weights, by the weight of this name."""
+    """numpy or cupy: where a layer's weights are, judged by the weight of this name."""
     if name not in weights:
         raise MissingWeightError(lacking(name, weights))
     weight = weights[name]
@@ -271,7 +271,7 @@ def place_of(weights: Mapping[str, Any], name: str = "q_a_proj.weight") -> Any:
 
 
 def plain(weight: Any, name: str) -> Any:
-    """A weight as an array of float32, bfloat16 or float16 where it is; FP8 is dequantised to float32 on the host.
+    """A weight as a float32, bfloat16 or float16 array, not moved; FP8 is dequantised to float32 on the host.
 
     weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
 

@@ -145,5 +145,5 @@ def test_what_is_no_metadata():
 def test_builders_name_the_way():
     builder = DeepseekSparseSWAMetadataBuilder(CONFIG, "reference")
     for call in (lambda: builder.build(0, later()), lambda: builder.build(0, first_release())):
-        with pytest.raises(TypeError, match=r"^common_attn_metadata: got .*expected cumla's .*vllm\.from_vllm makes"):
+        with pytest.raises(TypeError, match=r"^common_attn_metadata: got .*expected cumla's .*vllm\.from_vllm"):
             call()

@@ -320,7 +320,7 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
         wrong = replace(own, indexer=replace(inputs, **change))
         with pytest.raises((TypeError, ValueError), match=message):
             layer.step(**arguments, compressed=wrong, backend=lab.backend)
-    with pytest.raises(ValueError, match="topk_indices: got an array together with an indexer"):
+    with pytest.raises(ValueError, match="topk_indices: got an array and an indexer"):
         layer.step(**arguments, compressed=replace(own, topk_indices=inputs.q), backend=lab.backend)
 
 

@@ -135,7 +135,7 @@ def test_from_lengths_takes_torch_into_numpy():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"query_lens": [1]}, ValueError, "query_lens, seq_lens: got 1 and 2 requests, expected as many of both"),
+        ({"query_lens": [1]}, ValueError, "query_lens, seq_lens: got 1 and 2 entries, expected equal numbers"),
         ({"query_lens": [1, 8]}, ValueError, "seq_lens: request 1 has 7 tokens and a query of 8, expected a query"),
         ({"query_lens": [-1, 3]}, ValueError, "query_lens: request 0 has -1 tokens, expected at least 0"),
         ({"seq_lens": [5, -7]}, ValueError, "seq_lens: request 1 has -7 tokens, expected at least 0"),

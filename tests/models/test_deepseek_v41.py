@@ -265,16 +265,14 @@ def test_a_selection_of_another_layer_or_step_is_refused():
         given = {"layer_caches": stack.caches[number], "selection": stack.selection} | changes
         return stack.layers[number].step(x[number], metadata=metadata, **given)
 
-    with pytest.raises(ValueError, match="selection: got rows: none, expected those of layer 4 of this step"):
+    with pytest.raises(ValueError, match="selection: got no rows, expected rows of layer 4 of this step"):
         step(5, metadata)
-    with pytest.raises(ValueError, match="selection: got candidates: none, expected those of layer 3 of this step"):
+    with pytest.raises(ValueError, match="selection: got no candidates, expected candidates of layer 3 of this step"):
         step(4, metadata)
     for number in range(4):
         step(number, metadata)
     before = [array.copy() for array in vars(stack.caches[5]).values() if array is not None]
-    with pytest.raises(
-        ValueError, match="selection: got rows: those of layer 3, expected those of layer 4 of this step"
-    ):
+    with pytest.raises(ValueError, match="selection: got rows of layer 3, expected rows of layer 4 of this step"):
         step(5, metadata)
     with pytest.raises(TypeError, match="selection: got NoneType, expected DeepseekV41Selection"):
         step(3, metadata, selection=None)
@@ -290,7 +288,7 @@ def test_a_selection_of_another_layer_or_step_is_refused():
     step(5, metadata)
     again = stack.builder.build(*stack.paged.batch([(0, 20, 1)])[:1], tables["compressed"], rings)
     x = [hidden[20:21] for hidden in stack.hidden[0]]
-    with pytest.raises(ValueError, match="selection: got rows: those of layer 4 and of another step"):
+    with pytest.raises(ValueError, match="selection: got rows of layer 4 of another step, expected rows of layer 4 "):
         step(5, again)
 
 
@@ -301,7 +299,7 @@ def test_tables_and_rings_are_required():
         stack.builder.build(batch)
     with pytest.raises(ValueError, match="rings: got None, expected the ring of each request"):
         stack.builder.build(batch, tables["compressed"])
-    with pytest.raises(ValueError, match="owner: got None, expected those of layer 1"):
+    with pytest.raises(ValueError, match="owner: got None, expected the caches of layer 1"):
         DeepseekV41Caches.allocate(stack.config, 2, stack.serving, 4, 4, 1)
     with pytest.raises(ValueError, match="owner: got caches, expected None"):
         DeepseekV41Caches.allocate(stack.config, 1, stack.serving, 4, 4, 1, owner=stack.caches[1])
