@@ -196,7 +196,7 @@ def test_an_output_that_overlaps_itself(place, strides):
     data = memory.data if place.on_device else memory
     out = place.xp.ndarray((5, 3, 64), BF16, data, strides=strides)
     positions, table = place.put(np.arange(5)), place.put(np.ones((8, 64), np.float32))
-    with pytest.raises(ValueError, match=r"out: got strides .* to write expected one whose elements are apart"):
+    with pytest.raises(ValueError, match=r"out: got strides .* expected elements that do not overlap, to write"):
         cumla.apply_rope(like, positions, table, out=out, backend=place.backend)
 
 

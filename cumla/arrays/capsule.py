@@ -1,8 +1,8 @@
 """Reads DLPack capsules in place: a tensor's type, shape, strides and address.
 
-NumPy and CuPy refuse types that they could hold as bytes, so capsules are not passed to them. While a capsule is
-borrowed it is marked as used, so that no other consumer takes its tensor and frees it. Afterwards its name is restored,
-and its own destructor frees the tensor.
+NumPy and CuPy refuse types that they could represent as bytes, so they do not get the capsules. A borrowed capsule is
+marked as used, so that no other consumer takes its tensor and frees it. Afterwards the capsule's name is restored, and
+its own destructor frees the tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 READ_ONLY_FLAG = 1
-MAX_NDIM = 64  # NumPy's
+MAX_NDIM = 64  # NumPy's limit
 MAX_BYTES = 2**48  # larger than any tensor
 DEVICE_TYPES = {1: "CPU", 2: "CUDA"}
 USED_NAMES = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}
@@ -35,7 +35,7 @@ class Tensor(ctypes.Structure):
 
 
 class ManagedTensorVersioned(ctypes.Structure):
-    """The target of a "dltensor_versioned" capsule; that of a plain "dltensor" capsule starts with the tensor."""
+    """The target of a "dltensor_versioned" capsule. The target of a "dltensor" capsule starts with the tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -48,7 +48,7 @@ class ManagedTensorVersioned(ctypes.Structure):
 
 
 def _of_python(name: str, result: Any, *arguments: Any) -> Any:
-    """A private copy of a CPython function: other users of ctypes.pythonapi set their own types on the shared one."""
+    """A private copy of a CPython function: other users of ctypes.pythonapi set types on the shared function."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
@@ -60,10 +60,10 @@ _set_capsule_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_obje
 def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool]:
     """The tensor of a capsule of either kind, and whether it is read-only.
 
-    device  the DLPack type and number of the device that the array says it is on
+    device  the DLPack type and number of the device from the array's `__dlpack_device__`
 
-    Raises TypeError unless it is a capsule, ValueError for a capsule that was used already, is not of DLPack's version
-    0 or 1, or has a tensor on another device than the array said. The errors name the argument `name`.
+    Raises TypeError for another object, ValueError for a capsule that was already used, is not of DLPack version 0 or
+    1, or has a tensor on another device. The errors name the argument `name`.
     """
     if type(capsule).__name__ != "PyCapsule":
         raise TypeError(f"{name}: got {type(capsule).__name__} from __dlpack__, expected a capsule")
@@ -89,7 +89,7 @@ def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool
 def described(tensor: Tensor, itemsize: int, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Address, shape and strides in bytes of a tensor. Another library wrote its fields: each is checked before use.
 
-    Raises ValueError, which names the argument `name`.
+    Raises ValueError; the message names the argument `name`.
     """
     ndim, offset, data, sizes, steps = tensor.ndim, tensor.byte_offset, tensor.data, tensor.shape, tensor.strides
     if not 0 <= ndim <= MAX_NDIM:
@@ -109,9 +109,9 @@ def check_extent(
 ) -> None:
     """Raise ValueError for an array that no memory can hold.
 
-    Products of its sizes and strides would overflow, or address memory that is not the array's.
+    Products of such sizes and strides would overflow, or address memory outside of the array.
     """
-    below, above, largest = 0, itemsize, itemsize  # bytes on either side of the first element; of all elements
+    below, above, largest = 0, itemsize, itemsize  # bytes before and after the first address; of all elements
     for size, stride in zip(shape, strides, strict=True):
         if size < 0:
             raise ValueError(f"{name}: got shape {shape}, expected sizes from 0 up")

@@ -1,13 +1,13 @@
 """Any framework's array as a NumPy or CuPy array over the same memory, and results in the caller's framework.
 
     argument(array, name)        -> an Argument: numpy.ndarray (host memory) or cupy.ndarray (CUDA memory), no copy
-    borrow(array, name)          -> that array alone
+    borrow(array, name)          -> only the Argument's array
     give(native, framework)      -> the same memory as an array of that framework, no copy
 
 Only frameworks that the caller has already imported are imported. bfloat16 is borrowed as
-ml_dtypes.bfloat16, 8-bit floats as uint8: NumPy and CuPy exchange their bytes only.
-NumPy, CuPy, torch and JAX arrays take a direct path; other arrays are read by DLPack, or without it by
-`__cuda_array_interface__`.
+ml_dtypes.bfloat16, 8-bit floats as uint8: NumPy and CuPy exchange only their bytes.
+NumPy, CuPy, torch and JAX arrays take a direct path; other arrays are read by DLPack, or by
+`__cuda_array_interface__` if they lack DLPack.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def framework_of(array: Any) -> str:
     """ "numpy", "cupy", "torch", "jax", or "other" for any other array with one of the array protocols. "jax" has the
     device of the array, on which `give` puts results.
 
-    Raises TypeError unless it is an array, and for a JAX tracer, which has no memory.
+    Raises TypeError for an object that is no array, and for a JAX tracer, which has no memory.
     """
     kind = _FRAMEWORK_OF_TYPE.get(type(array)) or _framework_of_type(array)
     return jax_arrays.framework_of(array) if kind == "jax" else kind
 
 
 def _framework_of_type(array: Any) -> str:
-    """The framework's name alone, which the class of an array determines."""
+    """The framework's name, from the class of an array."""
     kind = _FRAMEWORK_OF_TYPE[type(array)] = _identify(array)
     return kind
 
 
 def array_type(framework: str) -> type | None:
-    """The class of a framework's arrays. None if it is not imported: a module of its name may be another package, such
-    as a folder without code or a stand-in for tests, or the framework itself while it is being imported."""
+    """The class of a framework's arrays; None unless the framework is imported. A module of its name may be another
+    package, such as a folder without code or a test double, or the framework during its import."""
     found = getattr(sys.modules.get(framework), "__dict__", {}).get(_ARRAY_TYPES[framework])
     return found if isinstance(found, type) else None
 
@@ -90,12 +90,12 @@ def _speaks_dlpack(array: Any) -> bool:
 
 
 class Argument(NamedTuple):
-    """An argument of a call, borrowed.
+    """A borrowed argument of a call.
 
-    name       of the argument, for error messages
+    name       name of the argument, for error messages
     native     a NumPy or CuPy array over the same memory; 8-bit floats as bytes
     framework  `framework_of` the caller's array
-    read_only  whether the memory must not be written, as JAX's
+    read_only  whether the memory must not be written, such as a JAX array's
     float8     the caller's dtype if it is an 8-bit float, such as "float8_e4m3fn"; else ""
     """
 
@@ -107,7 +107,7 @@ class Argument(NamedTuple):
 
 
 def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
-    """`array` as a NumPy or CuPy array over the same memory; arguments and errors as in `argument`, any 8-bit float."""
+    """`array` as a NumPy or CuPy array over the same memory. Arguments and errors as in `argument`, with any_float8."""
     return argument(array, name, writable, stream, any_float8=True).native
 
 
@@ -116,13 +116,13 @@ def argument(
 ) -> Argument:
     """`array` borrowed as the argument `name`.
 
-    writable    whether the caller will write it: read-only memory, such as JAX's, is then an error
-    stream      handle of the stream that will use it; DLPack makes it wait for the array's pending work. None:
-                CuPy's current one. NumPy, CuPy and torch arrays are ready on their user's current stream
-    any_float8  whether 8-bit floats other than e4m3 are allowed; where bytes are read as e4m3 they are an error
+    writable    whether the array will be written: read-only memory, such as JAX's, is then an error
+    stream      handle of the stream that will use the array; DLPack makes it wait for the array's pending work. None:
+                CuPy's current stream. NumPy, CuPy and torch arrays are ready on their user's current stream
+    any_float8  whether 8-bit floats other than e4m3 are allowed; False where bytes are read as e4m3
 
-    Raises TypeError if it is not an array or has a type without a counterpart, ValueError if its memory cannot be
-    used or written.
+    Raises TypeError for an object that is no array or has a type without a counterpart, ValueError for memory that
+    cannot be used or written.
     """
     kind = _FRAMEWORK_OF_TYPE.get(array.__class__)
     if kind is None:
@@ -145,21 +145,21 @@ def argument(
     if not writable:
         return borrowed
     if borrowed.read_only:
-        instead = "; JAX's never change: cumla.interop.jax gives back what is written" if kind == "jax" else ""
-        raise ValueError(f"{name}: got a read-only {kind} array, expected one that can be written{instead}")
+        instead = "; JAX arrays never change: cumla.interop.jax returns results instead" if kind == "jax" else ""
+        raise ValueError(f"{name}: got a read-only {kind} array, expected a writable array{instead}")
     if overlaps_itself(borrowed.native):
         strides = borrowed.native.strides
-        raise ValueError(f"{name}: got strides {strides} bytes, to write expected one whose elements are apart")
+        raise ValueError(f"{name}: got strides {strides} bytes, expected elements that do not overlap, to write")
     return borrowed
 
 
 def _is_of_cupy(error: Exception) -> bool:
-    """Whether an error is the device's: it says nothing about the argument."""
+    """Whether an error comes from the device, independent of the argument."""
     return type(error).__module__.startswith("cupy")
 
 
 def check_float8(name: str, dtype: str) -> None:
-    """Raise TypeError for the name of an 8-bit float that is not e4m3: its bytes would be read as e4m3."""
+    """Raise TypeError for an 8-bit float other than e4m3: its bytes would be read as e4m3."""
     if dtype.startswith("float8_") and dtype != "float8_e4m3fn":
         raise TypeError(f"{name}: got dtype {dtype}, expected float8_e4m3fn or bytes (uint8)")
 
@@ -175,7 +175,7 @@ def _borrow_numpy(array: Any, name: str, stream: int | None) -> Argument:
     if array.__class__ is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
             raise _masked(name, "a masked array")
-        array = np.asarray(array)  # slices of a matrix would stay matrices
+        array = np.asarray(array)  # slices of an np.matrix would be matrices
     return _argument(name, array, "numpy", not array.flags.writeable)
 
 
@@ -262,7 +262,7 @@ def _borrow_other(array: Any, name: str, stream: int | None) -> Argument:
 
 
 def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> Argument:
-    """The only protocol of Numba's device arrays. The consumer must wait for the producer's stream."""
+    """Borrow by the only protocol of Numba's device arrays. The consumer must wait for the producer's stream."""
     interface = array.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise _masked(name, f"a {type(array).__name__} with a mask (__cuda_array_interface__)")
@@ -338,8 +338,8 @@ def _device_of(array: Any, name: str) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
-    """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. Nothing is kept alive or waited for: the
-    program does both. The array is cached, as a program often has its buffers at the same addresses."""
+    """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. The program keeps the memory alive and
+    orders the work. The array is cached, because a program often has its buffers at the same addresses."""
     dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
     return _over_device_memory(address, shape, capsule.row_major(shape, dtype.itemsize), dtype, device, None)
 
@@ -367,7 +367,7 @@ def give(native: Any, framework: str) -> Any:
 
 
 def give_shared(native: Any, framework: str) -> Any:
-    """The same for memory that may be written later: a copy for JAX, whose arrays must not change."""
+    """`give` for memory that may be written later: a copy for JAX, whose arrays must not change."""
     return give(native.copy() if framework == "jax" else native, framework)
 
 

@@ -1,4 +1,4 @@
-"""Memory of other libraries, held while NumPy or CuPy use it."""
+"""Keeps other libraries' memory alive while NumPy or CuPy use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from . import streams
 
-LEGACY_STREAM = 1  # the default stream in DLPack, which reserves its handle 0
+LEGACY_STREAM = 1  # DLPack's handle of the default stream; DLPack reserves 0
 
 
 class NoCuPyError(ValueError):
@@ -32,26 +32,26 @@ def cupy_module() -> Any:
 
 
 class UntilDone:
-    """Keeps another library's device memory until the work queued on a stream while it was borrowed is done.
+    """Keeps another library's device memory alive until the work that a stream got while it was borrowed is done.
 
-    That library may reuse the memory as soon as it is released, as it does not know the stream of this work.
+    The library may reuse released memory at once, because it does not know the stream of this work.
     """
 
-    _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, what it keeps)
+    _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, owner of the memory)
 
-    def __init__(self, kept: Any, device: int, stream: int) -> None:
-        self._kept, self._device, self._stream = kept, device, stream
+    def __init__(self, owner: Any, device: int, stream: int) -> None:
+        self._owner, self._device, self._stream = owner, device, stream
 
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
         if streams.is_capturing(self._stream):
-            return  # the caller that replays a graph must keep its memory
+            return  # a caller that replays a graph must keep its memory alive
         waiting = self._waiting
         with cupy_module().cuda.Device(self._device), streams.relaxed_capture():
-            waiting.append((recorded(streams.of_handle(self._stream, self._device)), self._kept))
+            waiting.append((recorded(streams.of_handle(self._stream, self._device)), self._owner))
             while waiting:
-                try:  # taken out before it is asked: another thread does the same
+                try:  # popped before the test: another thread may test entries, too
                     entry = waiting.popleft()
                 except IndexError:
                     return
@@ -68,7 +68,7 @@ def recorded(stream: Any) -> Any:
 
 
 def user_stream(stream: int | None) -> int:
-    """The handle, in DLPack's convention, of the stream that will use an array; None: CuPy's current one."""
+    """The handle, in DLPack's convention, of the stream that will use an array; None: CuPy's current stream."""
     handle = cupy_module().cuda.get_current_stream().ptr if stream is None else stream
     return handle or LEGACY_STREAM
 

@@ -1,4 +1,4 @@
-"""JAX's arrays: which of them have memory, and results on the device of a call's first array.
+"""JAX arrays: checks that they have memory, and returns results on the device of a call's first array.
 
 JAX is used only if the caller has imported it.
 """
@@ -14,7 +14,7 @@ INT32 = np.iinfo(np.int32)
 
 
 class Framework(str):
-    """The name "jax" with the host device of an array, for results beside it.
+    """The name "jax" with the host device of an array, on which results are put.
 
     device     one of JAX's CPU devices
     committed  whether JAX must not move the array to another device
@@ -40,7 +40,7 @@ def check(array: Any, name: str) -> None:
     """Raise TypeError for an array of keys, and ValueError for an array that was deleted."""
     jax = sys.modules["jax"]
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name}: got dtype {array.dtype}, expected numbers: jax.random.key_data has those of a key")
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected numbers, such as a key's from jax.random.key_data")
     if not isinstance(array, jax.core.Tracer) and array.is_deleted():
         raise ValueError(f"{name}: got a JAX array that was deleted, as jax.jit does with arrays donated to it")
 
@@ -53,15 +53,15 @@ def fits_64_bits() -> bool:
 def give(native: Any, framework: str) -> Any:
     """A NumPy or CuPy array as a JAX array over the same memory, in host memory on the framework's device.
 
-    Where jax_enable_x64 is off, 64-bit integers, which are slots and positions, become copies of 32 bits: values beyond
-    these become the nearest, and never another valid slot.
+    Without jax_enable_x64, 64-bit integers (slots and positions) are copied to 32 bits. Values out of range become the
+    nearest 32-bit value, and so never another valid slot.
     """
     jax = sys.modules["jax"]
     if native.dtype == np.int64 and not fits_64_bits():
         native = native.clip(INT32.min, INT32.max).astype(np.int32)
     if not isinstance(native, np.ndarray):
         return jax.dlpack.from_dlpack(native)
-    # Both share memory: `dlpack.empty` aligns it as XLA needs it.
+    # The arrays share memory: `dlpack.empty` aligns it as XLA requires.
     if not isinstance(framework, Framework):
         return jax.device_put(native)
     if framework.committed:

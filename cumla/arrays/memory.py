@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MOST_WORK = 1_000_000  # steps of NumPy's exact comparison: some milliseconds
+MOST_WORK = 1_000_000  # limit of the steps of NumPy's exact comparison: some milliseconds
 
 
 class Extent(NamedTuple):
     """The bytes [address + low, address + high) that contain an array's elements.
 
-    address  of the first element, which is not the lowest where a stride is negative
+    address  address of the first element, not the lowest one if a stride is negative
     low      0 or negative; high - low is 0 for an array without elements
     """
 
@@ -60,8 +60,8 @@ def extent(native: Any) -> Extent:
 def share_elements(a: Any, b: Any) -> bool:
     """Whether an element of one NumPy or CuPy array shares a byte with an element of the other.
 
-    Interleaved arrays do not share elements: columns of one matrix, pages of several caches in one allocation. Strides
-    so irregular that MOST_WORK steps do not decide count as shared: an error is better than a result that may be wrong.
+    Interleaved arrays do not share elements: columns of one matrix, pages of several caches in one allocation. If
+    MOST_WORK steps do not decide, elements count as shared: an error is better than a result that may be wrong.
     """
     on_host = isinstance(a, np.ndarray)
     if on_host != isinstance(b, np.ndarray):
@@ -93,8 +93,8 @@ def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
         occupied += (size - 1) * stride
     else:
         return False
-    # Two elements that differ in their index along an axis are in different halves at one of these bisections; the
-    # second half has no distance between elements that the first one lacks.
+    # Two elements whose indices along an axis differ are in different halves in one of these bisections. The second
+    # half need not be divided: all distances between its elements also occur in the first.
     array = _Addresses(1 << 62, shape, strides, itemsize).as_array()
     for axis in range(array.ndim):
         while array.shape[axis] > 1:
@@ -106,7 +106,7 @@ def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
     return False
 
 
-_shares_memory: Callable[..., bool] = np.shares_memory  # its type stub has only two values of max_work
+_shares_memory: Callable[..., bool] = np.shares_memory  # the type stub allows only two values of max_work
 
 
 def _decided(a: np.ndarray, b: np.ndarray) -> bool:

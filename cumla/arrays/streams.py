@@ -33,7 +33,7 @@ class Current:
     """A context in which CuPy's current device is `device` and its current stream `handle`; may be entered again.
 
     device  a CUDA device, or -1 for host memory: nothing to do
-    handle  of a stream; None: CuPy's current one
+    handle  handle of a stream; None: CuPy's current stream
 
     Nothing changes before `with`: only the end of `with` pops CuPy's stack of streams.
     """
@@ -73,18 +73,18 @@ class InOrder:
     """Work that could run concurrently with the caller's, but runs on its stream."""
 
     def branch(self) -> contextlib.AbstractContextManager[Any]:
-        """A context whose work begins when the work queued on the current stream so far is done."""
+        """A context whose work begins after the work that is already queued on the current stream."""
         return NOTHING
 
     def join(self) -> None:
-        """Make work queued on the current stream from now on wait for the work of all branches."""
+        """Make later work on the current stream wait for the work of all branches."""
 
 
 class Side(InOrder):
     """A second stream on CuPy's current device, for work that may run concurrently with the caller's.
 
-    It must be created outside of captures. Within a capture, branches become branches of the graph, and must be joined
-    before its end. Not for callers that run concurrently with each other.
+    A Side must be created outside of captures. Within a capture, branches become branches of the graph, and must be
+    joined before its end. Callers that run concurrently with each other must not share one.
     """
 
     handles: ClassVar[set[int]] = set()  # of all side streams
@@ -92,7 +92,7 @@ class Side(InOrder):
     def __init__(self) -> None:
         cuda = sys.modules["cupy"].cuda
         self._stream = cuda.Stream(non_blocking=True)
-        self._event = cuda.Event(disable_timing=True)  # can be reused: a wait refers to the record before it
+        self._event = cuda.Event(disable_timing=True)  # can be reused: a wait refers to the last record before it
         self.handles.add(self._stream.ptr)
         weakref.finalize(self, self.handles.discard, self._stream.ptr)
 
@@ -109,7 +109,7 @@ class Side(InOrder):
 
 
 class _Handle:
-    """A stream of another owner."""
+    """A stream that another library owns."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -120,7 +120,7 @@ class _Handle:
 
 @functools.lru_cache(maxsize=256)
 def of_handle(handle: int, device: int) -> Any:
-    """A CuPy stream for the handle of any owner's stream of CUDA device `device`. Cached, as creation is expensive."""
+    """A CuPy stream for the handle of any library's stream of CUDA device `device`. Cached: creation is expensive."""
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream.from_external(_Handle(handle))
@@ -135,7 +135,7 @@ def is_capturing(handle: int | None = None) -> bool:
 def is_any_capturing() -> bool:
     """Whether a CUDA graph is being captured on torch's or on CuPy's current stream."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-    torch_captures = getattr(cuda, "is_current_stream_capturing", None)  # none while torch is being imported
+    torch_captures = getattr(cuda, "is_current_stream_capturing", None)  # missing while torch is being imported
     return (torch_captures is not None and cuda.is_available() and bool(torch_captures())) or is_capturing()
 
 
@@ -168,9 +168,9 @@ def _exchange_capture_mode() -> Any:
 
 
 def current(framework: str, device: int) -> int | None:
-    """Handle of the current stream of `framework` on CUDA device `device`; None means CuPy's current one.
+    """Handle of the current stream of `framework` on CUDA device `device`; None: CuPy's current stream.
 
-    JAX has no current stream outside its callbacks: its arrays are handed over in order by DLPack.
+    JAX has no current stream outside its callbacks: DLPack orders the work on its arrays.
     """
     if framework == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -193,7 +193,7 @@ def _stream_number() -> Any:
 
 
 def handle_of(stream: Any) -> int:
-    """The handle of a stream given by the caller.
+    """The handle of a caller's stream.
 
     stream  an int (a cudaStream_t), or an object with `__cuda_stream__`, `.ptr` or `.cuda_stream`
     Raises TypeError for anything else.

@@ -70,15 +70,15 @@ class SelectedAttention:
         decodes = metadata.num_decode_tokens
         over_pages = decodes + (ahead if decodes else 0) if chunks else tokens
         if mapped < over_pages:
-            some = slice(mapped, over_pages)
+            part = slice(mapped, over_pages)
             with self.observe("map"):
-                self._map(metadata, selected, some, metadata.block_table, metadata.block_size, slots, lens)
+                self._map(metadata, selected, part, metadata.block_table, metadata.block_size, slots, lens)
         if over_pages:
-            some = slice(0, over_pages)
+            part = slice(0, over_pages)
             with self.observe("decode"):
                 sparse_mla_decode(
-                    q[some, None], self.cache, slots[some, None], layout=self.layout, topk_length=lens[some],
-                    softmax_scale=self.softmax_scale, out=out[some, None], lse=lse[some],
+                    q[part, None], self.cache, slots[part, None], layout=self.layout, topk_length=lens[part],
+                    softmax_scale=self.softmax_scale, out=out[part, None], lse=lse[part],
                     plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:

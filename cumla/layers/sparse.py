@@ -204,16 +204,16 @@ class _Run:
                 k = dlpack.borrow(inputs.k, "indexer.k")
                 slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")
                 indexer_k_quant_and_cache(k, inputs.cache, slots, backend=self.backend)
-        given = {"scores": self._cut("scores", None), "selected": self._cut("selected", tokens)}
+        arrays = {"scores": self._cut("scores", None), "selected": self._cut("selected", tokens)}
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-            array = given.get(name)
+            array = arrays.get(name)
             return dlpack.empty(shape, np.dtype(dtype), q) if array is None else array
 
         selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
         slots, decodes, topk = None, metadata.num_decode_tokens, self.layer.index_topk
         if 0 < decodes == inputs.metadata.num_decode_tokens:  # the same tokens are decodes in the indexer's metadata
-            given |= {name: self._cut(name, with_decodes) for name in ("topk_indices", "topk_lens")}
+            arrays |= {name: self._cut(name, with_decodes) for name in ("topk_indices", "topk_lens")}
             slots = (
                 memory("topk_indices", (with_decodes, topk), np.int32)[:, :topk],
                 memory("topk_lens", (with_decodes,), np.int32),

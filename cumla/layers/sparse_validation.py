@@ -224,15 +224,15 @@ def check_has_c128a(metadata: DeepseekSparseSWAMetadata) -> None:
 
 def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:
     """Check the slots of the rows that decodes select. Returns whether `compressed` has them."""
-    given = compressed.decode_slots is not None
-    if given != (compressed.decode_lens is not None):
+    has_slots = compressed.decode_slots is not None
+    if has_slots != (compressed.decode_lens is not None):
         raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
-    if given:
+    if has_slots:
         slots = call.array("compressed.decode_slots", compressed.decode_slots, INT32, (-1, -1))
         check_rows("compressed.decode_slots", slots, tokens, "tokens")
         lens = call.array("compressed.decode_lens", compressed.decode_lens, INT32, (-1,))
         check_rows("compressed.decode_lens", lens, tokens, "tokens")
-    return given
+    return has_slots
 
 
 def check_indexer(

@@ -95,14 +95,14 @@ class ServingConfig:
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
         try:
-            given = tuple(self.compress_ratios)
+            values = tuple(self.compress_ratios)
         except TypeError:
             raise TypeError(f"compress_ratios: got {shown(self.compress_ratios)}, expected one a layer") from None
-        for ratio in given:
+        for ratio in values:
             check_integers(0, compress_ratios=ratio)
             if ratio and ratio not in COMPRESS_RATIOS:
                 raise ValueError(f"compress_ratios: got {ratio}, expected 0, 1, 2, 4 or 128")
-        ratios = tuple(int(ratio) if self.has_c1a else max(1, int(ratio)) for ratio in given)
+        ratios = tuple(int(ratio) if self.has_c1a else max(1, int(ratio)) for ratio in values)
         if not ratios:
             raise ValueError("compress_ratios: got no layers, expected at least one")
         object.__setattr__(self, "compress_ratios", ratios)
@@ -158,20 +158,20 @@ class BatchArrays(NamedTuple):
         num_reqs, name = batch.num_reqs, "block_table"
         if block_table is None:
             name, block_table = "block_table_tensor", batch.block_table_tensor
-        given = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
-        cache_key = call_key("batch", num_reqs, *given)
+        fields = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
+        cache_key = call_key("batch", num_reqs, *fields)
         if debug.active and debug.is_on():
             check_twins(call, batch)
         elif cache_key in VALIDATED:
-            call.first = dlpack.argument(given.query_start_loc, "query_start_loc")
-            return given
+            call.first = dlpack.argument(fields.query_start_loc, "query_start_loc")
+            return fields
         arrays = cls(
-            call.array("query_start_loc", given.query_start_loc, INT32, (num_reqs + 1,)),
-            call.array("seq_lens", given.seq_lens, INT32, (num_reqs,)),
-            call.array("slot_mapping", given.slot_mapping, SLOTS, (-1,)),
+            call.array("query_start_loc", fields.query_start_loc, INT32, (num_reqs + 1,)),
+            call.array("seq_lens", fields.seq_lens, INT32, (num_reqs,)),
+            call.array("slot_mapping", fields.slot_mapping, SLOTS, (-1,)),
             call.array(name, block_table, INT32, (num_reqs, -1)),
         )
-        if all(array is its for array, its in zip(arrays, given, strict=True)):
+        if all(array is source for array, source in zip(arrays, fields, strict=True)):
             remember_validated(cache_key)
         return arrays
 

@@ -125,8 +125,8 @@ def batch_of_groups(
             )
             window = sliding_window if group.is_prompt else None
             slots.append(slots_of(blocks, context, length, block_size, window))
-            kept = 0 if group.curr_sliding_window_blocks is None else int(group.curr_sliding_window_blocks[i])
-            tables.append(np.empty(0, np.int32) if blocks is None else blocks[-kept:])
+            num_blocks = 0 if group.curr_sliding_window_blocks is None else int(group.curr_sliding_window_blocks[i])
+            tables.append(np.empty(0, np.int32) if blocks is None else blocks[-num_blocks:])
             is_prompt.append(group.is_prompt)
             query_lens.append(query)
             seq_lens.append(length if group.seq_lens is None else int(group.seq_lens[i]))

@@ -130,12 +130,12 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
     block_rows, block_columns = weights[0].block
     rows = math.gcd(block_rows, *(len(codes) for codes, _ in checked[:-1]))
     placed = [(in_rows(xp.asarray(codes)), scales) for codes, scales in checked]
-    made = [
+    parts = [
         BlockScaledWeight(codes, scales, block_rows, block_columns, scratch).with_block_rows(rows)
         for codes, scales in placed
     ]
-    codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
-    scales = np.concatenate([each.scales for each in made])
+    codes = xp.concatenate([each.codes for each in parts]) if len(parts) > 1 else parts[0].codes
+    scales = np.concatenate([each.scales for each in parts])
     finite = xp is not np and not bool(((codes & 0x7F) == 0x7F).any())  # only device kernels use it
     fractions, exponents = np.frexp(scales)  # in [0.5, 1)
     is_ue8m0 = bool(((fractions == 0.5) & (exponents >= -99) & (exponents <= 8)).all())

@@ -236,9 +236,9 @@ class V32Step:
         layer, metadata = self.layer, self.metadata
         weights = self.array("index_weights", (len(x), layer.config.index_n_heads), FLOAT32)
         multiply(x, layer.index_weights, weights, layer.backend)
-        made = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
+        queries = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
         return layer.indexer.select(
-            *made, self.caches.indexer, metadata.indexer, metadata.positions, metadata.tokens.token_to_req_indices,
+            *queries, self.caches.indexer, metadata.indexer, metadata.positions, metadata.tokens.token_to_req_indices,
             metadata.tokens.block_table, slots, metadata.tokens.is_valid_token,
         )  # fmt: skip
 

@@ -43,8 +43,8 @@ def attend(
             x = x.copy()
         if result is None:
             result = dlpack.empty(x.shape, x.dtype, x)
-        given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
-        run(x, given, result)
+        indices = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
+        run(x, indices, result)
         if not early_release:
             end_release(x)
     return dlpack.give(result, framework) if out is None else out

@@ -147,14 +147,14 @@ def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: s
     with call.kernels("projection") as kernels:
         for group in range(groups):
             for first in range(0, rows, together):
-                some = slice(first, min(first + together, rows))
-                values = memory.reshape(1, together, columns)[:, : some.stop - first]
-                its = scales[group : group + 1, first // weight.block_rows :]
+                part = slice(first, min(first + together, rows))
+                values = memory.reshape(1, together, columns)[:, : part.stop - first]
+                part_scales = scales[group : group + 1, first // weight.block_rows :]
                 kernels.dequantize_blocks(
-                    codes[group : group + 1, some], its, weight.block_rows, weight.block_columns, values
+                    codes[group : group + 1, part], part_scales, weight.block_rows, weight.block_columns, values
                 )
                 kernels.batched_product(
-                    x[group : group + 1], values.transpose(0, 2, 1), out[group : group + 1, :, some]
+                    x[group : group + 1], values.transpose(0, 2, 1), out[group : group + 1, :, part]
                 )
 
 

@@ -43,8 +43,8 @@ def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[st
     scale = 1.0
     if scaling is not None:
         stretched = FLOAT32(1) / (FLOAT32(scaling["factor"]) * wavelengths)
-        kept = FLOAT32(1) - _ramp(dim, theta, scaling)
-        frequencies = stretched * (FLOAT32(1) - kept) + frequencies * kept
+        unscaled = FLOAT32(1) - _ramp(dim, theta, scaling)
+        frequencies = stretched * (FLOAT32(1) - unscaled) + frequencies * unscaled
         scale = attention_factor(scaling)
     angles = np.arange(max_position, dtype=FLOAT32)[:, None] * frequencies
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * FLOAT32(scale)
@@ -58,10 +58,10 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     check_kind(Mapping, rope_scaling=scaling)
-    given = {name: value for name, value in scaling.items() if value is not None}
-    kind = given.get("rope_type", given.get("type"))
+    entries = {name: value for name, value in scaling.items() if value is not None}
+    kind = entries.get("rope_type", entries.get("type"))
     if kind is None:
-        for name, value in given.items():
+        for name, value in entries.items():
             if name not in WITHOUT_TYPE:
                 raise ValueError(f"rope_scaling.{name}: got {shown(value)} without a rope_type, expected one with it")
         return None
@@ -69,20 +69,20 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if kind == "default":
         return None
     for name in REQUIRED:
-        if name not in given:
-            raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's parameters")
-    for name in given.keys() - KNOWN:
-        if name not in COMPUTED or given[name] != COMPUTED[name]:
-            raise ValueError(f"rope_scaling.{name}: got {shown(given[name])}, expected {COMPUTED.get(name, 'none')}")
-    for name in given.keys() & LIMITS.keys():
+        if name not in entries:
+            raise ValueError(f"rope_scaling: got {sorted(entries)}, expected {name} among YaRN's parameters")
+    for name in entries.keys() - KNOWN:
+        if name not in COMPUTED or entries[name] != COMPUTED[name]:
+            raise ValueError(f"rope_scaling.{name}: got {shown(entries[name])}, expected {COMPUTED.get(name, 'none')}")
+    for name in entries.keys() & LIMITS.keys():
         least, most = LIMITS[name]
-        if not least <= finite(f"rope_scaling.{name}", given[name]) <= most:
-            raise ValueError(f"rope_scaling.{name}: got {shown(given[name])}, expected {least} to {most}")
-    check_flags(**{"rope_scaling.truncate": given.get("truncate", True)})
-    fast, slow = ({**BETAS, **given}[name] for name in BETAS)
+        if not least <= finite(f"rope_scaling.{name}", entries[name]) <= most:
+            raise ValueError(f"rope_scaling.{name}: got {shown(entries[name])}, expected {least} to {most}")
+    check_flags(**{"rope_scaling.truncate": entries.get("truncate", True)})
+    fast, slow = ({**BETAS, **entries}[name] for name in BETAS)
     if fast < slow:
         raise ValueError(f"rope_scaling.beta_fast: got {fast}, expected at least beta_slow = {slow}")
-    return given
+    return entries
 
 
 def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
@@ -102,9 +102,9 @@ def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
     """YaRN's factor on cosines and sines."""
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    explicit = scaling.get("attention_factor")
+    if explicit is not None:
+        return float(explicit)
     factor = scaling["factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return mscale(factor, scaling["mscale"]) / mscale(factor, scaling["mscale_all_dim"])

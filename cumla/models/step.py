@@ -156,12 +156,12 @@ class DeepseekV4StepBuilder:
         if not self.ratios:
             return
         page, call = self.config.compressed_block_size, Call(self.backend)
-        given = {"compressed_block_table": (compressed, page, self.ratios[0])}
+        checked = {"compressed_block_table": (compressed, page, self.ratios[0])}
         for ratio in self.ratios:
-            given[f"state_block_tables[{ratio}]"] = states[ratio], self.state_block_sizes[ratio], 1
+            checked[f"state_block_tables[{ratio}]"] = states[ratio], self.state_block_sizes[ratio], 1
         tables = {
             name: (call.array(name, table, INT32, (batch.num_reqs, -1)), positions, positions_per_row)
-            for name, (table, positions, positions_per_row) in given.items()
+            for name, (table, positions, positions_per_row) in checked.items()
         }
         check_tables(HostLens.of(batch).seq_lens, tables)
 

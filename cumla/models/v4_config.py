@@ -127,9 +127,9 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     layers = config["num_hidden_layers"]
     check_integers(1, MOST_LAYERS, num_hidden_layers=layers)
     types, ratios = config.get("layer_types"), config.get("compress_ratios")
-    for name, given in (("layer_types", types), ("compress_ratios", ratios)):
-        if given is not None:
-            check_list(name, given, layers)
+    for name, entries in (("layer_types", types), ("compress_ratios", ratios)):
+        if entries is not None:
+            check_list(name, entries, layers)
     listed = None
     if ratios is not None:
         check_integers(0, **{f"compress_ratios[{layer}]": ratio for layer, ratio in enumerate(ratios[:layers])})

@@ -1,1 +1,1 @@
-"""The public operations, a file for each family. Each operation checks its arguments and calls a backend's kernels."""
+"""The public operations, one file a family. Each operation checks its arguments and calls a backend's kernels."""

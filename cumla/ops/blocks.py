@@ -29,8 +29,8 @@ def swap_blocks(
     src         [num_blocks, ...] any dtype; a page is contiguous, pages may be any distance apart
     dst         [num_blocks, ...] with pages of src's shape and dtype, written
     src_to_dst  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are. For copies between
-                host and device it must be on the host, and each page is one asynchronous copy. A copy of host memory
-                that is not pinned is effectively synchronous; pinned memory must be kept until the stream has run it
+                host and device it must be on the host, and each page is one asynchronous copy. Copies of unpinned host
+                memory are effectively synchronous; pinned memory must stay allocated until the stream has copied it
 
     A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
     by one call, and pages written twice, end up with either content.
@@ -61,13 +61,13 @@ def swap_blocks(
         call.may_share = same_pages
     pairs = block_pairs(call, "src_to_dst", src_to_dst)
     if across and not isinstance(pairs, np.ndarray):
-        raise ValueError("src_to_dst: got an array in CUDA memory, expected host memory to copy between both")
+        raise ValueError("src_to_dst: got an array in CUDA memory, expected host memory to copy to or from the host")
     if pairs.size and source.size and destination.size:
         with call.kernels("blocks") as kernels:
             if across:
                 kernels.copy_blocks_across(source, destination, pairs)
             else:
-                kernels.copy_blocks(source, destination, beside(source, pairs))
+                kernels.copy_blocks(source, destination, on_device_of(source, pairs))
 
 
 @launch_cached
@@ -78,7 +78,7 @@ def copy_blocks(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Copy pages within each of several caches; the same pages in all of them.
+    """Copy the same pages within each of several caches.
 
     kv_caches    caches, each [num_blocks, ...] of any dtype; a page is contiguous, pages may be any distance apart
     src_to_dsts  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are
@@ -103,7 +103,7 @@ def copy_blocks(
     if not caches or not pairs.size:
         return
     with call.kernels("blocks") as kernels:
-        pairs = beside(caches[0], pairs)
+        pairs = on_device_of(caches[0], pairs)
         for cache in caches:
             if cache.size:
                 kernels.copy_blocks(cache, cache, pairs)
@@ -113,7 +113,7 @@ def page_bytes(name: str, native: Any) -> Any:
     """A cache [num_blocks, ...] as its pages' bytes, uint8 [num_blocks, page_bytes]."""
     if native.ndim < 2:
         raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected [num_blocks, ...]")
-    if not native.size:  # nothing to copy, whatever its strides
+    if not native.size:  # nothing to copy, strides do not matter
         return native
     contiguous = native.itemsize
     for size, stride in zip(reversed(native.shape[1:]), reversed(native.strides[1:]), strict=True):
@@ -126,7 +126,7 @@ def page_bytes(name: str, native: Any) -> Any:
 
 
 def same_pages(source: Any, destination: Any) -> bool:
-    """Whether pages of two caches that share memory are the same ones, as in views of one cache."""
+    """Whether the pages of two caches that share memory coincide, as in views of one cache."""
     if source.dtype != BYTES[0] or destination.dtype != BYTES[0]:  # pairs of block numbers
         return False
     distance = extent(destination).address - extent(source).address
@@ -135,7 +135,7 @@ def same_pages(source: Any, destination: Any) -> bool:
 
 
 def block_pairs(call: Call, name: str, value: Any) -> Any:
-    """Check pairs of block numbers, [n, 2], wherever they are."""
+    """Check pairs of block numbers, [n, 2], on the host or a device."""
     argument = dlpack.argument(value, name, stream=call.stream)
     pairs = argument.native
     if not isinstance(pairs, np.ndarray):
@@ -148,6 +148,6 @@ def block_pairs(call: Call, name: str, value: Any) -> Any:
     return pairs
 
 
-def beside(cache: Any, pairs: Any) -> Any:
-    """The pairs on the cache's device: pairs on the host are copied there."""
+def on_device_of(cache: Any, pairs: Any) -> Any:
+    """The pairs on the cache's device; pairs on the host are copied to it."""
     return dlpack.namespace_of(cache).asarray(pairs) if isinstance(pairs, np.ndarray) else pairs

@@ -1,10 +1,10 @@
-"""Candidate blocks of DeepSeek V4.1's indexer: one layer chooses blocks of positions, later layers look only there.
+"""Candidate blocks of DeepSeek V4.1's indexer: one layer chooses blocks of positions, later layers select from them.
 
-The candidate source scores every position, as each index layer does, and `select_candidate_blocks` keeps the blocks
-with the best scores. A later index layer scores the positions of these blocks alone (`candidate_topk`,
-`candidate_logits`); an engine that has all its scores already masks them (`apply_candidate_mask`).
+The candidate source scores every position, as an index layer does, and `select_candidate_blocks` selects the blocks
+with the best scores. A later index layer scores only the positions of these blocks (`candidate_topk`,
+`candidate_logits`); an engine that already has all scores masks them (`apply_candidate_mask`).
 
-Positions are those of the layer's rows: position p is row p of a request's index keys. Block i is the positions
+A position is a row of the layer: position p is row p of a request's index keys. Block i contains the positions
 i * candidate_block_size <= p < (i + 1) * candidate_block_size.
 """
 
@@ -55,17 +55,17 @@ def select_candidate_blocks(
     logits      [M, N] float32, scores of all positions
     topk_blocks how many blocks to select
     row_starts, row_ends, seq_lens, next_n    the valid columns of a row, as in top_k_per_row; blocks count from the
-                            first of them
+                            first valid column
     candidate_block_size    positions of a block
-    max_workspace_bytes     most device memory for the blocks' scores; at least those of one request must fit
+    max_workspace_bytes     most device memory for the blocks' scores; at least one request's scores must fit
     workspace   uint8 [bytes] to use instead of allocating; its size is the bound
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out         to write instead of allocating
 
     Returns int32 [M, topk_blocks]: blocks in ascending order, then -1. A block's score is its largest valid logit; NaN
     is left out, and +inf counts as the largest finite value. The newest block, which has the row's last valid column,
-    is always selected; other blocks only if their score is above -inf. Scores are compared by value, subnormal ones,
-    too; -0 equals 0. Among equal scores the lowest blocks are selected, so every backend selects the same.
+    is always selected; other blocks only if their score is above -inf. Scores, including subnormal ones, are compared
+    by value; -0 equals 0. Among equal scores the lowest blocks are selected, so every backend selects the same.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM select_candidate_blocks (DeepSeek V4.1), which leaves order and ties open.
     """
@@ -81,10 +81,10 @@ def select_candidate_blocks(
         memory, step = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, rows.next_n)
         with call.kernels("candidates") as kernels:
             for first in range(0, tokens, step):
-                some = slice(first, min(first + step, tokens))
-                maxima, _ = rows_in(memory, some.stop - first, row_bytes, width)
+                part = slice(first, min(first + step, tokens))
+                maxima, _ = rows_in(memory, part.stop - first, row_bytes, width)
                 kernels.select_candidate_blocks(
-                    logits[some], rows_of(rows, some), candidate_block_size, maxima, candidates[some]
+                    logits[part], rows_of(rows, part), candidate_block_size, maxima, candidates[part]
                 )
     return call.results()
 
@@ -108,10 +108,10 @@ def apply_candidate_mask(
     logits            [M, N] float32, scores of all positions
     candidate_blocks  [M, K] int32, blocks of each row in any order; those outside of the row, such as -1, are ignored
     row_starts, row_ends, seq_lens, next_n    the valid columns of a row, as in top_k_per_row; blocks count from the
-                      first of them. Other columns are not written
+                      first valid column. Other columns are not written
     candidate_block_size    positions of a block
-    with_nan          write NaN instead, which top_k_per_row never selects: a row with fewer candidates than it is to
-                      select then ends in -1 instead of positions that are no candidates
+    with_nan          write NaN instead, which top_k_per_row never selects: the selection of a row with fewer candidates
+                      than topk then ends in -1 instead of positions that are not candidates
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM apply_candidate_mask (DeepSeek V4.1), without its write to a row's last column.
@@ -147,7 +147,7 @@ def candidate_logits(
     q, kv_cache       as in fp8_paged_mqa_logits
     weights           [B * next_n, H] float32
     candidate_blocks  [B * next_n, K] int32, blocks of each query; -1: none
-    context_lens      [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
+    context_lens      [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows;
                       or [B, next_n], rows that each query sees; clamped to the rows of block_table. A prefill chunk has
                       B queries of next_n 1
     block_table       [>= B, C] int32, page of each block_size rows
@@ -158,9 +158,9 @@ def candidate_logits(
 
     Returns logits float32 [B * next_n, K * candidate_block_size]: column c scores the position
     candidate_blocks[m, c // size] * size + c % size, where size is candidate_block_size. The logit is -inf where there
-    is no block, where the query does not see the position, and where its page is absent. Scores are those of
-    fp8_paged_mqa_logits but for rounding (cumla.bounds.SCORES). A query's logits do not depend on the other queries of
-    the call.
+    is no block, where the query does not see the position, and where its page is absent. Except for rounding
+    (cumla.bounds.SCORES), scores are the same as fp8_paged_mqa_logits'. A query's logits do not depend on the other
+    queries of the call.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(1, candidate_block_size=candidate_block_size)
@@ -196,11 +196,11 @@ def candidate_topk(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Score the positions of each query's candidate blocks and select the best of them.
+    """Score the positions of each query's candidate blocks and select the topk best positions.
 
     q, kv_cache, weights, context_lens, block_table, candidate_block_size, layout    as in candidate_logits
-    candidate_blocks     [B * next_n, K] int32, each block at most once, ascending as select_candidate_blocks gives
-                         them; -1: none
+    candidate_blocks     [B * next_n, K] int32, each block at most once, ascending, as from select_candidate_blocks;
+                         -1: none
     topk                 how many positions to select
     max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
@@ -227,26 +227,26 @@ def candidate_topk(
         memory, step = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, next_n)
         with call.kernels("candidates") as kernels:
             for first in range(0, tokens, step):
-                some = slice(first, min(first + step, tokens))
-                entries = slice(first // next_n, some.stop // next_n)
-                logits, _ = rows_in(memory, some.stop - first, row_bytes, width)
+                part = slice(first, min(first + step, tokens))
+                entries = slice(first // next_n, part.stop // next_n)
+                logits, _ = rows_in(memory, part.stop - first, row_bytes, width)
                 kernels.candidate_logits(CandidateScores(
-                    q[entries], pages, weights[some], candidates[some], lens[entries], table[entries],
+                    q[entries], pages, weights[part], candidates[part], lens[entries], table[entries],
                     candidate_block_size, math.nan, logits,
                 ))  # fmt: skip
-                kernels.top_k_of_candidates(logits, candidates[some], candidate_block_size, indices[some])
+                kernels.top_k_of_candidates(logits, candidates[part], candidate_block_size, indices[part])
     return call.results()
 
 
-def rows_of(rows: Rows, some: slice) -> Rows:
-    """The valid columns of some rows, which are those of whole requests."""
-    starts, ends = (None if array is None else array[some] for array in (rows.starts, rows.ends))
-    lens = None if rows.lens is None else rows.lens[some.start // rows.next_n : some.stop // rows.next_n]
+def rows_of(rows: Rows, part: slice) -> Rows:
+    """The valid columns of consecutive rows, which must belong to whole requests."""
+    starts, ends = (None if array is None else array[part] for array in (rows.starts, rows.ends))
+    lens = None if rows.lens is None else rows.lens[part.start // rows.next_n : part.stop // rows.next_n]
     return Rows(starts, ends, lens, rows.next_n)
 
 
 def checked_candidates(call: Call, candidate_blocks: Any, tokens: int, block: int) -> tuple[Any, int]:
-    """candidate_blocks [tokens, K], and the columns of their logits."""
+    """candidate_blocks [tokens, K], checked, and the number of columns of their logits."""
     candidates = call.array("candidate_blocks", candidate_blocks, INT32, (tokens, "K"))
     width = candidates.shape[1] * block
     if width > INDEX_LIMIT:

@@ -48,17 +48,17 @@ def compress_and_insert(
     """Save the states of this step's tokens for later steps, and insert the compressed rows that the step completes.
 
     A row represents compress_ratio positions. Each channel is the mean of the window's kv, weighted by the softmax over
-    the window of score + position bias. The row then gets RMSNorm, RoPE at the first of its positions, and the cache's
-    format. Where `kv_score` has two halves (coff 2, as at ratio 4), windows overlap: a row pools the second half of the
-    channels of its own positions and the first half of the channels of the previous row's positions.
+    the window of score + position bias. The row then gets RMSNorm, RoPE at its first position, and the cache's format.
+    If `kv_score` has two halves (coff 2, as at ratio 4), windows overlap: a row pools the second half of the channels
+    of its own positions and the first half of the channels of the previous row's positions.
 
     kv_score            [T, 2 * coff * D] float32 or bfloat16: kv, then score, coff * D channels each (coff 1 or 2)
-    position_bias       [compress_ratio, coff * D] float32, added to the score of positions with that remainder
+    position_bias       [compress_ratio, coff * D] float32; row position % compress_ratio is added to a score
     norm_weight         [D] float32 or bfloat16
     state_cache         [num_blocks, state_block_size, 2 * coff * D] float32, written: kv, then score with its bias
     state_slot_mapping  [N] int64 or int32, N <= T: where a token's state is saved; -1 (or any slot outside the
                         cache) for a token that no later step reads
-    state_block_table   [R, B] int32, page of each state_block_size positions; -1: absent, such as a page freed already
+    state_block_table   [R, B] int32, page of each state_block_size positions; -1: absent, for example already freed
     k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
                         [num_blocks, page_bytes] with layout and block_size given (pages of
                         DSV4_FP8 as wide as 64 tokens need no block_size), or rows in the layout's plain type
@@ -75,14 +75,14 @@ def compress_and_insert(
     early_release       False: no later kernel starts before the results are stored (docs/interop.md)
 
     index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache
-                        the same arguments of a second compressor, all or none: the indexer's. Its states and rows use
-                        the slots, pages and positions of the first. One launch computes both
+                        the same arguments of a second compressor, the indexer's; all or none. It uses the slots, pages
+                        and positions of the first. One launch computes both
 
-    A window's positions that are in this step are read from kv_score, earlier ones from state_cache, so any chunking
-    of a prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out. A
-    position whose score is -inf in a channel is left out of that channel; a channel without positions is 0. Values are
-    rounded to bfloat16 before they are quantised. The caches may be views of the same pages of one allocation, if
-    slots and tables give each cache pages of its own. Positions outside cos_sin_cache are clamped to it.
+    A window's positions of this step are read from kv_score, earlier ones from state_cache, so any chunking of a prompt
+    gives the same row. A position before the sequence's start, or whose state has no page, is left out. A position
+    whose score is -inf in a channel is left out of that channel; a channel without positions is 0. Values are rounded
+    to bfloat16 before quantisation. The caches may be views of the same pages of one allocation, if slots and tables
+    give each cache pages of its own. Positions outside cos_sin_cache are clamped to it.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.
@@ -94,14 +94,14 @@ def compress_and_insert(
     first = _rows(
         call, "", kv_score, position_bias, norm_weight, state_cache, k_cache, compress_ratio, layout, block_size
     )
-    given = {
+    second_arrays = {
         "index_kv_score": index_kv_score, "index_position_bias": index_position_bias,
         "index_norm_weight": index_norm_weight, "index_state_cache": index_state_cache, "index_k_cache": index_k_cache,
     }  # fmt: skip
-    missing = [name for name, array in given.items() if array is None]
-    if 0 < len(missing) < len(given):
-        there = ", ".join(name for name, array in given.items() if array is not None)
-        raise ValueError(f"{missing[0]}: got None, expected an array of a second compressor, as there is {there}")
+    missing = [name for name, array in second_arrays.items() if array is None]
+    if 0 < len(missing) < len(second_arrays):
+        there = ", ".join(name for name, array in second_arrays.items() if array is not None)
+        raise ValueError(f"{missing[0]}: got None, expected the second compressor's, with {there}")
     compressors = [first]
     if not missing:
         second = call.array("index_kv_score", index_kv_score, (kv_score.dtype,), ("T", -1))
@@ -109,7 +109,7 @@ def compress_and_insert(
             call, "index_", second, index_position_bias, index_norm_weight, index_state_cache, index_k_cache,
             compress_ratio, None, None,
         ))  # fmt: skip
-        _check_alike(*compressors)
+        _check_compatible(*compressors)
     state_slots = slots_of(call, "state_slot_mapping", state_slot_mapping)
     table = call.array("state_block_table", state_block_table, INT32, ("R", -1))
     slots = slots_of(call, "slot_mapping", slot_mapping)
@@ -139,7 +139,7 @@ def _rows(
     layout: Any,
     block_size: int | None,
 ) -> CompressorRows:
-    """Check the arrays of one compressor; `prefix` begins the names of its arguments."""
+    """Check the arrays of one compressor; `prefix` is the prefix of its arguments' names."""
     cache = call.borrow(f"{prefix}k_cache", k_cache, writable=True)
     layout = cache_layout(cache, layout)
     check_layout(layout, ROWS)
@@ -150,7 +150,7 @@ def _rows(
     state = call.array(name, state_cache, FLOAT32, (-1, -1, width), writable=True)
     apart = state.strides[1] >= 4 * width and (len(state) < 2 or state.strides[0] >= state.shape[1] * state.strides[1])
     if state.size and not apart:  # NumPy's strides of an empty array are 0
-        raise ValueError(f"{name}: got strides {state.strides} bytes, expected rows and pages side by side")
+        raise ValueError(f"{name}: got strides {state.strides} bytes, expected rows and pages that do not overlap")
     rows = CompressorRows(
         kv_score,
         call.array(f"{prefix}position_bias", position_bias, FLOAT32, (compress_ratio, width // 2)),
@@ -162,8 +162,8 @@ def _rows(
     return rows
 
 
-def _check_alike(first: CompressorRows, second: CompressorRows) -> None:
-    """Raise unless two compressors can share slots and their windows overlap alike."""
+def _check_compatible(first: CompressorRows, second: CompressorRows) -> None:
+    """Raise TypeError or ValueError unless two compressors can share slots and their windows have the same overlap."""
     coffs = [rows.kv_score.shape[1] // (2 * rows.pages.layout.head_dim) for rows in (first, second)]
     if coffs[0] != coffs[1]:
         raise ValueError(f"index_kv_score: got windows of {coffs[1]} halves, expected {coffs[0]} as in kv_score")

@@ -49,17 +49,17 @@ def mha_varlen(
     k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
     softmax_scale  above 0; 1 / sqrt(d) if None
     causal         the last query sees all keys of its sequence, the query before it one key fewer, and so on
-    accumulate     out and lse hold attention of these queries over other keys: this call's keys are merged into them,
-                   as merge_attn_states would
-    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with accumulate given, float32
+    accumulate     out and lse contain attention of these queries over other keys: this call's keys are merged into
+                   them, as by merge_attn_states
+    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; float32 with accumulate
     lse            [h, T] float32 to write instead of allocating; required with accumulate
 
-    Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
-    out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined). A sequence's
-    results do not depend on the other sequences.
+    Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gets
+    out 0 and lse +inf; results of queries without a sequence are not written (undefined in arrays allocated here). A
+    sequence's results do not depend on the other sequences.
 
-    On CUDA d, r and d_v are multiples of 16, up to 256. All strides but the last axis' are free. NaN in a value may
-    also reach queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
+    On CUDA d, r and d_v are multiples of 16, up to 256. All strides except the last axis' are free. NaN in a value may
+    also reach queries of its sequence that do not see the key: their weight for it is 0, and 0 times NaN is NaN.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: flash_attn_varlen_func, as vLLM's MLA prefill calls it.
     """
@@ -80,13 +80,13 @@ def mha_varlen(
     cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, INT32, ("R + 1",))
     cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, INT32, ("R + 1",))
     if not len(cu_seqlens_q):
-        raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
+        raise ValueError("cu_seqlens_q: got no entries, expected one more than the number of sequences")
     if not head_dim:
         raise ValueError("q: got 0 values a head, expected at least one")
     scale = positive_scale(softmax_scale, head_dim)
     for name, array in (("out", out), ("lse", lse)):
         if accumulate and array is None:
-            raise ValueError(f"{name}: got None, expected the attention to which these keys are added")
+            raise ValueError(f"{name}: got None, expected the array to merge these keys' attention into")
     out_array = call.output("out", out, FLOAT32 if accumulate else (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
     lse_array = call.output("lse", lse, FLOAT32, (heads, tokens))
     if q.size and len(cu_seqlens_q) > 1:
@@ -123,22 +123,22 @@ def dense_mla_decode(
     block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
     cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
     scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. At most 7.59e35,
-                   as values and logits are float32
-    softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
+                   because values and logits are float32
+    softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is computed for its unabsorbed heads
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     an upper bound of cache_seqlens known on the host, for the memory of partial results; the width of
-                   the table if None. A bound that is too small costs time, results stay right
-    plan           a DenseDecodePlan, which keeps the memory for partial results and how the keys are divided: the calls
-                   of a step share it, and `plan.renew()` before the next step. Inside CUDA graph capture give one that
+                   the table if None. A bound that is too small costs time; results stay correct
+    plan           a DenseDecodePlan: the division of keys into splits, and memory for partial results. The calls of a
+                   step share it; call `plan.renew()` before the next step. Inside CUDA graph capture, pass a plan that
                    has served a call of this shape
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
-    Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gives out 0
-    and lse +inf. On a GPU the batch's lengths, or those that the plan was made for, decide how keys are split: results
-    of a request in two batches differ by as little as they may differ from the exact result (cumla.bounds.DECODE_OUT
-    and DECODE_LSE).
+    Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gets out 0
+    and lse +inf. On a GPU the split of keys depends on the batch's lengths, or on the lengths that the plan was
+    computed for: results of a request in two batches differ within the same bounds as from the exact result
+    (cumla.bounds.DECODE_OUT and DECODE_LSE).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """
@@ -150,7 +150,7 @@ def dense_mla_decode(
     cache = call.borrow("k_cache", k_cache)
     dtype = cache.native.dtype
     if dtype not in (q.dtype, *BYTES):
-        raise TypeError(f"k_cache: got dtype {dtype}, expected {q.dtype} as q has, or uint8")
+        raise TypeError(f"k_cache: got dtype {dtype}, expected q's {q.dtype} or uint8")
     pages = pages_of(call, cache, plain_rows(head_dim, VALUE_TYPES[dtype]))
     tensor_scale = checked_scale(call, scale) if dtype in BYTES else None
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
@@ -178,7 +178,7 @@ def dense_mla_decode(
 
 
 def positive_scale(softmax_scale: Any, head_dim: int) -> float:
-    """1 / sqrt(head_dim) for None. Raises TypeError unless it is a number, ValueError unless it is above 0.
+    """softmax_scale, or 1 / sqrt(head_dim) for None. Raises TypeError for no number, ValueError unless it is above 0.
 
     With a scale that is not positive, the largest product would not belong to the largest logit.
     """
@@ -188,11 +188,11 @@ def positive_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def check_products(scale: float, softmax_scale: float) -> None:
-    """Raise ValueError where float32 cannot hold a cache's largest value, or the factor of the products."""
+    """Raise ValueError if a cache's largest value, or the factor of the products, overflows float32."""
     if abs(scale) > FLOAT32_MAX / MAX_E4M3:
         raise ValueError(f"scale: got {scale:g}, expected at most {FLOAT32_MAX / MAX_E4M3:.3g}: values are float32")
     if abs(scale) * softmax_scale > FLOAT32_MAX * math.log(2):
         of_cache = "" if scale == 1.0 else f" times the cache's {scale:g}"
         raise ValueError(
-            f"softmax_scale: got {softmax_scale:g}{of_cache}, expected a product that logits of base 2 have"
+            f"softmax_scale: got {softmax_scale:g}{of_cache}, expected a product that base-2 logits in float32 allow"
         )

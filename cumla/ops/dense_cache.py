@@ -1,4 +1,4 @@
-"""Insert into and gather from the dense caches of multi-head latent attention: rows of kv_c and k_pe."""
+"""Inserts into and gathers from the dense caches of multi-head latent attention: rows of kv_c and k_pe."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def concat_and_cache_mla(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Write each token's kv_c and k_pe, side by side, into its slot of a paged cache.
+    """Write each token's kv_c and k_pe, concatenated, into its slot of a paged cache.
 
     kv_c            [T, 512] bfloat16, float16 or float32
     k_pe            [T, 64] or [T, 1, 64] of kv_c's dtype; RoPE applied already
-    kv_cache        written; what it is depends on kv_cache_dtype:
+    kv_cache        written; its type depends on kv_cache_dtype:
                     "auto"               [num_blocks, block_size, 576] bfloat16 or float16 (or the bytes of a
-                                         MLA_BF16 cache), on the host also float32; values are rounded where
-                                         kv_c's dtype is another
+                                         MLA_BF16 cache), on the host also float32; values are rounded if
+                                         kv_c's dtype differs
                     "fp8", "fp8_e4m3"    uint8 [num_blocks, block_size, 576]: e4m3 of value / scale
                     "fp8_ds_mla"         a V32_FP8 cache, uint8 [num_blocks, block_size, 656], power-of-two scales
     slot_mapping    [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
                     skip their row; rows of kv_c beyond N are ignored
-    scale           of "fp8": float32 array of one value on the device, or a number; None is 1. Otherwise ignored
+    scale           for "fp8": float32 array of one value on the device, or a number; None is 1. Otherwise ignored
 
     Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding are not written. Two tokens
     for one slot are the caller's error: see quantize_and_insert_k_cache.
@@ -87,20 +87,20 @@ def gather_cache(
 
     src_cache    [num_blocks, block_size, width] bfloat16, float16 or bytes (uint8)
     dst          [N, width], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions seq_starts[r],
-                 seq_starts[r] + 1, ... of request r; rows of no request, as at the end of a longer workspace,
-                 are not written. Rows with as many bytes as src_cache's are copied as they are;
+                 seq_starts[r] + 1, ... of request r; rows without a request, as at the end of a longer workspace,
+                 are not written. Rows of src_cache's size in bytes are copied unchanged;
                  FP8 (uint8) rows are dequantised into bfloat16, float16 or float32
     block_table  [>= batch_size, B] int32
     cu_seq_lens  [>= batch_size + 1] int32, ascending
     batch_size   requests
     seq_starts   [>= batch_size] int32, any stride; positions need not be aligned to pages. None: all 0
-    scale        of FP8 rows: float32 array of one value on the device, or a number; None is 1
+    scale        for FP8 rows: float32 array of one value on the device, or a number; None is 1
 
-    A position whose block is absent gives zeros. A dequantised value is e4m3 times scale in float32, rounded
+    A position whose block is absent is gathered as zeros. A dequantised value is e4m3 times scale in float32, rounded
     once to dst's type.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
-    Source: vLLM gather_cache; dequantising as in its later gather_and_maybe_dequant_cache.
+    Source: vLLM gather_cache, with dequantisation as in its later gather_and_maybe_dequant_cache.
     """
     check_integers(0, batch_size=batch_size)
     call = Call(backend, stream)
@@ -121,7 +121,7 @@ def gather_cache(
     if not copied and not (value_type == "e4m3" and dst.dtype in FLOATS and dst.shape[1] == row_bytes):
         raise ValueError(
             f"dst: got {dst.dtype} rows of {dst.shape[1]}, expected rows like src_cache's, {source.dtype} of "
-            f"{source.shape[-1]}" + (", or as many bfloat16, float16 or float32" if value_type == "e4m3" else "")
+            f"{source.shape[-1]}" + (", or bfloat16, float16 or float32 of that width" if value_type == "e4m3" else "")
         )
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     cu_seq_lens = call.array("cu_seq_lens", cu_seq_lens, INT32, (-1,))
@@ -151,7 +151,7 @@ def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
 
 
 def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
-    """A scale of a whole cache as float32: an array of one value unchanged, a number by value, None as 1."""
+    """A cache's scale as float32: an array of one value unchanged, a number by value, None as 1."""
     if scale is None:
         return np.float32(1)
     if isinstance(scale, (numbers.Number, np.generic)):

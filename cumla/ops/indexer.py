@@ -1,10 +1,10 @@
-"""The indexer: score the rows of its cache for each query of a sparse layer, and choose the best.
+"""The indexer: scores the rows of its cache for each query of a sparse layer, and selects the best.
 
     logits[m, n] = scale[n] * sum over heads h of weights[m, h] * relu(q[m, h] . k[n])
 
-q and k are e4m3 bytes: k has a float32 scale a row, q one a head, which `fused_indexer_q_rope_quant` folds into
-`weights`. MXFP4 keys (DeepSeek V4.1) have a scale for each 32 values instead. For exact scores both may be float32 or
-bfloat16, which have no scales.
+q and k are e4m3 bytes: k has a float32 scale for each row, q a scale for each head, which `fused_indexer_q_rope_quant`
+folds into `weights`. MXFP4 keys (DeepSeek V4.1) have a scale for each 32 values instead. For exact scores both may be
+float32 or bfloat16, without scales.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ def fused_indexer_q_rope_quant(
     rope_first  whether the first 64 values are rotated (V3.2) or the last 64 (V4)
     is_neox     whether value i is paired with value i + 32 or neighbours are paired
     quantize    False: the queries are not quantised after RoPE, and the weights do not contain their scales
-    q_format    "fp8"; "mxfp4", of which q has the values in e4m3, as the logits take them (DeepSeek V4.1); or
-                "mxfp4_rows", as MXFP4 is stored
+    q_format    "fp8"; "mxfp4": MXFP4 values converted to e4m3, as the logits take them (DeepSeek V4.1); or
+                "mxfp4_rows": MXFP4 as stored
     out         (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
-    [T, H] = index_weights * scale of q * softmax_scale * head_scale; a factor or a product below 2^-126, which is
-    subnormal, counts as 0. A head's scale is the smallest power of two with which its largest magnitude, at least 1e-4
-    (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32, and its result is rounded to bfloat16 before it
-    is quantised. Queries at a position outside the table are not rotated.
+    [T, H] = index_weights * scale of q * softmax_scale * head_scale; subnormal factors and products (below 2^-126)
+    count as 0. A head's scale is the smallest power of two with which the head's largest magnitude, at least 1e-4
+    (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32, and its result is rounded to bfloat16 before
+    quantisation. Queries at a position outside the table are not rotated.
 
-    In MXFP4, 32 values have a scale: the smallest power of two, at least 2^-126, with which their largest finite
-    magnitude is at most 6. Values are rounded to nearest even, an infinity to 6; with a NaN all 32 are NaN. "mxfp4"
-    returns them as e4m3 with one scale a head, 2^-6 of its largest, folded into the weights: the same values, except
-    in tiles whose scale is less than 2^-14 of the head's largest, where they are rounded again. "mxfp4_rows" returns
-    q uint8 [T, H, 68], a row of INDEXER_MXFP4: 64 bytes of two values each, the first in the lower half, and four
-    UE8M0 scales. The weights do not contain these.
+    In MXFP4, 32 values share a scale: the smallest power of two, at least 2^-126, with which their largest finite
+    magnitude is at most 6. Values are rounded to nearest even, an infinity to 6; a NaN makes all 32 NaN. "mxfp4"
+    returns the values as e4m3 with one scale a head, 2^-6 of the head's largest scale, folded into the weights. These
+    are exact, except in tiles whose scale is less than 2^-14 of the head's largest, which are rounded again.
+    "mxfp4_rows" returns q uint8 [T, H, 68], rows of INDEXER_MXFP4: 64 bytes of two values each, the first in the lower
+    half, and four UE8M0 scales, which are not folded into the weights.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
@@ -128,21 +128,21 @@ def fp8_mqa_logits(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Scores of packed keys, a range of them for each query.
+    """Scores of packed keys; each query sees a range of keys.
 
     q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are. With MXFP4 keys any of the three
     kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or uint8 [N, 64], MXFP4, and uint8
-                  [N, 4], as cp_gather_indexer_k_quant_cache gives them; or float32 or bfloat16 [N, 128] alone
+                  [N, 4], as from cp_gather_indexer_k_quant_cache; or only keys, float32 or bfloat16 [N, 128]
     weights       [M, H] float32
     cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
     clean_logits  write -inf for keys that a query does not see; False leaves these logits unwritten
     max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys beyond the width are left out
-    kv_scales     the scales where kv is k alone
+    kv_scales     the scales, if kv is only k
     out           to write instead of allocating
 
-    Returns logits float32 [M, N], or [M, max_seqlen_k]. Weights and scales below 2^-126, which are subnormal, count
-    as 0. A query's logits do not depend on the other queries of the call, except on the CPU, where one product serves
-    several queries: there they may differ by rounding (cumla.bounds.SCORES).
+    Returns logits float32 [M, N], or [M, max_seqlen_k]. Subnormal weights and scales (below 2^-126) count as 0. A
+    query's logits do not depend on the other queries of the call, except by rounding on the CPU (cumla.bounds.SCORES),
+    where one product serves several queries.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_mqa_logits.
     """
@@ -164,19 +164,18 @@ def check_queries_of_bytes(q: Any, of: str) -> None:
     """Raise TypeError unless queries are e4m3 where the keys are e4m3."""
     if q.dtype != np.uint8:
         raise TypeError(
-            f"q: got dtype {q.dtype.name} for {of} in e4m3, expected uint8 (e4m3): fused_indexer_q_rope_quant "
-            "makes such queries"
+            f"q: got dtype {q.dtype.name} for {of} in e4m3, expected uint8 (e4m3), as from fused_indexer_q_rope_quant"
         )
 
 
 def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
-    """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]; of MXFP4 k [N, 64] and scales [N, 4]."""
+    """q [M, H, 128], k [N, 128], k's scales [N] or None, weights [M, H]; with MXFP4 k [N, 64] and scales [N, 4]."""
     pair = isinstance(kv, (tuple, list))
     if pair and len(kv) != 2:
         raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
     if kv_scales is not None:
         if pair:
-            raise ValueError("kv_scales: got them beside the pair kv, expected one or the other")
+            raise ValueError("kv_scales: got an array, but kv is a pair with scales, expected only one of the two")
         kv, pair = (kv, kv_scales), True
     queries = call.borrow("q", q)
     if not pair:
@@ -229,15 +228,15 @@ def fp8_paged_mqa_logits(
 
     q                  uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are. With
                        INDEXER_MXFP4 any of the three
-    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) as INDEXER_FP8, or 68
-                       bytes as INDEXER_MXFP4; or float32 or bfloat16 [num_blocks, block_size, 128]; bytes of those
+    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) in INDEXER_FP8, or 68
+                       bytes in INDEXER_MXFP4; or float32 or bfloat16 [num_blocks, block_size, 128], or their bytes
                        with `layout`
     weights            [B * next_n, H] float32
-    context_lens       [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
+    context_lens       [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows;
                        or [B, next_n], rows that each query sees
     block_table        [>= B, C] int32, page of each block_size rows
     schedule_metadata  int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. Accepted for compatibility and
-                       ignored: these kernels schedule the rows by the lengths
+                       ignored: cumla's kernels schedule the rows by the lengths
     max_context_len    width of the logits; None: all rows of the block table. Rows beyond it are left out
     clean_logits       write -inf for rows that a query does not see; False leaves these logits unwritten
     layout             INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32, or the name of one; by kv_cache and q
@@ -246,7 +245,7 @@ def fp8_paged_mqa_logits(
     out                to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
-    entry outside of the cache) scores -inf. Weights and scales below 2^-126, which are subnormal, count as 0.
+    entry outside of the cache) scores -inf. Subnormal weights and scales (below 2^-126) count as 0.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_paged_mqa_logits.
     """
@@ -300,7 +299,7 @@ def check_schedule(call: Call, schedule_metadata: Any) -> None:
     schedule = call.optional("schedule_metadata", schedule_metadata, INT32, (-1, 2))
     if schedule is not None and len(schedule) < 2:
         raise ValueError(
-            f"schedule_metadata: got {len(schedule)} rows, expected one more than there are multiprocessors"
+            f"schedule_metadata: got {len(schedule)} rows, expected one more than the number of multiprocessors"
         )
 
 
@@ -326,16 +325,16 @@ def get_paged_mqa_logits_metadata(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Where each multiprocessor's work range in the paged logits of a batch starts.
+    """The start of each multiprocessor's work range in the paged logits of a batch.
 
-    context_lens  [B] int32, or [B, next_n], where the last length of an entry counts
+    context_lens  [B] int32, or [B, next_n], of which the last length of an entry counts
     block_kv      rows of a page
     num_sms       multiprocessors
     out           to write instead of allocating
 
-    Returns int32 [num_sms + 1, 2]: (entry, split), a split being four pages. The splits of all entries are divided
-    in order into ranges as even as possible, the larger ones first. A range ends where the next one starts and may be
-    empty; the end is (B, 0).
+    Returns int32 [num_sms + 1, 2]: (entry, split), where a split is four pages. The splits of all entries are divided
+    in order into ranges of almost equal size, larger ones first. A range ends where the next one starts and may be
+    empty; the last row is the end, (B, 0).
     Source: DeepGEMM get_paged_mqa_logits_metadata.
     """
     check_integers(1, block_kv=block_kv, num_sms=num_sms)

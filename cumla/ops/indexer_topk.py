@@ -1,4 +1,4 @@
-"""The indexer's top-k: of given logits, or of scores computed a few queries at a time."""
+"""The indexer's top-k: from logits, or from keys by scoring a few queries at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .indices import pair
 WORKSPACE_BYTES = 64 << 20
 INDEX_LIMIT = 2**31 - 1
 CANDIDATE_BLOCK = 8  # positions of a candidate block in V4.1
-ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
+ALIGNMENT = 16  # bytes to which rows of logits are aligned in a workspace
 
 
 @launch_cached
@@ -47,8 +47,8 @@ def top_k_per_row(
     out         to write instead of allocating
 
     Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Among equal logits the
-    lowest indices are selected, so every backend selects the same columns. Logits are compared by value, subnormal
-    ones, too; -0 equals 0, -inf is a value like any other, and NaN is never selected.
+    lowest indices are selected, so every backend selects the same columns. Logits, including subnormal ones, are
+    compared by value; -0 equals 0, -inf is a value like any other, and NaN is never selected.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM top_k_per_row_prefill and top_k_per_row_decode, which leave order and ties open.
     """
@@ -75,7 +75,7 @@ def checked_logits(
     lens = None
     if seq_lens is not None:
         if starts is not None or ends is not None:
-            raise ValueError("seq_lens: got it together with row_starts or row_ends, expected one or the other")
+            raise ValueError("seq_lens: got an array together with row_starts or row_ends, expected only one of them")
         argument = call.borrow("seq_lens", seq_lens)
         lens = call.checked(argument, INT32, ("B", -1)[: max(argument.native.ndim, 1)])
         next_n = lens.shape[1] if lens.ndim == 2 else next_n
@@ -118,11 +118,11 @@ def indexer_topk(
 
     Over packed keys (prefill), as fp8_mqa_logits and top_k_per_row:
       q [M, H, 128], kv (k, scales) or one array, weights [M, H], cu_seqlen_ks and cu_seqlen_ke [M];
-      kv_scales where kv is k alone; max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks: keys beyond it are
+      kv_scales if kv is only k; max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks: keys beyond it are
       left out
     Over a paged cache (decode), as fp8_paged_mqa_logits and top_k_per_row:
       q [B, next_n, H, 128], kv the cache, weights [B * next_n, H], context_lens [B] or [B, next_n], block_table;
-      schedule_metadata, max_context_len and layout as there
+      schedule_metadata, max_context_len and layout as in fp8_paged_mqa_logits
 
     topk                 how many keys to select
     max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
@@ -131,31 +131,31 @@ def indexer_topk(
     out                  to write instead of allocating
     slots                (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the
                          selected rows in a cache with the same pages and block size, and their count. Bit-identical to
-                         compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table, and
-                         on GPUs without a launch of its own. context_lens must count complete rows only
+                         compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table; on
+                         GPUs without a further launch. context_lens must count complete rows only
     is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
     candidate_blocks     [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
-                         as select_candidate_blocks chooses them from the same logits. Memory for the blocks' scores is
-                         in a workspace, too, and beside max_workspace_bytes. Not together with max_seqlen_k
+                         as select_candidate_blocks selects them from the same logits. A workspace includes memory for
+                         the blocks' scores; max_workspace_bytes does not count it. Not together with max_seqlen_k
 
     Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps, but never an index beyond block_table,
-    however large context_lens and max_context_len are. Indices count from cu_seqlen_ks. A query's
-    selection does not depend on the other queries of the call. The exception is packed keys on the CPU, where it may
-    between keys whose scores differ only by rounding (fp8_mqa_logits).
+    however large context_lens and max_context_len are. Indices count from cu_seqlen_ks. A query's selection does not
+    depend on the other queries of the call, except for packed keys on the CPU, between keys whose scores differ only by
+    rounding (fp8_mqa_logits).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)
     check_integers(1, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
     if candidate_blocks is not None and max_seqlen_k:
-        raise ValueError(f"max_seqlen_k: got {max_seqlen_k} together with candidate_blocks, expected one or the other")
+        raise ValueError(f"max_seqlen_k: got {max_seqlen_k} together with candidate_blocks, expected only one of them")
     call = Call(backend, stream, early_release)
     paged = block_table is not None
     if paged:
         of_keys = {"cu_seqlen_ks": cu_seqlen_ks, "cu_seqlen_ke": cu_seqlen_ke, "kv_scales": kv_scales}
         for name, value in {**of_keys, "max_seqlen_k": max_seqlen_k or None}.items():
             if value is not None:
-                raise ValueError(f"{name}: got it together with block_table, expected one or the other")
+                raise ValueError(f"{name}: got an array together with block_table, expected only one of them")
         q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout, "kv")
         check_schedule(call, schedule_metadata)
         next_n, width = q.shape[1], min(checked_width(max_context_len, table, pages), rows_of_table(table, pages))
@@ -165,7 +165,7 @@ def indexer_topk(
         of_pages |= {"max_context_len": max_context_len, "slots": slots, "is_valid_token": is_valid_token}
         for name, value in of_pages.items():
             if value is not None:
-                raise ValueError(f"{name}: got it without block_table, expected both or none")
+                raise ValueError(f"{name}: got a value without block_table, expected both or none")
         q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
         starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
@@ -181,45 +181,45 @@ def indexer_topk(
     row_bytes = logits_row_bytes(width)
     block_columns = 0 if blocks is None else blocks_of(width, candidate_block_size)
     maxima_bytes = 0 if blocks is None else logits_row_bytes(block_columns)
-    most = max_workspace_bytes // row_bytes * (row_bytes + maxima_bytes)  # scores of blocks are beside the logits
+    most = max_workspace_bytes // row_bytes * (row_bytes + maxima_bytes)  # blocks' scores follow the logits
     memory, rows = logits_memory(call, workspace, most, row_bytes + maxima_bytes, tokens, next_n)
     with call.kernels("indexer") as kernels, call.kernels("indexer_topk") as selection:
         places = None
         for first in range(0, tokens, rows):
-            some = slice(first, min(first + rows, tokens))
-            count = some.stop - first
+            part = slice(first, min(first + rows, tokens))
+            count = part.stop - first
             logits, rest = rows_in(memory, count, row_bytes, width)
             if paged:
-                entries = slice(first // next_n, some.stop // next_n)
-                given = PagedScores(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
+                entries = slice(first // next_n, part.stop // next_n)
+                scores = PagedScores(q[entries], pages, weights[part], lens[entries], table[entries], False, logits)
                 if blocks is None:
-                    kernels.paged_mqa_logits(given)
+                    kernels.paged_mqa_logits(scores)
                 else:
                     maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
-                    score_with_blocks(call, given, candidate_block_size, maxima, blocks[some])
+                    score_with_blocks(call, scores, candidate_block_size, maxima, blocks[part])
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
-                    found, found_lens, is_valid = (None if array is None else array[some] for array in mapped)
+                    found, found_lens, is_valid = (None if array is None else array[part] for array in mapped)
                     places = Slots(found, found_lens, table[entries], pages.block_size, is_valid)
             else:
                 compressed = max_seqlen_k > 0
                 kernels.mqa_logits(PackedScores(
-                    q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
+                    q[part], k, scales, weights[part], starts[part], ends[part], compressed, False, logits
                 ))  # fmt: skip
-                choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
+                choose_from = Rows(starts[part], ends[part], num_keys=len(k) if compressed else None)
             if blocks is not None and not paged:
                 maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
                 with call.kernels("candidates") as of_blocks:
-                    of_blocks.select_candidate_blocks(logits, choose_from, candidate_block_size, maxima, blocks[some])
+                    of_blocks.select_candidate_blocks(logits, choose_from, candidate_block_size, maxima, blocks[part])
             if indices.size:
-                selection.top_k_per_row(logits, choose_from, indices[some], places)
+                selection.top_k_per_row(logits, choose_from, indices[part], places)
     return call.results()
 
 
-def score_with_blocks(call: Call, given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
-    """Scores of pages, and the candidate blocks with the best of them."""
+def score_with_blocks(call: Call, scores: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+    """Score the rows of pages, and select the candidate blocks with the best scores."""
     with call.kernels("candidates") as kernels:
-        kernels.paged_logits_and_blocks(given, block, maxima, candidates)
+        kernels.paged_logits_and_blocks(scores, block, maxima, candidates)
 
 
 def checked_slots(
@@ -228,7 +228,7 @@ def checked_slots(
     """Slots [tokens, topk], lengths [tokens] and is_valid_token [tokens] or None; None without slots."""
     if slots is None:
         if is_valid_token is not None:
-            raise ValueError("is_valid_token: got it without slots, expected both or none")
+            raise ValueError("is_valid_token: got an array without slots, expected both or none")
         return None
     indices, lens = pair("slots", slots)
     indices = call.array("slots[0] (slots)", indices, INT32, (tokens, topk), writable=True)
@@ -242,7 +242,7 @@ def logits_row_bytes(width: Any) -> Any:
 
 
 def rows_in(memory: Any, count: int, row_bytes: int, width: int) -> tuple[Any, Any]:
-    """Rows [count, width] at the beginning of a workspace, float32 [..], and what is left of it."""
+    """Rows [count, width] at the beginning of a workspace, float32 [..], and the rest of the workspace."""
     values = row_bytes // 4
     return memory[: count * values].reshape(-1, values)[:, :width], memory[count * values :]
 
@@ -255,7 +255,7 @@ def blocks_of(width: Any, block: int) -> Any:
 def logits_memory(
     call: Call, workspace: Any, most_bytes: int, row_bytes: int, tokens: int, next_n: int
 ) -> tuple[Any, int]:
-    """Memory for the logits of one pass, float32 [..], and the tokens of a pass, which are whole requests."""
+    """Memory for the logits of one pass, float32 [..], and the tokens of a pass, which has whole requests."""
     name = "max_workspace_bytes"
     if workspace is not None:
         name = "workspace"
@@ -270,7 +270,7 @@ def logits_memory(
             f"{name}: got {most_bytes} bytes, expected at least {row_bytes * next_n}, the logits of one request"
         )
     passes = -(-tokens // (requests * next_n))
-    rows = min(-(-tokens // (passes * next_n)) * next_n, tokens)  # even passes: no small last one
+    rows = min(-(-tokens // (passes * next_n)) * next_n, tokens)  # passes of equal size: no small last pass
     if workspace is None:
         workspace = call.scratch(name, rows * row_bytes)
     return workspace[: rows * row_bytes].view(np.float32), rows

@@ -1,7 +1,7 @@
-"""Index maps: which cache slots each query token attends to.
+"""Index maps: the cache slots that each query token attends to.
 
-A slot is block * block_size + row. In every map -1 means absent, an entry that its block table does not
-have (or has as a negative block, or whose slot is beyond int32) is absent, and padding stays -1.
+A slot is block * block_size + row. In every map -1 means absent. An entry is absent if its block table lacks it or has
+a negative block for it, or if its slot is beyond int32. Padding stays -1.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def compute_global_topk_indices_and_lens(
     block_table           [R, B] int32
     block_size            rows of a page
     is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are still mapped)
-    compact               move the entries that are present to the left of each row, in order, so that a reader may
-                          stop at the length; False leaves every entry in its place, as vLLM 0.26 does
+    compact               move present entries to the left of each row, in order, so that a reader may stop at the
+                          length; False leaves every entry in its place, as vLLM 0.26 does
     positions             [>= T] int32, of each token in its sequence. If given, a token sees only the rows complete at
-                          its position, those below (position + 1) // compress_ratio; other entries are absent
+                          its position, below (position + 1) // compress_ratio; other entries are absent
     compress_ratio        positions of a row
     out                   (global_topk_indices, topk_lens) to write instead of allocating
 
@@ -140,7 +140,7 @@ def combine_topk_swa_indices(
 ) -> tuple[Any, Any]:
     """Rows of a gathered prefill workspace that each token attends to: its top-k, then its window.
 
-    The workspace is [R, M] rows: compressed rows of request r from M * r on, its last gather_lens[r]
+    The workspace has [R, M] rows: compressed rows of request r from M * r on, its last gather_lens[r]
     uncompressed rows from M * r + N on.
 
     topk_indices     [T, >= topk] int32, local compressed positions; < 0 or >= N is absent
@@ -148,15 +148,15 @@ def combine_topk_swa_indices(
     seq_lens         [R] int32
     gather_lens      [R] int32
     window_size      positions of a window
-    compress_ratio   positions of a compressed row; 0 for a layer without any, whose lists are the window alone
-    topk             entries of topk_indices to use at most; 0 for a layer that has only the window
-    compact          take the entries among the first topk that name a row complete at the token's position, which is
-                     below (position + 1) // compress_ratio, wherever in the row they are; False takes the first
+    compress_ratio   positions of a compressed row; 0 for a layer without compressed rows, whose lists are windows
+    topk             most entries of topk_indices to use; 0 for a layer that has only the window
+    compact          take those of the first topk entries, in any column, that name a row complete at the token's
+                     position, below (position + 1) // compress_ratio; False takes the first
                      min((position + 1) // compress_ratio, topk) entries unchanged
     out              (combined_indices, combined_lens) to write instead of allocating
 
     Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32: the entries of top-k,
-    then min(position + 1, window_size) of the window.
+    then min(position + 1, window_size) window entries.
     Source: vLLM combine_topk_swa_indices.
     """
     check_integers(1, window_size=window_size, M=M)
@@ -218,17 +218,17 @@ def build_flashinfer_mixed_sparse_indices(
 
     decode_swa_indices           [D, window_size] or [D, 1, window_size] int32 slots
     decode_compressed_indices    [D, Kd] or [D, 1, Kd] int32, slots or local positions; None for SWA-only layers
-    decode_compressed_topk_lens  [D] int32, entries in use; None: all (of local ones: those present)
+    decode_compressed_topk_lens  [D] int32, entries in use; None: all entries (if local: present entries)
     prefill_topk_indices         [P, >= topk] int32 local compressed positions of the P prefill tokens
     query_start_loc, seq_lens    [R + 1], [R] int32
     token_to_req_indices         [>= D + P] int32
     swa_block_table              [R, B] int32; compressed_block_table likewise, None for SWA-only layers
     swa_block_size, compressed_block_size    rows of a page
     window_size, compress_ratio  positions of a window, and of a compressed row; ratio 0: prefill tokens have none
-    topk                         entries of prefill_topk_indices to use at most
-    decode_compressed_indices_are_local      whether they are positions, to be mapped by compressed_block_table
+    topk                         most entries of prefill_topk_indices to use
+    decode_compressed_indices_are_local      whether the indices are positions, to be mapped by compressed_block_table
     decode_is_valid_token        [>= D] bool: padding tokens count no compressed entries; None: all valid
-    swa_block_span               slots from page to page in the reader's numbering where pages are packed
+    swa_block_span               slots from page to page in the reader's numbering, for packed pages
                                  (page stride / token bytes); None: swa_block_size. compressed_block_span likewise
     out                          (sparse_indices, sparse_topk_lens) to write instead of allocating
 
@@ -255,7 +255,7 @@ def build_flashinfer_mixed_sparse_indices(
         )
         decode_topk = call.size("Kd")
         if decode_compressed_indices_are_local and compressed_block_table is None:
-            raise ValueError("compressed_block_table: got None, expected a table to map local indices by")
+            raise ValueError("compressed_block_table: got None, expected a table to map local indices with")
     lens = call.optional("decode_compressed_topk_lens", decode_compressed_topk_lens, INT32, ("D",))
     prefill_topk_indices = call.array("prefill_topk_indices", prefill_topk_indices, INT32, ("P", -1))
     query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
@@ -306,7 +306,7 @@ def two_dimensional(call: Call, name: str, value: Any, shape: tuple[int | str, .
 
 
 def per_token(call: Call, name: str, value: Any, dtypes: tuple[Any, ...], num_tokens: int) -> Any:
-    """The first entries of a vector, one for each token. Raises ValueError if there are fewer."""
+    """The first entries of a vector, one for each token. Raises ValueError for a vector with fewer entries."""
     array = call.array(name, value, dtypes, (-1,))
     if len(array) < num_tokens:
         raise ValueError(f"{name}: got {len(array)} entries, expected at least {num_tokens}, one a token")
@@ -314,7 +314,7 @@ def per_token(call: Call, name: str, value: Any, dtypes: tuple[Any, ...], num_to
 
 
 def pair(name: str, out: Any, expected: str = "a pair of arrays") -> tuple[Any, Any]:
-    """Two output arrays as given, or (None, None)."""
+    """The two output arrays in `out`, or (None, None)."""
     if out is None:
         return None, None
     is_tuple = isinstance(out, (tuple, list))

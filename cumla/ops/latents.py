@@ -33,39 +33,38 @@ def compress_latents(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Pool tokens into latent rows, normalise these, and save in a ring what a later step pools.
+    """Pool tokens into latent rows, normalise the rows, and save in a ring the tokens that a later step pools.
 
     Ratio 2: the row of positions 2 j and 2 j + 1 is the mean of their kv, each channel weighted by the softmax of the
-    two scores. The token at the odd position completes it. Where the even one is of an earlier step, its kv and score
-    are read from the request's ring. Ratio 1: every token's kv is a row. Rows then get RMSNorm.
+    two scores. The token at the odd position completes the row. If the even token belongs to an earlier step, its kv
+    and score are read from the request's ring. Ratio 1: every token's kv is a row. Rows then get RMSNorm.
 
-    kv_score         [T, 1024] float32 or bfloat16: kv, then score; for ratio 1 [T, 512], kv alone
+    kv_score         [T, 1024] float32 or bfloat16: kv, then score; for ratio 1 [T, 512], only kv
     norm_weight      [512] float32 or bfloat16
-    slot_mapping     [N] int64 or int32, N <= T: ratio 2, where a token's kv and score are saved, ring * capacity +
+    slot_mapping     [N] int64 or int32, N <= T: ratio 2, the slot for a token's kv and score, ring * capacity +
                      position % capacity. A token with slot -1, or any slot outside the state cache, is padding: it is
-                     neither saved nor completes a row. A request whose first token is padding saves nothing. Ratio 1:
+                     not saved and completes no row. A request whose first token is padding saves nothing. Ratio 1:
                      tokens with a negative slot are padding
-    latents          [T, 512] bfloat16, or float32 without rounding, written: rows of the tokens that complete one.
-                     Others stay as they are
-    positions        [T] int64 or int32, of each token in its sequence. For ratio 2 only, as the next two are
-    query_start_loc  [R + 1] int32, first token of each request. Tokens of no request are padding
-    state_cache      [rings, capacity, 1024] float32, written: one ring a request, for its whole life;
-                     cumla.metadata.ring_capacity gives the capacity. Only the last `capacity` tokens of a request are
+    latents          [T, 512] bfloat16, or float32 without rounding, written at tokens that complete a row. Other rows
+                     are not written
+    positions        [T] int64 or int32, of each token in its sequence. This and the next two are for ratio 2 only
+    query_start_loc  [R + 1] int32, first token of each request. Tokens without a request are padding
+    state_cache      [rings, capacity, 1024] float32, written: one ring a request, for its lifetime;
+                     cumla.metadata.ring_capacity returns the capacity. Only the last `capacity` tokens of a request are
                      saved
     restart_rows     [rings, 1024] float32, and
-    restart_positions  [rings] int32, at first 0, both written: with them a step may be run again, as after an error in
-                     a later layer, and writes the same. A request that starts at an odd position p and has at least
-                     `capacity` tokens overwrites the row of p - 1 in its ring: that row and p are saved here. None:
+    restart_positions  [rings] int32, initially 0, both written: they allow a step to be run again with the same result,
+                     as after an error in a later layer. A request that starts at an odd position p and has at least
+                     `capacity` tokens overwrites the row of p - 1 in its ring: these arrays save that row and p. None:
                      such a step must not be run again
     compress_ratio   1 or 2
     eps              of the RMSNorm, positive
     round_pooled     round the pooled row to bfloat16 before the norm, as DeepSeek's code and SGLang do; False: as vLLM
 
     Any division of a prompt into steps gives bit-identical rows. Rejected drafts need no rollback: later tokens
-    overwrite their rows of the ring by position. Where both scores of a channel are -inf, it is 0. All arithmetic is
-    float32.
+    overwrite their rows of the ring by position. A channel whose scores are both -inf is 0. All arithmetic is float32.
     `norm_rope_and_insert` without a weight rotates the rows at position // ratio * ratio and inserts them; the
-    indexer's keys are projected from the rows as they are.
+    indexer's keys are projected from the unrotated rows.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_save_compress_norm (DeepSeek V4.1).
     """
@@ -86,7 +85,7 @@ def compress_latents(
     positions = call.optional("positions", positions, SLOTS, ("T",))
     starts = call.optional("query_start_loc", query_start_loc, INT32, (-1,))
     if starts is not None and not len(starts):
-        raise ValueError("query_start_loc: got no entries, expected one more than there are requests")
+        raise ValueError("query_start_loc: got no entries, expected one more than the number of requests")
     state = call.optional("state_cache", state_cache, FLOAT32, (-1, -1, 2 * DIM), writable=True)
     restart = _restart(call, restart_rows, restart_positions, state)
     epsilon = check_epsilon(eps)
@@ -99,7 +98,7 @@ def compress_latents(
 
 
 def _restart(call: Call, rows: Any, positions: Any, state: Any) -> tuple[Any, Any]:
-    """Check what is saved of each ring for a step that is run again."""
+    """Check the restart arrays."""
     if (rows is None) != (positions is None):
         raise ValueError("restart_positions: got one of restart_rows and restart_positions, expected both or none")
     if rows is None:

@@ -1,4 +1,4 @@
-"""Products with block-scaled FP8 weights, as published checkpoints have them."""
+"""Products with block-scaled FP8 weights, as in published checkpoints."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def fp8_block_linear(
 ) -> Any:
     """x W^T for FP8 weights with a scale for each block, without rounding x: a decode step's projections.
 
-    x             [T, K] or, for a weight for each of G groups, [T, G, K], bfloat16; on the host also float32
+    x             [T, K] or, with a weight for each of G groups, [T, G, K], bfloat16; on the host also float32
     weight        [N, K] or [G, N, K] uint8 (or float8_e4m3fn): e4m3
-    weight_scale  [ceil(N / block_rows), ceil(K / block_columns)] float32, of groups [G, ...]; a value is e4m3 * scale
+    weight_scale  [ceil(N / block_rows), ceil(K / block_columns)] float32, or [G, ...]; a value is e4m3 * scale
     block_rows    rows of the weight that share a scale, from 1 on
-    block_columns  columns that share it, a multiple of 32
+    block_columns  columns that share a scale, a multiple of 32
     float32_output  whether the result is float32; otherwise it has x's dtype
-    prefetch_weights  whether weights may be read before the stream's preceding work has ended, which hides latency:
-                  only for weights that this work does not write
-    finite_weights  whether no byte of the weight is NaN (0x7f, 0xff), which saves a check; if one is, the result is
+    prefetch_weights  whether weights may be read before the stream's preceding work has ended, which hides latency;
+                  only for weights that the preceding work does not write
+    finite_weights  whether no byte of the weight is NaN (0x7f, 0xff), which saves a check; with a NaN the result is
                   unspecified
-    is_ue8m0      whether all scales are powers of two from 2^-100 to 2^7, which saves work; if one is not, the result
-                  is unspecified
+    is_ue8m0      whether all scales are powers of two from 2^-100 to 2^7, which saves work; with another scale the
+                  result is unspecified
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out           [T, N] or [T, G, N] to write instead of allocating
 
     Returns [T, N] or [T, G, N]. Each product is exact, sums are float32, rounded once at the end. The products of a
     block are added before they are scaled, so the sum of x times e4m3 within a block must not overflow; scales are
-    finite. Scales below 2^-126 in magnitude, which are subnormal, count as 0 on every backend; sums below 2^-126 may
-    become 0. NaN of weights and scales, and NaN and infinities of x, have the results that IEEE 754 gives.
-    Fast for up to 128 tokens, which read the weights once; for many, dequantise and multiply (cumla.models does so).
+    finite. Subnormal scales (magnitudes below 2^-126) count as 0 on every backend; sums below 2^-126 may become 0. NaN
+    in weights, scales and x, and infinities in x, propagate as in IEEE 754.
+    Fast for up to 128 tokens, which read the weights once; for more, dequantise and multiply, as cumla.models does.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: block-wise FP8 of DeepSeek V3 checkpoints (128 x 128), V4.1 (32 x 32).
     """
@@ -87,7 +87,7 @@ def fp8_block_linear(
 
 
 def by_group(array: Any, axis: int = 1) -> Any:
-    """[n, rows, columns]; axis: where the groups are, if there are any."""
+    """An array as [groups, rows, columns]; axis: the array's axis of groups, if it has one."""
     if array.ndim == 2:
         return array[None]
     return array.transpose(1, 0, 2) if axis else array

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention: queries and rows before it, its output after it."""
+"""RMSNorm and RoPE around sparse attention: of queries and rows before it, of its output after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = (*BF16, *FLOAT32)
 WINDOW_ROWS = ("DSV4_FP8", "DSV41_FP8", "DSV41_FP8_SPLIT", "DSV4_BF16", "DSV4_F32")
 LATENT_ROWS = (*WINDOW_ROWS[:3], "DSV41_FP4", "DSV41_FP4_SPLIT", *WINDOW_ROWS[3:])
 INDEXER_KEYS = ("INDEXER_FP8", "INDEXER_BF16", "INDEXER_F32")
-QUANTIZED_GROUP = 128  # values of an output that share a scale
+QUANTIZED_GROUP = 128  # values of a quantised output that share a scale
 
 
 @launch_cached
@@ -33,10 +33,10 @@ def fused_q_kv_rmsnorm(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """RMSNorm of the low-rank queries and of the keys of a layer, in one launch.
+    """RMSNorm of a layer's low-rank queries and keys, in one launch.
 
     qr         [T, q_lora_rank] bfloat16 or float32
-    kv         [T, D] of qr's dtype; rows of both may be columns of one wider array
+    kv         [T, D] of qr's dtype; qr and kv may be columns of one wider array
     q_weight   [q_lora_rank] float32 or bfloat16
     kv_weight  [D] of q_weight's dtype
     out        (qr, kv) to write instead of allocating; they may be the inputs
@@ -80,7 +80,7 @@ def qnorm_rope_and_insert(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Fused q-norm, RoPE and K insert of a V4 or V4.1 layer: its projections to its attention in one launch.
+    """Fused q-norm, RoPE and K insert of a V4 or V4.1 layer: one launch between projections and attention.
 
     Queries: RMSNorm of each head without a weight, then RoPE on its last values. Rows of the window cache: RoPE, the
     cache's format, insert.
@@ -88,8 +88,8 @@ def qnorm_rope_and_insert(
     q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
     kv            [T, 512] of q's dtype, its RMSNorm done
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584 or 528], raw pages
-                  [num_blocks, page_bytes] with block_size given (if None 64, for pages of DSV4_FP8 as wide as that), or
-                  rows [num_blocks, block_size, 512]
+                  [num_blocks, page_bytes] with block_size (None: 64, if a page of DSV4_FP8 has that size), or rows
+                  [num_blocks, block_size, 512]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
@@ -99,8 +99,7 @@ def qnorm_rope_and_insert(
                   None: inferred from the cache, which for V4.1 is an error
     out           [T, h, 512] of q's dtype to write instead of allocating; may be q
 
-    Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before they are
-    quantised.
+    Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before quantisation.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4 and V4.1.
     """
@@ -143,12 +142,12 @@ def norm_rope_and_insert(
     kv            [T, 512] bfloat16, on the host also float32
     k_cache       a cache of `layout`, written, as qnorm_rope_and_insert takes it
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
-    positions     [T] int64 or int32; of a compressed row the first position that it represents
+    positions     [T] int64 or int32; for a compressed row the first position that it represents
     cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
     weight        [512] float32 or bfloat16, of the RMSNorm; None: no norm
     eps           of the norm, positive
-    round_rows    round rows to bfloat16 before they are quantised, as DeepSeek's code and SGLang do; False: as vLLM,
-                  quantise the float32 values. Values that a cache keeps in bfloat16 are the same
+    round_rows    round rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: quantise the
+                  float32 values, as vLLM does. No effect on values that a cache stores in bfloat16
     layout        DSV4_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT or DSV4_BF16, on the host also
                   DSV4_F32, or the name of one; None: inferred from the cache, which for V4.1 is an error
 
@@ -202,7 +201,7 @@ def indexer_knorm_rope_and_insert(
     layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: inferred from
                   the cache
 
-    Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
+    Sums and products are float32; rows are rounded to bfloat16 before quantisation.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: k_norm, RoPE and indexer_k_quant_and_cache of vLLM's DeepSeek V3.2 indexer, as one operation.
     """
@@ -232,14 +231,14 @@ def apply_rope(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """RoPE on the last values of each head; `inverse` undoes it, as V4 needs for its attention's output.
+    """RoPE on the last values of each head; `inverse` undoes it, as V4 does in attention's output.
 
     x              [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
     positions      [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
     out            [T, h, d] of x's dtype to write instead of allocating; may be x
 
-    Returns x rotated by its position, or with `inverse` by its negative. Products are float32, rounded once.
+    Returns x rotated by its position, or with `inverse` by the negative position. Products are float32, rounded once.
     Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
     """
     check_flags(inverse=inverse)
@@ -269,7 +268,7 @@ def inverse_rope_and_quantize(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Inverse RoPE of an attention's output, and its quantisation for a grouped GEMM in FP8.
+    """Inverse RoPE of attention's output, and quantisation for a grouped FP8 GEMM.
 
     o              [T, h, 512] bfloat16; on the host also float32
     positions      [T] int64 or int32
@@ -279,7 +278,7 @@ def inverse_rope_and_quantize(
     out            (values, scales) to write instead of allocating
 
     Returns values uint8 (e4m3) [G, T, h / G * 512] and scales float32 [G, T, h / G * 4], one for 128 values: value =
-    e4m3 * scale, where amax counts as at least 1e-10. Values are rounded to o's dtype before they are quantised.
+    e4m3 * scale, where amax counts as at least 1e-10. Values are rounded to o's dtype before quantisation.
     Source: vLLM's fused inverse RoPE and FP8 quantisation of DeepSeek V4, with groups in front.
     """
     check_integers(1, num_groups=num_groups)
@@ -306,7 +305,7 @@ def inverse_rope_and_quantize(
 def insertion(
     call: Call, rows_name: str, pages: Pages, slot_mapping: Any, positions: Any, cos_sin_cache: Any, eps: Any
 ) -> Insertion:
-    """Check where T rows are inserted, after the norm and RoPE."""
+    """Check the cache, slots and positions for inserting T rows after norm and RoPE."""
     call.check_float32("layout", pages.layout.value_type)
     slots = checked_slots(call, slot_mapping, rows_name)
     positions = call.array("positions", positions, SLOTS, ("T",))
@@ -327,5 +326,5 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
 
 
 def check_epsilon(eps: float) -> float:
-    """Raise TypeError or ValueError unless eps is positive in float32: without it a row of zeros has no norm."""
+    """Raise TypeError or ValueError unless eps is positive in float32: a norm of zeros would divide by 0 without it."""
     return in_float32("eps", eps, positive=True)

@@ -1,4 +1,4 @@
-"""Rows that a chunk of prefills attends to, dequantised into a workspace, and lists of them: in one launch."""
+"""Gathers the rows of a chunk of prefills into a workspace and lists each token's rows, in one launch."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def gather_prefill_rows(
     compressed_layout: CacheLayout | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:
-    """Gather the rows of R requests, and list those of each of their T tokens.
+    """Gather the rows of R requests, and list the rows that each of their T tokens attends to.
 
     out                    [R, M, 512], written: at most N compressed rows of each request and, from row N on, its last
                            gather_lens rows
     swa_cache              of `layout`; swa_block_table [R, B] int32, pages of swa_block_size positions
     seq_lens, gather_lens  [R] int32
     query_start_loc        [R + 1] int32
-    topk_indices           [T, >= topk] int32; this, topk, window_size, compress_ratio and compact are those of
+    topk_indices           [T, >= topk] int32; this, topk, window_size, compress_ratio and compact as in
                            combine_topk_swa_indices
     compressed_cache       of compressed_layout, with compressed_block_table [R, C] int32; None: no compressed rows
 
-    Rows are those of dequantize_and_gather_k_cache. Returns the results of combine_topk_swa_indices: lists
+    Rows are the same as dequantize_and_gather_k_cache's. Returns the results of combine_topk_swa_indices: lists
     [T, pad128(topk + window_size)] int32 and their lengths [T] int32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
@@ -74,7 +74,7 @@ def gather_prefill_rows(
     )
     compressed = None
     if compressed_cache is not None and compressed_layout is not None and N:
-        # Within their N rows: those beyond would be windows' as well, in the same launch.
+        # Limited to N rows: the same launch writes window rows from row N on.
         compressed = _gathered(
             call, "compressed", out[:, :N], compressed_cache, compressed_layout, None, seq_lens, None,
             compressed_block_table, 0, max(compress_ratio, 1),

@@ -1,7 +1,7 @@
 """A context sharded across ranks: the tokens of a rank, and the merge of all ranks' partial results.
 
-`Shard` says how tokens are sharded. All functions compute on the arrays' device and read no values on the host, so
-they can be captured in a CUDA graph if their outputs are given.
+`Shard` describes how tokens are sharded. All functions compute on the arrays' device and read no values on the host:
+they can be captured in a CUDA graph if they get their outputs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def local_seq_lens(
 
     seq_lens  [R] int32, tokens of each request, its queries' own included
     shard     how tokens are sharded across ranks
-    s_q       queries of each request: query i sees all tokens but the last s_q - 1 - i
+    s_q       queries of each request: query i sees all tokens except the last s_q - 1 - i
     out       [R * s_q] int32 to write instead of allocating
 
     Returns out, the queries of a request in order: cache_seqlens for a `dense_mla_decode` in which each query is a
-    request of its own. Each query needs its own count because consecutive queries of a rank need not differ by one.
+    separate request. Each query has its own count because counts of consecutive queries need not differ by one.
     Source: vLLM get_dcp_local_seq_lens.
     """
     check_integers(1, s_q=s_q)
@@ -68,15 +68,15 @@ def local_block_table(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """The rank's columns of a block table of whole sequences, whose pages are sharded; a row for each query.
+    """The rank's columns of a block table of whole sequences with sharded pages; a row for each query.
 
     block_table  [R, B] int32, pages of each request in the order of its tokens: column c is a page of rank c % size,
                  numbered in that rank's cache
-    shard        with the block size as its interleave; None: the table is the rank's own already
+    shard        with the block size as its interleave; None: the table already has only the rank's columns
     s_q          queries of each request; each query gets a row
-    out          [R * s_q, C] int32 to write instead of allocating; columns that the table does not have are -1
+    out          [R * s_q, C] int32 to write instead of allocating; columns that the table lacks are -1
 
-    Returns out; allocated here, it has ceil((B - rank) / size) columns.
+    Returns out. An allocated out has ceil((B - rank) / size) columns.
     """
     check_integers(1, s_q=s_q)
     rank, size = (0, 1) if shard is None else check_shard(shard)[:2]
@@ -112,8 +112,8 @@ def local_slot_mapping(
     block_table      [R, B] int32, the rank's pages of each request
     block_size       rows of a page
     shard            how rows are sharded across ranks
-    num_tokens       tokens of the step; a token of no request gets -1
-    compress_ratio   tokens of a row: a row is written with the last of them, the others get -1
+    num_tokens       tokens of the step; a token without a request gets -1
+    compress_ratio   tokens of a row: a row is written with its last token, the others get -1
     out              [num_tokens] int64 to write instead of allocating
 
     Returns out, for the functions that insert into caches.
@@ -157,7 +157,7 @@ def localise_indices(
     out                   (slots, lens) to write instead of allocating
 
     Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32. Rows of other
-    ranks, and rows that the table does not have, are left out.
+    ranks, and rows that the table lacks, are left out.
     """
     check_integers(1, block_size=block_size)
     shard = check_shard(shard)
@@ -191,14 +191,14 @@ def merge_partials(
 ) -> tuple[Any, Any]:
     """Merge the partial attention results of n ranks, each over its own keys, by their LSE.
 
-    parts      [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; any strides but the last axis'
-    lses       [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf says that no
-               key was attended, and that part's values are ignored
+    parts      [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; last axis contiguous
+    lses       [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf: no key was
+               attended, and the part's values are ignored
     attn_sink  [h] float32: a logit that takes part in the softmax and has no value; None: no sink
     out        [b, s_q, h, d] of parts' dtype to write instead of allocating
     lse        [b, h, s_q] float32 to write instead of allocating
 
-    Returns out and lse, the sink left out of lse as in `sparse_mla_decode`. A query without keys gives out 0 and lse
+    Returns out and lse; lse is without the sink, as in `sparse_mla_decode`. A query without keys gets out 0 and lse
     +inf.
     """
     call = Call(backend, stream)

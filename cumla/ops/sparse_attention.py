@@ -18,8 +18,8 @@ from ..layout import BUILT_IN, DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
-FEW_HEADS = 32  # and less: prefill has no products in FP8 for them
-# Formats of a second cache beside a first of another format.
+FEW_HEADS = 32  # with at most this many heads, prefill has no FP8 products
+# Formats of a second cache, by the format of the first, if the two differ.
 PARTNERS = {"DSV41_FP8": DSV41_FP4, "DSV41_FP8_SPLIT": DSV41_FP4_SPLIT}
 
 
@@ -52,36 +52,35 @@ def sparse_mla_decode(
     q              [b, s_q, h, d] bfloat16; d = 512 or 576, the layout's head_dim, h from 1 to 128. On the host also
                    float32, for results without bfloat16's rounding: out is then float32
     k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
-                   [num_blocks, page_bytes] with layout and block_size given; pages of DSV4_FP8 as wide as 64 tokens
-                   need no block_size), or bfloat16 [num_blocks, block_size, d]
-    indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
+                   [num_blocks, page_bytes] with layout and block_size; pages of 64 tokens of DSV4_FP8 need no
+                   block_size), or bfloat16 [num_blocks, block_size, d]
+    indices        [b, s_q, topk] int32 slots; -1 and any slot outside the cache is absent. A slot listed
                    twice counts twice
     layout         DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, MLA_BF16 or
                    DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of one; None: inferred from the bytes
-                   per token, of which 528 and 288 do not identify the format
-    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one
-                   beyond topk as topk
-    extra_k_cache  a second cache, and its own extra_indices [b, s_q, extra_topk], extra_topk_length and
+                   per token; 528 and 288 bytes do not identify the format
+    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a
+                   length beyond topk as topk
+    extra_k_cache  a second cache, with its own extra_indices [b, s_q, extra_topk], extra_topk_length and
                    extra_block_size
-    extra_layout   the second cache's format: that of the first, or beside DSV41_FP8 also DSV41_FP4, beside
-                   DSV41_FP8_SPLIT also DSV41_FP4_SPLIT. None: whichever of these has the cache's bytes per token; for
-                   raw pages that of the first
+    extra_layout   the second cache's format: the same as layout, or with DSV41_FP8 also DSV41_FP4, with
+                   DSV41_FP8_SPLIT also DSV41_FP4_SPLIT. None: the allowed format with the cache's bytes per token; for
+                   raw pages the same as layout
     attn_sink      [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
                    sink. With +inf out is 0
     softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
-    plan           a DecodePlan that the layers of a step share; None: planned here
-    batch_invariant  True: a token's result is bit-identical whatever else is in the batch. The keys of a token are
-                   then never split, which makes small batches slower. False: on a GPU the batch decides how keys are
-                   split, and results of a token in two batches may differ within the bounds that also hold against
-                   the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
+    plan           a DecodePlan that the layers of a step share; None: the call computes one
+    batch_invariant  True: a token's result is bit-identical in every batch. The keys of a token are then never split,
+                   which makes small batches slower. False: on a GPU the split of keys depends on the batch, and
+                   results of a token in two batches may differ within the same bounds as from the exact result
+                   (cumla.bounds.DECODE_OUT and DECODE_LSE)
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
-    exp(softmax_scale * q . k), the sink left out. A query without keys gives out 0 and lse +inf. The same call
-    gives the same bits every time. Inside CUDA graph capture give plan, out and lse: allocating them there raises
-    RuntimeError.
+    exp(softmax_scale * q . k), without the sink. A query without keys gets out 0 and lse +inf. Equal calls return the
+    same bits every time. Inside CUDA graph capture pass plan, out and lse: allocating them there raises RuntimeError.
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
     check_optional_size(block_size=block_size, extra_block_size=extra_block_size)
@@ -145,24 +144,24 @@ def sparse_mla_prefill(
     softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
-    topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one beyond topk
-                 as topk
-    precision    "fp8": products may be of e4m3 values: rows of kv and heads of q, each with a power of two as scale,
-                 and weights. Each is off by 2.6% (root mean square), so that `out` is by 4 to 5%: cumla.bounds has
-                 PREFILL_FP8_OUT and PREFILL_FP8_LOGITS. Hopper has such a kernel for 512 values and more than 32
-                 heads, and the reference rounds queries and rows there; otherwise results are as without. Tokens with
-                 values that are not finite or beyond 2^52 are exact. None: products of bfloat16 values
-    layout       format of quantised rows, as in sparse_mla_decode; V32_NOPE_FP8 is that of 512 e4m3 values
+    topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a length beyond
+                 topk as topk
+    precision    "fp8": rows of kv and heads of q, each with a power-of-two scale, and weights may be multiplied in
+                 e4m3. Each has 2.6% RMS error, `out` 4 to 5%: cumla.bounds has PREFILL_FP8_OUT and PREFILL_FP8_LOGITS.
+                 Hopper has such a kernel for 512 values and more than 32 heads, and the reference rounds queries and
+                 rows for these sizes; otherwise "fp8" changes nothing. Tokens with values that are not finite or beyond
+                 2^52 are computed without it. None: products of bfloat16 values
+    layout       format of quantised rows, as in sparse_mla_decode; V32_NOPE_FP8 for 512 e4m3 values
     block_size   tokens of a page of raw pages
     workspace    uint8 [516 * s_kv], for quantised rows [2 * d * s_kv], to use instead of allocating, with
-                 precision="fp8" on a GPU. Every row of kv is converted, whether it is listed or not: kv should be the
-                 rows of a chunk, not a serving cache
+                 precision="fp8" on a GPU. Every row of kv is converted, listed or not: kv should be the rows of a
+                 chunk, not a serving cache
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
     out          (out, max_logits, lse) to write instead of allocating
 
-    Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
-    no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out). A query's results do not depend on
-    the other queries of the call.
+    Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf without keys) and
+    lse [s_q, h] float32 (+inf without keys; the sink is left out). A query's results do not depend on the other
+    queries of the call.
     Source: FlashMLA flash_mla_sparse_fwd.
     """
     check_choice((V_DIM,), d_v=d_v)
@@ -179,12 +178,12 @@ def sparse_mla_prefill(
     attn_sink = checked_sink(call, attn_sink)
     tokens, heads, head_dim = q.shape
     scale = scale_or_default(softmax_scale, head_dim)
-    given = (None, None, None) if out is None else out
-    if not isinstance(given, (tuple, list)) or len(given) != 3:
+    outputs = (None, None, None) if out is None else out
+    if not isinstance(outputs, (tuple, list)) or len(outputs) != 3:
         raise TypeError(f"out: got {shown(out)}, expected (out, max_logits, lse)")
-    out_array = call.output("out[0] (out)", given[0], (q.dtype,), (tokens, heads, V_DIM))
-    max_logits = call.output("out[1] (max_logits)", given[1], FLOAT32, (tokens, heads))
-    lse = call.output("out[2] (lse)", given[2], FLOAT32, (tokens, heads))
+    out_array = call.output("out[0] (out)", outputs[0], (q.dtype,), (tokens, heads, V_DIM))
+    max_logits = call.output("out[1] (max_logits)", outputs[1], FLOAT32, (tokens, heads))
+    lse = call.output("out[2] (lse)", outputs[2], FLOAT32, (tokens, heads))
     memory = fp8_memory(call, workspace, precision, q, kv)
     if q.size:
         with call.kernels("sparse_attention") as kernels:
@@ -206,13 +205,13 @@ def rows_of_prefill(call: Call, kv: Any, q: Any, layout: Any, block_size: int | 
         return call.checked(without_middle_axis(argument), (q.dtype,), (-1, "d"))
     layout = cache_layout(argument, layout, block_size, q.shape[2])
     if layout not in BUILT_IN or layout.head_dim != q.shape[2] or not layout.num_scales:
-        of_q = f"{q.shape[2]} quantised values a row, as q has"
-        raise ValueError(f"layout: got {layout.name}, expected one with {of_q}, of cumla's own formats")
+        values = f"rows of q's {q.shape[2]} values"
+        raise ValueError(f"layout: got {layout.name}, expected a quantised format of cumla with {values}")
     return cache_pages(call, argument, layout, block_size)
 
 
 def workspace_bytes(precision: str | None, rows: int, heads: int, width: int, quantized: bool) -> int:
-    """Bytes of the workspace of sparse_mla_prefill over so many rows on a GPU."""
+    """Bytes of the workspace of sparse_mla_prefill over `rows` rows on a GPU."""
     if precision is None:
         return 0
     if quantized:
@@ -221,7 +220,7 @@ def workspace_bytes(precision: str | None, rows: int, heads: int, width: int, qu
 
 
 def fp8_memory(call: Call, workspace: Any, precision: str | None, q: Any, kv: Any) -> Any:
-    """The workspace that sparse_mla_prefill needs for this precision, allocated unless given, or None."""
+    """The workspace that sparse_mla_prefill needs for this precision, allocated if `workspace` is None; else None."""
     quantized = isinstance(kv, Pages)
     rows = kv.num_slots if quantized else len(kv)
     _, heads, width = q.shape
@@ -251,9 +250,9 @@ def merge_attn_states(
 
     output          [T, h, d] bfloat16, float16 or float32, written
     prefix_output   [T, h, d], suffix_output likewise, of output's dtype
-    prefix_lse      [h, T] float32, suffix_lse likewise; -inf or +inf says that no key was attended, and
-                    that part's output is ignored
-    output_lse      [h, T] float32, written if given: +inf where neither part had a key (output is 0 there)
+    prefix_lse      [h, T] float32, suffix_lse likewise; -inf or +inf: no key was attended, and the part's output is
+                    ignored
+    output_lse      [h, T] float32, written unless None: +inf where neither part had a key (output is 0 there)
 
     Source: vLLM merge_attn_states.
     """
@@ -271,7 +270,7 @@ def merge_attn_states(
 
 
 def checked_sink(call: Call, attn_sink: Any) -> Any:
-    """attn_sink [h] or None. Raises ValueError for NaN in host memory; device memory is not read, that would wait."""
+    """attn_sink [h] or None. Raises ValueError for NaN in host memory; reading device memory would synchronise."""
     attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
     if isinstance(attn_sink, np.ndarray) and np.isnan(attn_sink).any():
         raise ValueError(f"attn_sink: got NaN for head {int(np.isnan(attn_sink).argmax())}, expected numbers")
@@ -279,7 +278,7 @@ def checked_sink(call: Call, attn_sink: Any) -> Any:
 
 
 def attention_layout(k_cache: Argument, layout: Any, head_dim: int) -> CacheLayout:
-    """The layout of a cache, given or inferred from the cache, checked against q's head_dim."""
+    """The layout of a cache, named by `layout` or inferred from the cache, checked against q's head_dim."""
     layout = cache_layout(k_cache, layout)
     if not HEAD_DIMS[0] <= layout.head_dim <= HEAD_DIMS[-1]:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
@@ -289,7 +288,7 @@ def attention_layout(k_cache: Argument, layout: Any, head_dim: int) -> CacheLayo
 
 
 def second_layout(extra_k_cache: Argument, extra_layout: Any, layout: CacheLayout) -> CacheLayout:
-    """The format of the second cache, given or inferred: that of the first, `layout`, or its partner."""
+    """The format of the second cache, named or inferred: the first cache's `layout`, or its partner."""
     named = named_layout(extra_layout, "extra_layout")
     if named is not None:
         check_pair(layout, named)
@@ -301,7 +300,7 @@ def second_layout(extra_k_cache: Argument, extra_layout: Any, layout: CacheLayou
 
 
 def second_layouts(layout: CacheLayout) -> list[CacheLayout]:
-    """The formats that a second cache may have beside a first of `layout`."""
+    """The formats that a second cache may have if the first has `layout`."""
     return [layout, *filter(None, [PARTNERS.get(layout.name)])]
 
 
@@ -310,7 +309,7 @@ def check_pair(layout: CacheLayout, extra_layout: CacheLayout) -> None:
     allowed = [x.name for x in second_layouts(layout)]
     if extra_layout.name not in allowed:
         expected = " or ".join(allowed)
-        raise ValueError(f"extra_layout: got {extra_layout.name}, expected {expected} beside a {layout.name} cache")
+        raise ValueError(f"extra_layout: got {extra_layout.name}, expected {expected} with a {layout.name} cache")
 
 
 def segment(
@@ -350,5 +349,5 @@ def check_plan(call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], 
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
-    """Raises TypeError unless it is a number, ValueError for a number that float32 cannot hold."""
+    """softmax_scale or its default. Raises TypeError for no number, ValueError for a number beyond float32."""
     return head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale)

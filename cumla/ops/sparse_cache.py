@@ -1,4 +1,4 @@
-"""Insert rows into the paged caches, and gather them back."""
+"""Inserts rows into the paged caches, and gathers them."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def quantize_and_insert_k_cache(
     k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
                   skip their row; rows of `k` beyond N are ignored. The slots of one call must differ: see below
-    block_size    tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if they are as wide as that
+    block_size    tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
     is_ue8m0      scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two.
-                  It does not matter for e4m3 scales
+                  No effect on e4m3 scales
     layout        DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, INDEXER_FP8
                   or INDEXER_MXFP4, or the name of one; None: inferred from the bytes per token, for raw pages from the
                   width of `k` (formats of V3.2 and V4). Tokens of 528 and 288 bytes do not identify the format
     min_exponent  the smallest power of two that is written as a scale, as an exponent from -126 to 0; None: the
-                  layout's. Engines differ for V4.1: vLLM has -22 (DSV41_FP8's), FlashMLA and SGLang -13 (that of
-                  DSV41_FP8_SPLIT)
+                  layout's. Engines differ for V4.1: vLLM has -22, as DSV41_FP8; FlashMLA and SGLang have -13, as
+                  DSV41_FP8_SPLIT
     early_release  False: no later kernel starts before the results are stored (docs/interop.md)
 
-    A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
-    neither changes another byte. e2m1 has no NaN: there it makes the scale NaN and the tile's values 0. Values are
-    divided by the scale in float32 and rounded to nearest even. Bytes of other slots and padding are not written.
+    A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and neither changes
+    another byte. e2m1 has no NaN: a NaN makes the tile's scale NaN and its values 0. Values are divided by the scale in
+    float32 and rounded to nearest even. Bytes of other slots and padding are not written.
 
-    Two tokens for one slot are the caller's error: the slot then holds bytes of both, mixed differently from call to
-    call (in host memory: the last token), and nothing else is touched. Equal tokens give that token's row. Each byte is
+    Two tokens for one slot are the caller's error: the slot then has bytes of both, mixed differently from call to call
+    (in host memory: the last token's), and nothing else is touched. Equal tokens write that token's row. Each byte is
     written once, with its final value, so rewriting a row with its present content is invisible to concurrent readers.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -70,7 +70,7 @@ def quantize_and_insert_k_cache(
     if not layout.num_scales:
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 or FP4 values")
     if min_exponent is not None and (layout.scale_type not in ("ue8m0", "float32") or not is_ue8m0):
-        raise ValueError(f"min_exponent: got {min_exponent}, but the scales of {layout.name} are no powers of two here")
+        raise ValueError(f"min_exponent: got {min_exponent}, but scales of {layout.name} are not powers of two here")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
     if not is_ue8m0 and layout.scale_type == "float32" and not layout.min_scale:
@@ -122,16 +122,17 @@ def dequantize_and_gather_k_cache(
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
-    block_size   tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if they are as wide as that
-    offset       first row of `out` that is written
+    block_size   tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
+    offset       first row of `out` to write
     compress_ratio  positions that a row of the cache represents: a request has seq_lens[r] // compress_ratio rows;
                  gather_lens and block_size count rows
     layout       a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the
                  width of `out` (formats of V3.2 and V4)
 
     A value is e4m3 or e2m1 times scale in float32, or a float32 row's, rounded once to out's type, to nearest even;
-    bfloat16 holds V4.1's exactly. Values that a cache holds in bfloat16 keep their bits. Lengths are clamped to what
-    exists and to the rows of `out`; a position whose block is absent gives zeros; other rows are not written.
+    bfloat16 represents V4.1's values exactly. Values that a cache stores in bfloat16 keep their bits. Lengths are
+    clamped to the rows that exist and to the rows of `out`; a position whose block is absent becomes zeros; other rows
+    are not written.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM dequantize_and_gather_k_cache.
@@ -177,12 +178,11 @@ def indexer_k_quant_and_cache(
     k                 [T, 128] bfloat16, float16 or float32
     kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; 68 bytes a
                       token for MXFP4 (INDEXER_MXFP4); or, for keys that are not quantised, bfloat16 or float32
-                      [num_blocks, block_size, 128], or the bytes of those, 256 or 512 a token (INDEXER_BF16,
-                      INDEXER_F32)
+                      [num_blocks, block_size, 128], or their bytes, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
     slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
     quant_block_size  values that share a scale: 128; 32 for MXFP4
-    scale_fmt         "ue8m0": scales are powers of two, as MXFP4's always are; None: amax / 448, not rounded to a power
-                      of two
+    scale_fmt         "ue8m0": scales are powers of two, as always in MXFP4; None: amax / 448, not rounded to a power of
+                      two
     early_release     False: no later kernel starts before the results are stored (docs/interop.md)
 
     Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8 or INDEXER_MXFP4.
@@ -232,19 +232,19 @@ def cp_gather_indexer_k_quant_cache(
 
     kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), 68 bytes a token for MXFP4;
                  or a cache of keys that are not quantised, as indexer_k_quant_and_cache takes it
-    dst_k        uint8 [N, 128], [N, 64] of MXFP4, or bfloat16 or float32 as such a cache is; written:
+    dst_k        uint8 [N, 128], [N, 64] for MXFP4, or bfloat16 or float32 as in a cache of that type; written:
                  rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r;
-                 rows of no request, as at the end of a longer array, are not written
-    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4], which MXFP4's four scales are; written likewise.
-                 None without scales
+                 rows without a request, as at the end of a longer array, are not written
+    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; for MXFP4 the four scales, uint8 [N, 4]; written
+                 likewise. None without scales
 
-    With dst_k [N, 128], keys of an MXFP4 cache become FP8: e4m3 and one float32 scale, 2^-6 of the key's largest, which
-    fp8_mqa_logits scores fastest. The values are the same, except in tiles whose scale is less than 2^-14 of the
-    largest: those are rounded.
+    With dst_k [N, 128], keys of an MXFP4 cache become FP8: e4m3 and one float32 scale, 2^-6 of the key's largest scale,
+    which fp8_mqa_logits scores fastest. The values are exact, except in tiles whose scale is less than 2^-14 of the
+    largest, which are rounded.
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending
 
-    A position whose block is absent gives zeros.
+    A position whose block is absent becomes zeros.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM cp_gather_indexer_k_quant_cache.
     """
@@ -289,10 +289,10 @@ def gather_plain_keys(
 
 
 def requests_of(block_table: Any, cu_seq_lens: Any) -> Any:
-    """The R rows of a block table that `cu_seq_lens` [R + 1] covers. Raises ValueError if there are fewer."""
+    """The R rows of a block table that `cu_seq_lens` [R + 1] covers. Raises ValueError for a table with fewer rows."""
     requests = len(cu_seq_lens) - 1
     if requests < 0:
-        raise ValueError("cu_seq_lens: got no entries, expected one more than there are requests")
+        raise ValueError("cu_seq_lens: got no entries, expected one more than the number of requests")
     if len(block_table) < requests:
         raise ValueError(f"block_table: got {len(block_table)} rows, expected at least {requests}, one a request")
     return block_table if len(block_table) == requests else block_table[:requests]

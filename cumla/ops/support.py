@@ -1,4 +1,4 @@
-"""Whether a call will be served, by which kernel, and why not, decided without arrays."""
+"""Predicts from shapes and dtypes whether a call is served, by which kernels, or why not."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
 class Support:
     """The answer of `supports`; true in a condition if the call is served.
 
-    served   whether the call is taken
-    backend  the backend that would run it
-    kernels  the kernels that it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty if there is no work
-    reason   why it is not served: the message of the error that the call would raise; None if it is served
+    served   whether the call is served
+    backend  the backend that would run the call
+    kernels  the kernels that it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty without work
+    reason   the message of the error that the call would raise; None if it is served
     """
 
     served: bool
@@ -54,19 +54,19 @@ def supports(
     capability: Capability | None = None,
     **arguments: Any,
 ) -> Support:
-    """Whether a call of a public operation is served here, by which kernel, and why not. Nothing is run or allocated.
+    """Whether a call of a public operation is served here, by which kernels, or why not. Runs and allocates nothing.
 
     op         an operation of cumla, or its name
-    backend    the backend to ask; None: the default for where the arrays are
-    device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs them,
+    backend    the backend to ask; None: the default for the arrays' device
+    device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs arrays,
                and without a backend the first CUDA device if there is one that CuPy can use
-    capability "8.6", 86, "sm_86" or (8, 6): a CUDA device of this compute capability, which need not be here, in place
-               of `device`
+    capability "8.6", 86, "sm_86" or (8, 6): in place of `device`, any CUDA device of this compute capability, present
+               or not
     arguments  the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and `dtype`,
                such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
 
     Returns a Support. Only shapes and dtypes are examined; arrays are assumed to be contiguous and aligned. Raises
-    TypeError for an unknown operation, and for arguments that it does not have; ValueError for an unknown capability.
+    TypeError for an unknown operation and for arguments that it lacks; ValueError for an unknown capability.
 
         >>> import cumla
         >>> q, cache, indices = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
@@ -83,7 +83,7 @@ def supports(
         if parameter.default is inspect.Parameter.empty and name not in bound.arguments
     ]  # fmt: skip
     if missing:
-        raise TypeError(f"{', '.join(missing)}: got nothing, which {function.__name__} needs")
+        raise TypeError(f"{', '.join(missing)}: missing, required by {function.__name__}")
     if backend is not None and (not isinstance(backend, str) or backend not in backends.BACKENDS):
         raise ValueError(f"backend: got {shown(backend)}, expected one of {', '.join(backends.BACKENDS)}")
     if capability is not None:
@@ -106,7 +106,7 @@ def supports(
 def _asked(
     function: Callable[..., Any], arguments: dict[str, Any], name: str, backend: str | None, where: int
 ) -> Support:
-    """The answer by a dry run; `backend` is what the call is given, `name` the backend that takes it."""
+    """The answer by a dry run; `backend` is the call's argument, `name` the backend that takes the call."""
     try:
         with dry_running(where) as dry_run:
             function(**{key: _without_memory(value) for key, value in arguments.items()}, backend=backend)
@@ -123,9 +123,9 @@ def kernels_asked(dry_run: DryRun, backend: str, device: int) -> tuple[str, ...]
 
 @contextlib.contextmanager
 def assumed_capability(capability: Capability) -> Iterator[Any]:
-    """A context in which every device has this compute capability, as for `supports`; gives its Limits.
+    """A context in which every device has this compute capability, as for `supports`; yields its Limits.
 
-    Raises ValueError.
+    Raises ValueError for an unknown capability.
     """
     from ..kernels.cuda import device
 
@@ -145,7 +145,7 @@ def shown_capability(number: int) -> str:
 
 
 def unserved(backend: str, on_device: bool, device: int) -> str | None:
-    """Why a backend serves no call at all for arrays in that place, or None."""
+    """Why a backend serves no call for arrays on that device, or None if it does."""
     try:
         backends.choose(backend, on_device)
     except ValueError as error:
@@ -193,7 +193,7 @@ def _dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _variant(backend: str, asked: Asked, device: int) -> str:
-    """Which of its kernels a launcher takes; those without an answer have one kernel for every device."""
+    """The kernel variant that a launcher selects, in parentheses; launchers without variants are portable."""
     if backend != "cuda":
         return ""
     answers: dict[str, Callable[..., str]] = getattr(backends.kernels(backend, asked.file), "KERNEL_FOR", {})

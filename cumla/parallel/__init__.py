@@ -1,4 +1,4 @@
-"""Several devices: a context's tokens and the heads are sharded across ranks, and partial results are merged."""
+"""Several devices: a context's tokens and the heads are sharded across ranks, partial results are merged."""
 
 from ..kernels.types.shard import Shard
 from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, localise_indices, merge_partials

@@ -12,12 +12,12 @@ from typing import Any
 from ..dispatch.values import check_integers, finite, shown
 from .store import Store
 
-MOST_SECONDS = 1e6  # of a time limit: the waiting functions take no more
+MOST_SECONDS = 1e6  # largest time limit: waiting functions take no more
 ENDED: tuple[str, tuple[int, ...]] = "ended", ()
 
 
 class RankError(RuntimeError):
-    """An error of `ranks`, which the message names."""
+    """An error caused by `ranks`. The message names them."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -32,9 +32,9 @@ class Agreement:
 
     store       the same for all ranks, without values of an earlier run
     rank, size  this rank and the number of ranks
-    time_limit  seconds that it waits for others
+    time_limit  seconds to wait for other ranks
 
-    Used as a context manager, it reports an exception that ends the context to the other ranks.
+    As a context manager, it reports an exception that ends the context to the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int, time_limit: float = 60.0) -> None:
@@ -60,17 +60,15 @@ class Agreement:
             for rank in missing:
                 values[rank] = self.store.get(f"{what}/{rank}")
             ended = [rank for rank in missing if values[rank] is None and self._word(rank) is not None]
-            for rank in ended:  # it may have set its value after the check above, and ended since
+            for rank in ended:  # the rank may have set its value after the check above, and ended since
                 values[rank] = self.store.get(f"{what}/{rank}")
             missing = [rank for rank in missing if values[rank] is None]
-            self.check_others([rank for rank in ended if rank in missing], f"come to {what}")
+            self.check_others([rank for rank in ended if rank in missing], f"reach {what}")
             if not missing:
                 break
             left = end - time.monotonic()
             if left <= 0:
-                raise RankError(
-                    missing, f"{names(missing)} did not come to {what} within {limit:g} s (rank {self.rank})"
-                )
+                raise RankError(missing, f"{names(missing)} did not reach {what} within {limit:g} s (rank {self.rank})")
             self.store.wait(left)
         for key in self._old:  # all ranks are here, so they have read the earlier values
             self.store.delete(key)
@@ -78,7 +76,7 @@ class Agreement:
         return [value for (value,) in values]
 
     def agree(self, what: str, value: str) -> None:
-        """Raise RankError on every rank unless all ranks are about to do the same."""
+        """Raise RankError on every rank unless all ranks give the same value."""
         self.same(what, self.exchange(what, value))
 
     def same(self, what: str, values: Sequence[str]) -> None:
@@ -93,7 +91,7 @@ class Agreement:
             )
 
     def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on", failed_only: bool = False) -> None:
-        """Raise RankError if one of these ranks (None: any) failed or ended; it names the ranks that caused it."""
+        """Raise RankError if one of `ranks` (None: any) failed or ended. The error names the ranks that caused it."""
         for rank in range(self.size) if ranks is None else ranks:
             word = None if rank == self.rank else self._word(rank)
             if word is None or (word == ENDED and failed_only):
@@ -104,7 +102,7 @@ class Agreement:
             raise RankError([rank], f"rank {rank} {said} and did not {what} (rank {self.rank})")
 
     def _word(self, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """The last message of a rank that ended: the reason, and the ranks that its own error blames."""
+        """The last message of a rank that ended: the reason, and the ranks that caused it."""
         word: tuple[str, tuple[int, ...]] | None = self.store.get(f"ended/{rank}")
         return word
 

@@ -16,8 +16,8 @@ class Communicator(Protocol):
     rank, size  this rank, from 0, and the number of ranks
     traffic     bytes that this rank has sent, by function
 
-    An array may also be a tuple of arrays, which is exchanged in one collective; `out` and the result are then tuples.
-    With `out` given nothing is allocated.
+    A tuple of arrays is exchanged in one collective; `out` and the result are then tuples. With `out`, a call
+    allocates nothing.
     """
 
     traffic: collections.Counter[str]
@@ -29,23 +29,23 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes] on the device of `like`, of the kind that is gathered fastest; not for `all_to_all`.
+        """uint8 [nbytes] on the device of `like`, in memory that `all_gather` is fastest with; not for `all_to_all`.
 
         All ranks call this with the same size.
         """
 
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """Every rank's x, as [size, *x.shape]. If x is out[rank] it is not copied."""
+        """Every rank's x, as [size, *x.shape]. An x that is out[rank] is not copied."""
 
     def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """The sum over all ranks of x[rank], rank being this rank. x is [size, ...], the result [...]."""
+        """The sum of all ranks' x[rank], where rank is this rank. x is [size, ...], the result [...]."""
 
     def all_to_all(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """Every rank's x[rank], rank being this rank. x and the result are [size, ...]."""
+        """Every rank's x[rank], where rank is this rank. x and the result are [size, ...]."""
 
 
 class Move(NamedTuple):
-    """An array of a collective: the array sent, and the array that receives."""
+    """The sent and the received array of a collective."""
 
     sent: Any
     received: Any
@@ -55,10 +55,10 @@ OPS = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def moves(op: str, rank: int, size: int, x: Any, out: Any) -> list[Move]:
-    """The arrays of a call, NumPy or CuPy, with `out` allocated where it is None.
+    """The arrays of a call, NumPy or CuPy; allocates `out` if it is None.
 
     Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, on another
-    device, or overlapping, so that received data would be sent on.
+    device, or overlapping, which would send received data on.
     """
     sent, received = as_tuple(x), (None,) * len(as_tuple(x)) if out is None else as_tuple(out)
     if not sent:
@@ -72,18 +72,18 @@ def moves(op: str, rank: int, size: int, x: Any, out: Any) -> list[Move]:
 
 
 def _check_apart(op: str, rank: int, arrays: list[Move]) -> None:
-    """Raise ValueError if an array written overlaps with another array of the call, except for a rank's own part."""
-    sent, received = ([_span(array) for array in some] for some in zip(*arrays, strict=True))
+    """Raise ValueError if a written array overlaps with another array of the call, except in a rank's own part."""
+    sent, received = ([_span(array) for array in side] for side in zip(*arrays, strict=True))
     for i, (start, end) in enumerate(received):
         others = [span for j, span in enumerate(received) if j != i]
         for j, (first, last) in enumerate(sent):
-            part = min(end - start, last - first)  # of a rank, if one of both arrays has a part for each rank
+            part = min(end - start, last - first)  # a rank's part, if one of the arrays has a part for each rank
             own = {"all_gather": first - start, "reduce_scatter": start - first}.get(op)
             if i != j or own != rank * part:
                 others.append((first, last))
         if any(start < last and first < end for first, last in others):
             where = {"all_gather": ", or x at out[rank]", "reduce_scatter": ", or out at x[rank]"}.get(op, "")
-            raise ValueError(f"out: got memory that another array has too, expected its own{where}, to {op}")
+            raise ValueError(f"out: got memory of another array of the call, expected its own{where}, to {op}")
 
 
 def _span(array: Any) -> tuple[int, int]:
@@ -111,19 +111,20 @@ def _move(op: str, size: int, x: Any, out: Any) -> Move:
     if not out.flags.c_contiguous:
         raise ValueError(f"out: got strides {out.strides} bytes, expected a contiguous array")
     if isinstance(x, np.ndarray) != isinstance(out, np.ndarray):
-        raise ValueError("out: got memory of another kind than x has, expected both on the device or both on the host")
+        got, expected = ("host" if isinstance(array, np.ndarray) else "device" for array in (out, x))
+        raise ValueError(f"out: got {got} memory, expected {expected} memory as x has")
     return Move(x, out)
 
 
 def described(op: str, arrays: list[Move]) -> str:
-    """Describes a call in words that are equal on all ranks exactly if they make the same call."""
+    """A description of a call that is equal on two ranks exactly if they make the same call."""
     return f"{op} of " + " and ".join(f"{move.sent.dtype} {list(move.sent.shape)}" for move in arrays)
 
 
 def sent_bytes(op: str, size: int, arrays: list[Move]) -> int:
     """The bytes that a rank sends to others in a call."""
-    whole = sum(move.sent.nbytes for move in arrays)
-    return whole * (size - 1) if op == "all_gather" else whole * (size - 1) // size
+    total = sum(move.sent.nbytes for move in arrays)
+    return total * (size - 1) if op == "all_gather" else total * (size - 1) // size
 
 
 def copy(to: Any, source: Any) -> None:

@@ -1,7 +1,7 @@
 """Decodes over a context sharded across ranks: each rank attends to its tokens, partial results are merged by LSE.
 
-q comes in one of two forms. Either every rank has q of all heads and gets out of all heads; or the heads are sharded
-too, as by the projections: then q is gathered over heads first, and each rank gets the results of its own heads.
+q has one of two forms. Either every rank has q of all heads and gets `out` of all heads; or the heads are sharded, too,
+as by the projections: then q is gathered over heads first, and each rank gets the results of its own heads.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..ops.sparse_attention import V_DIM, sparse_mla_decode
 from .communicator import Communicator, copy
 
 FLOAT32, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
-WORTH_A_CALL = 4 << 20  # further bytes that a rank may send to save one of two exchanges
+WORTH_A_CALL = 4 << 20  # additional bytes that a rank may send to save one of two exchanges
 
 Attend = Callable[[Any, Any, Any], None]
 
 
 class ContextAttention:
-    """The decode attention of one rank of several.
+    """The decode attention of one of several ranks.
 
     comm         the rank's communicator
     split_heads  whether q has the rank's own heads only: h / size heads, ordered by rank
     observe      called with a part's name around each part of a call ("attend", "exchange", "merge")
 
-    Its buffers keep their addresses from call to call, so a call can be captured in a CUDA graph if one with the same
-    shapes was made before and out and lse are given (all ranks capture and replay together). An instance serves one
-    stream at a time, and may serve all layers of a model.
+    The buffers have the same addresses in every call. So a call with out and lse can be captured in a CUDA graph after
+    a call with the same shapes (all ranks capture and replay together). An instance serves one stream at a time, and
+    may serve all layers of a model.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class ContextAttention:
         attn_sink      float32, of the heads of the result, or None
         out            [T, h, 512] of q's dtype to write instead of allocating
         lse            [T, h] float32 to write instead of allocating
-        plan           as in dense_mla_decode, made for these lengths; None: planned here
-        options        scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (of what a
-                       communicator other than cumla's own exchanges next) as in dense_mla_decode
+        plan           as in dense_mla_decode, computed for these lengths; None: computed here
+        options        scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (for the next exchange
+                       of a communicator that is not cumla's) as in dense_mla_decode
 
         Returns out and lse, of the rank's own heads where heads are split.
         """
@@ -129,7 +129,7 @@ class ContextAttention:
         extra_indices  [T, extra_topk] int32 or None, of extra_k_cache
         attn_sink      float32, of the heads of the result, or None
         out, lse       as in dense_decode
-        plan           as in sparse_mla_decode, made for these lengths; None: planned here
+        plan           as in sparse_mla_decode, computed for these lengths; None: computed here
         options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length,
                        extra_block_size and extra_layout as in sparse_mla_decode; early_release as in dense_decode
 
@@ -161,7 +161,7 @@ class ContextAttention:
         if sink is not None and sink.shape != native.shape[1:2]:
             raise ValueError(f"attn_sink: got shape {tuple(sink.shape)}, expected [h] with h = {native.shape[1]}")
         with streams.callers(native, framework, stream):
-            shape = (*native.shape[:2], V_DIM)  # of the result
+            shape = (*native.shape[:2], V_DIM)  # of out
             out_array, lse_array = outputs(native, shape, out, lse)
             if self.split_heads:
                 self._by_heads(attend, self._gathered(native), sink, out_array, lse_array)
@@ -188,7 +188,7 @@ class ContextAttention:
     def _everything_to_all(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
         """Every rank receives all partial results, and merges all heads."""
         rows, size = math.prod(out.shape[:-1]), self.comm.size
-        at_lse = rows * V_DIM * q.dtype.itemsize  # in a rank's piece, which is sent whole: out, then lse
+        at_lse = rows * V_DIM * q.dtype.itemsize  # offset in a rank's piece: out, then lse, sent together
         nbytes = aligned_bytes(at_lse + rows * FLOAT32.itemsize)
         memory = self._array("pieces", (size * nbytes,), BYTE, q)
 
@@ -208,7 +208,7 @@ class ContextAttention:
         """Every rank receives the partial results of its own heads and merges them; out and lse have these heads."""
         size = self.comm.size
         tokens, heads, _ = q.shape
-        # Heads come first, so that a rank's heads are contiguous.
+        # Heads are the first axis, so that a rank's heads are contiguous.
         part, part_lse = self._arrays(self._exchanged_arrays, "part", (heads, tokens, V_DIM), q)
         with self.observe("attend"):
             attend(q, part.transpose(1, 0, 2), part_lse.T)
@@ -250,7 +250,7 @@ class ContextAttention:
 
 
 def of_one_query(name: str, indices: Any) -> Any:
-    """Indices [T, K] of T queries as those of T requests of one query. Raises ValueError for another shape."""
+    """Indices [T, K] of T queries as [T, 1, K], of T requests with one query. Raises ValueError for another shape."""
     native = dlpack.borrow(indices, name)
     if native.ndim != 2:
         raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected [T, topk]")
@@ -258,23 +258,23 @@ def of_one_query(name: str, indices: Any) -> Any:
 
 
 def is_merged_by_heads(size: int, heads: int, result_bytes: int) -> bool:
-    """Whether ranks that all need all heads should merge some heads each and then gather them, in two exchanges."""
+    """Whether ranks that need all heads should each merge some heads and then gather them, in two exchanges."""
     all_to_all, by_heads = result_bytes * (size - 1), 2 * result_bytes * (size - 1) // size
     return heads % size == 0 and all_to_all - by_heads > WORTH_A_CALL
 
 
 def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
-    """out and lse as given, checked, or new ones. Raises TypeError or ValueError."""
+    """out and lse, checked, or new arrays in place of None. Raises TypeError or ValueError."""
     arrays = []
-    for name, given, dtype, size in (("out", out, q.dtype, shape), ("lse", lse, FLOAT32, shape[:-1])):
-        if given is None:
+    for name, argument, dtype, size in (("out", out, q.dtype, shape), ("lse", lse, FLOAT32, shape[:-1])):
+        if argument is None:
             if not isinstance(q, np.ndarray) and streams.is_capturing():
                 raise ValueError(
                     f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(size)}"
                 )
             arrays.append(dlpack.empty(size, dtype, q))
             continue
-        array = dlpack.borrow(given, name, writable=True)
+        array = dlpack.borrow(argument, name, writable=True)
         if array.dtype != dtype:
             raise TypeError(f"{name}: got dtype {array.dtype}, expected {dtype}")
         if array.shape != size:
@@ -286,13 +286,13 @@ def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, An
 def local_window(
     swa_indices: Any, swa_lens: Any, rank: int, size: int, *, out: Any = None, backend: str | None = None
 ) -> tuple[Any, Any]:
-    """A rank's part of the windows in a cache that is whole on every rank: all ranks take equally many columns.
+    """A rank's part of the windows in a cache that every rank has in full: all ranks take equally many columns.
 
     swa_indices  [T, W] or [T, 1, W] int32 slots
     swa_lens     [T] int32
     out          [T] int32 to write instead of allocating
 
-    Returns the rank's columns of swa_indices, [T, W / size] without a copy, and the entries in use of each row.
+    Returns the rank's columns of swa_indices, [T, W / size] without a copy, and the number of used entries of each row.
     Raises ValueError for swa_indices of another shape.
     """
     columns = dlpack.borrow(swa_indices, "swa_indices")

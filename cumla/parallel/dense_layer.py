@@ -1,7 +1,7 @@
 """One step of a dense MLA layer on one of several ranks: latent rows are sharded, tokens attend to all ranks' rows.
 
-Prefills take the decode path, in the latent space: each token has its own count of the rank's rows, new ones included.
-Prefills need no gather, but read 576 values a key and head where projected keys have 192.
+Prefills take the decode path, in the latent space: each token has its own count of the rank's rows, including new rows.
+Prefills then need no gather, but read 576 values a key and head where projected keys have 192.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .validation import check_dense_forward
 
 
 class ShardedMLALayer:
-    """`MLACommonImpl` of one rank: its heads are those of its weights, its cache has the rank's part of the rows.
+    """`MLACommonImpl` of one rank: it has the heads of its weights, and the cache has the rank's part of the rows.
 
     layer        after process_weights_after_loading
     comm         the rank's communicator

@@ -1,6 +1,6 @@
-"""Whole attention layers of V4 and V3.2 on one of several ranks: rows are sharded, the indexer's keys replicated.
+"""V4 and V3.2 model layers on one of several ranks: rows are sharded, the indexer's keys replicated.
 
-Compressed rows (V4) or latent rows (V3.2) are sharded across ranks. Windows, compressors' states and the indexer's keys
+Compressed rows (V4) or latent rows (V3.2) are sharded across ranks. Windows, compressor states and the indexer's keys
 are replicated, so that every rank selects the same rows. Every rank has all heads.
 """
 
@@ -28,7 +28,7 @@ from .validation import check_rank_rows
 
 
 class ShardedDeepseekV4Attention:
-    """`DeepseekV4Attention` of one rank: the compressed cache given to `step` has the rank's part of the rows."""
+    """`DeepseekV4Attention` of one rank: the compressed cache passed to `step` has the rank's part of the rows."""
 
     def __init__(self, attention: DeepseekV4Attention, comm: Communicator) -> None:
         check_kind(DeepseekV4Attention, attention=attention)
@@ -48,7 +48,7 @@ class ShardedDeepseekV4Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """The same as `DeepseekV4Attention.step`; rows: of the compressed cache, None for a layer without one."""
+        """`DeepseekV4Attention.step` with `rows` of the compressed cache; None for a layer without compressed rows."""
         layer = self.attention
         if isinstance(rows, RankRows) != (layer.ratio > 1):
             expected = "None" if layer.ratio == 1 else "RankRows"
@@ -76,14 +76,14 @@ class _RankV4Step(V4Step):
             scores, own, self.caches.state, self.caches.compressed, self.rows.slot_mapping, layer.layouts.v4
         )
         if len(layer.compressors) > 1:
-            its, slots = layer.compressors[1], self.metadata.compressors[layer.ratio].slot_mapping
-            scores = pooled[:, own.columns : own.columns + its.columns]
+            keys, slots = layer.compressors[1], self.metadata.compressors[layer.ratio].slot_mapping
+            scores = pooled[:, own.columns : own.columns + keys.columns]
             self.insert_pooled(
-                scores, its, self.caches.indexer_state, self.caches.indexer, slots, layer.layouts.indexer
+                scores, keys, self.caches.indexer_state, self.caches.indexer, slots, layer.layouts.indexer
             )
 
     def side(self) -> InOrder:
-        """Work is done in order: exchanges between ranks must stay on one stream."""
+        """No side stream: exchanges between ranks must stay on one stream."""
         return InOrder()
 
     def decode_slots(self) -> None:
@@ -101,7 +101,7 @@ class _RankV4Step(V4Step):
 
 
 class ShardedDeepseekV32Attention:
-    """`DeepseekV32Attention` of one rank: the rows of the caches given to `step` are the rank's part."""
+    """`DeepseekV32Attention` of one rank: the caches passed to `step` have the rank's part of the rows."""
 
     def __init__(self, attention: DeepseekV32Attention, comm: Communicator) -> None:
         check_kind(DeepseekV32Attention, attention=attention)
@@ -121,7 +121,7 @@ class ShardedDeepseekV32Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """The same as `DeepseekV32Attention.step`; rows: of the latent rows."""
+        """`DeepseekV32Attention.step` with `rows` of the latent cache."""
         layer = self.attention
         check_kind(RankRows, rows=rows)
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)

@@ -17,8 +17,8 @@ from .communicator import Communicator, copy
 class CausalPiece:
     """A call of `mha_varlen` with causal=True: one piece of each request, and the keys that its last query sees.
 
-    tokens        [n] int32, queries among those of the step
-    keys          [m] int32, rows of K and V among those of the step; of each request its first rows
+    tokens        [n] int32, indices of the queries in the step
+    keys          [m] int32, indices of the rows of K and V in the step: the first rows of each request
     cu_seqlens_q  [R + 1] int32
     cu_seqlens_k  [R + 1] int32
     """
@@ -31,7 +31,7 @@ class CausalPiece:
 
 @dataclass(frozen=True)
 class QueryShards:
-    """The tokens of a step on each rank. Arrays are on the host; copy them to the device once a step.
+    """The tokens of a step on each rank. Arrays are on the host: copy them to the device once a step.
 
     tokens  [size, count] int32, tokens of each rank in ascending order, padded with -1
     places  [num_tokens] int32: index of a token's row among all ranks' rows, [size * count]
@@ -48,7 +48,7 @@ class QueryShards:
         return row[row >= 0]
 
     def gather(self, comm: Communicator, rows: Any, places: Any = None) -> Any:
-        """Rows of all tokens, [num_tokens, ...] in their order, from each rank's own, [n, ...]: K of the new tokens.
+        """Rows of all tokens in order, [num_tokens, ...], such as K, gathered from each rank's own rows [n, ...].
 
         places  `self.places` on the rows' device, for steps that must not copy it
         """
@@ -73,8 +73,8 @@ def shard_queries(query_start_loc: Any, size: int) -> QueryShards:
     query_start_loc  [R + 1] integers on the host, ascending from 0
     size             ranks
 
-    Each request is divided into 2 * size consecutive pieces, as even as possible; rank r takes pieces r and
-    2 * size - 1 - r. An early piece sees fewer keys and a late one more, so their sum is the same for all ranks.
+    Each request is divided into 2 * size consecutive pieces of almost equal length; rank r takes pieces r and
+    2 * size - 1 - r. An early piece sees fewer keys, a late piece more: their sum is the same for all ranks.
     """
     check_integers(1, size=size)
     starts = np.asarray(query_start_loc)
@@ -82,7 +82,7 @@ def shard_queries(query_start_loc: Any, size: int) -> QueryShards:
         raise ValueError(f"query_start_loc: got {starts.dtype} of shape {starts.shape}, expected [R + 1] integers")
     starts = starts.astype(np.int64)
     if starts[0] or (np.diff(starts) < 0).any():
-        raise ValueError("query_start_loc: got starts that do not ascend from 0, expected those of packed requests")
+        raise ValueError("query_start_loc: got starts that do not ascend from 0, expected starts of packed requests")
     requests = list(itertools.pairwise(starts.tolist()))
 
     def piece(number: int) -> CausalPiece:
@@ -92,7 +92,7 @@ def shard_queries(query_start_loc: Any, size: int) -> QueryShards:
         ]
         return CausalPiece(
             joined([np.arange(start, stop) for _, start, stop in cuts]),
-            # A piece without queries has no keys either.
+            # A piece without queries has no keys.
             joined([np.arange(first, stop if stop > start else first) for first, start, stop in cuts]),
             ends([stop - start for _, start, stop in cuts]),
             ends([stop - first if stop > start else 0 for first, start, stop in cuts]),

@@ -1,4 +1,4 @@
-"""Where a rank has its share of the cached rows."""
+"""The location of a rank's part of the cached rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankRows:
     """The location of a rank's part of the rows, for one step.
 
     shard         how rows are sharded across ranks
-    block_table   [num_reqs, B] int32, the rank's pages of each request, enough for its rows of the longest one
+    block_table   [num_reqs, B] int32, the rank's pages of each request, enough for its rows of the longest request
     slot_mapping  [n] int64, slots of this step's rows; -1 for rows of other ranks (`local_slot_mapping`)
     """
 
@@ -31,7 +31,7 @@ class ShardedCompressedCache:
     block_table   [num_reqs, B] int32, the rank's pages of each request
     shard         how compressed rows are sharded across ranks
     k             [n, 512] bfloat16, all rows that this step completes; None: the cache contains them already
-    slot_mapping  [n] int64, their slots in the rank's cache, -1 for those of other ranks (`local_slot_mapping`)
+    slot_mapping  [n] int64, slots of k in the rank's cache, -1 for rows of other ranks (`local_slot_mapping`)
     topk_indices  [num_tokens, topk] int32, rows that each token selects, counted over all ranks; -1: none. None for a
                   C128A layer, which takes all rows
     """

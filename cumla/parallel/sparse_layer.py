@@ -1,7 +1,7 @@
 """One step of a sparse attention layer of a DeepSeek V4 class model on one of several ranks.
 
-The layer's compressed rows are sharded; the window's rows, which are few, and the indexer's keys are replicated on
-every rank. Each rank attends to its compressed rows and to its part of the window, for decodes and prefills.
+The layer's compressed rows are sharded; the few window rows and the indexer's keys are replicated on every rank. In
+decodes and prefills, each rank attends to its compressed rows and to its part of the window.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class ShardedSparseMLALayer:
         )  # fmt: skip
 
     def _selected(self, compressed: ShardedCompressedCache, tokens: slice, metadata: DeepseekSparseSWAMetadata) -> Any:
-        """Compressed rows that these tokens attend to, counted over all ranks; those not complete are absent."""
+        """Compressed rows that these tokens attend to, counted over all ranks; incomplete rows are absent."""
         positions = self._of(metadata.positions, tokens)
         xp, ratio = dlpack.namespace_of(positions), self.layer.compress_ratio
         complete = ((positions + 1) // ratio)[:, None]
         if ratio == C128A_RATIO:
-            width = metadata.c128a_global_decode_topk_indices.shape[-1]  # follows the step's longest sequence
+            width = metadata.c128a_global_decode_topk_indices.shape[-1]  # depends on the step's longest sequence
             rows = xp.arange(width, dtype=positions.dtype)[None]
         else:
             rows = self._of(compressed.topk_indices, tokens)

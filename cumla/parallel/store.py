@@ -1,7 +1,6 @@
 """Stores for messages between ranks: in a process, in a folder that all ranks see, or in one rank over TCP.
 
-Stores hold short messages: which ranks are present, what each is about to do, which failed. Arrays are moved by a
-communicator.
+Messages are short: the ranks that are present, the next call of each, ranks that failed. A communicator moves arrays.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Store(Protocol):
     def delete(self, key: str) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        """Return when a key was set or after so many seconds, whichever is sooner; may return earlier."""
+        """Return when a key is set, at the latest after `seconds`; may return earlier."""
 
 
 class MemoryStore:
-    """For ranks that are threads of one process; values are kept as objects."""
+    """For ranks that are threads of one process; stores values as objects."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -55,7 +54,7 @@ class MemoryStore:
 
     def wait(self, seconds: float) -> None:
         with self._changed:
-            if getattr(self._seen, "sets", None) == self._sets:  # otherwise a key was set between the last get and this
+            if getattr(self._seen, "sets", None) == self._sets:  # otherwise a key was set since the last get
                 self._changed.wait(seconds)
             self._seen.sets = self._sets
 
@@ -93,7 +92,7 @@ class FileStore:
 
 
 class TcpStore:
-    """Values kept by one process, which calls `serve`, and read by the others over TCP.
+    """Values that one process stores, after it called `serve`, and that the others access over TCP.
 
     address     (host, port) of the serving process
     key         a secret of the run; the server refuses clients without it
@@ -121,14 +120,14 @@ class TcpStore:
             answer_challenge(self._connection, key)
             deliver_challenge(self._connection, key)
         except AuthenticationError:
-            raise ValueError(f"key: got another one than the process that serves {address}") from None
+            raise ValueError(f"key: got another key than the process that serves {address}") from None
         except (AssertionError, EOFError, OSError):  # another protocol, or the process ended
             self._connection.close()
             raise ConnectionError(f"address: the process at {address} is gone, or does not serve a store") from None
 
     @staticmethod
     def serve(key: bytes, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
-        """Keep values in this process, in a thread, until it ends. Returns the address; port 0: any free one."""
+        """Serve values from a thread of this process until it ends. Returns the address; port 0: any free port."""
         _check_key(key)
         listener = Listener((host, port), backlog=128)
         threading.Thread(target=_let_in, args=(listener, key), daemon=True).start()
@@ -166,7 +165,7 @@ class TcpStore:
         raise self._gone()
 
     def _gone(self) -> ConnectionError:
-        self._connection.close()  # otherwise a late answer would be taken for the answer to a later request
+        self._connection.close()  # otherwise a late answer would be read as the answer to a later request
         return ConnectionError(
             f"address: the process that serves {self._address} is gone, or did not answer for {self._time_limit:g} s"
         )

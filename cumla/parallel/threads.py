@@ -1,6 +1,6 @@
 """Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests.
 
-Arrays may also be CuPy's on one GPU that all ranks share: this shows whether results are right, not their speed.
+Arrays may also be CuPy's on one GPU that all ranks share, to test results but not speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .communicator import Move, as_tuple, copy, described, moves, result_of, sen
 from .store import MemoryStore
 
 T = TypeVar("T")
-GRACE_SECONDS = 5.0  # for ranks to end after an interrupt
+GRACE_SECONDS = 5.0  # time for ranks to end after an interrupt
 
 
 class ThreadCommunicator:
@@ -58,7 +58,7 @@ class ThreadCommunicator:
         for i, move in enumerate(arrays):
             receive([theirs[i].sent for _, theirs in everyones], move.received)
         settle(arrays)
-        self.agreement.exchange(f"the end of call {self._calls}", True)  # before a rank changes the array it sent
+        self.agreement.exchange(f"the end of call {self._calls}", True)  # before a rank changes its sent array
         self.traffic[op] += sent_bytes(op, self.size, arrays)
         return result_of(x, arrays, dlpack.framework_of(as_tuple(x)[0]))
 
@@ -80,13 +80,13 @@ def gather(sent: list[Any], received: Any) -> None:
 
 
 def settle(arrays: list[Move]) -> None:
-    """Wait for the work on a device's arrays: another thread's stream is not ordered after it."""
+    """Wait for the work on a device's arrays: other threads' streams do not wait for it."""
     if not isinstance(arrays[0].sent, np.ndarray):
         sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_limit: float = 60.0) -> list[T]:
-    """Call `function` with a communicator in a thread for each rank. Returns what each returned.
+    """Call `function` with a communicator in a thread for each rank. Returns each rank's result.
 
     time_limit  seconds that a rank waits for the others in a call, and that the others have to end after one failed
 

@@ -1,6 +1,6 @@
-"""Checks of the arguments of a rank's layers, before any of them is written.
+"""Checks the arguments of a rank's layers before anything is written.
 
-A rank that raises here has sent nothing yet; the others get the error in their next call.
+A rank that raises an error here has sent nothing yet; the others get the error in their next call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops.sparse_attention import V_DIM, check_heads
 from .communicator import Communicator
 from .rank_rows import RankRows, ShardedCompressedCache
 
-SHARDED_RATIOS = (4, C128A_RATIO)  # of layers with compressed rows
+SHARDED_RATIOS = (4, C128A_RATIO)  # ratios of layers with sharded compressed rows
 _SERVED = "ratio 4 or 128, and ratio 0 or 1 without compressed rows"
 
 
@@ -54,7 +54,7 @@ def check_rank_shard(
 def check_rank_rows(
     call: Call, comm: Communicator, rows: RankRows, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int = 1
 ) -> None:
-    """The same for the rows of a whole layer, which writes the rows of a step's tokens, padding included."""
+    """`check_rank_shard` for a model layer, which writes the rows of a step's tokens, padding included."""
     name = "layer_caches.rows" if ratio == 1 else "layer_caches.compressed"
     check_rank_shard(call, comm, "rows", rows, name, cache, metadata, ratio)
     tokens = len(metadata.positions)

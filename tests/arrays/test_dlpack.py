@@ -107,7 +107,7 @@ def read_only_arrays():
 def test_read_only_arrays_are_no_outputs(make):
     array = make()
     assert not dlpack.borrow(array, "k_cache").flags.writeable
-    with pytest.raises(ValueError, match=r"k_cache: got a read-only .* array, expected one that can be written"):
+    with pytest.raises(ValueError, match=r"k_cache: got a read-only .* array, expected a writable array"):
         dlpack.borrow(array, "k_cache", writable=True)
 
 

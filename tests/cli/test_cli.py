@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_come(monkeypatch, capsys):
     monkeypatch.setattr("cumla.replay.ranks.TIME_LIMIT", 1)
     line = error_line(capsys, [*TINY, "--ranks", "2"], status=1)
     over.set()
-    assert "rank 1 did not come to call 1 within 1 s" in line
+    assert "rank 1 did not reach call 1 within 1 s" in line
 
 
 def test_interrupted(monkeypatch, capsys):

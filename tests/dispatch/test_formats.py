@@ -175,7 +175,7 @@ def test_the_least_exponent_of_scales_that_are_no_powers_of_two():
     """It would be ignored: of float32 scales with is_ue8m0=False, and of e4m3 scales."""
     for layout, powers_of_two in ((cumla.V32_FP8, False), (cumla.V32_NOPE_FP8, False), (cumla.DSV41_FP4, True)):
         cache, k = layout.allocate(1, 1), np.ones((1, layout.head_dim), BF16)
-        message = f"min_exponent: got -20, but the scales of {layout.name} are no powers of two here"
+        message = f"min_exponent: got -20, but scales of {layout.name} are not powers of two here"
         with pytest.raises(ValueError, match=message):
             cumla.quantize_and_insert_k_cache(
                 k, cache, np.zeros(1, np.int64), is_ue8m0=powers_of_two, layout=layout, min_exponent=-20

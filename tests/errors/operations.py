@@ -120,7 +120,7 @@ WRONG = {
         ("q", of(BF16), T, "q: got dtype bfloat16, expected uint8"),
         ("q", longer(-1, -64), V, "q: got shape"),
         ("kv", longer(-1, -64), V, "k.*: got shape"),
-        ("kv", lambda kv: (kv, ones(np.float32, len(kv))), V, "kv_scales: got them beside the pair"),
+        ("kv", lambda kv: (kv, ones(np.float32, len(kv))), V, "kv_scales: got an array, but kv is a pair"),
         ("weights", longer(-1), V, "weights: got shape"),
         ("cu_seqlen_ks", longer(0), V, "cu_seqlen_ks: got shape"),
         ("cu_seqlen_ke", of(np.int64), T, "cu_seqlen_ke: got dtype int64"),

@@ -43,14 +43,14 @@ def test_step(lab, rng, ratio, lens, path, pair):
     [
         ({"layout": cumla.DSV41_FP4}, "layout: got DSV41_FP4, expected one of ['DSV4_FP8', 'DSV41_FP8', "),
         ({"layout": cumla.V32_NOPE_FP8}, "layout: got V32_NOPE_FP8, expected one of"),
-        ({"extra_layout": cumla.DSV41_FP4}, "extra_layout: got DSV41_FP4, expected DSV4_FP8 beside a DSV4_FP8 cache"),
+        ({"extra_layout": cumla.DSV41_FP4}, "extra_layout: got DSV41_FP4, expected DSV4_FP8 with a DSV4_FP8 cache"),
         (
             {"layout": cumla.DSV41_FP8, "extra_layout": cumla.DSV41_FP4_SPLIT},
-            "extra_layout: got DSV41_FP4_SPLIT, expected DSV41_FP8 or DSV41_FP4 beside a DSV41_FP8 cache",
+            "extra_layout: got DSV41_FP4_SPLIT, expected DSV41_FP8 or DSV41_FP4 with a DSV41_FP8 cache",
         ),
         (
             {"layout": cumla.DSV41_FP8_SPLIT, "extra_layout": cumla.DSV41_FP8},
-            "extra_layout: got DSV41_FP8, expected DSV41_FP8_SPLIT or DSV41_FP4_SPLIT beside a DSV41_FP8_SPLIT cache",
+            "extra_layout: got DSV41_FP8, expected DSV41_FP8_SPLIT or DSV41_FP4_SPLIT with a DSV41_FP8_SPLIT cache",
         ),
     ],
 )

@@ -248,13 +248,13 @@ def test_wrong_slots_are_refused(lab, rng):
         ({"slots": (slots, valid)}, r"slots\[1\] \(lens\): got dtype bool"),
         ({"slots": (slots, lens), "is_valid_token": valid[1:]}, "is_valid_token: got shape"),
         ({"slots": (slots, lens), "is_valid_token": lens}, "is_valid_token: got dtype int32"),
-        ({"is_valid_token": valid}, "is_valid_token: got it without slots"),
+        ({"is_valid_token": valid}, "is_valid_token: got an array without slots"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             cumla.indexer_topk(**given, **wrong)
     keys = lab.put(np.zeros((5, 128), np.float32))
     ends = lab.put(np.ones(3, np.int32))
-    with pytest.raises(ValueError, match="slots: got it without block_table"):
+    with pytest.raises(ValueError, match="slots: got a value without block_table"):
         cumla.indexer_topk(
             given["q"][:, 0], keys, given["weights"], 4, cu_seqlen_ks=ends, cu_seqlen_ke=ends, slots=(slots, lens),
             backend=lab.backend,

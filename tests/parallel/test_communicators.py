@@ -69,7 +69,7 @@ WRONG = {
         lambda comm: (comm.all_to_all if comm.rank == 2 else comm.all_gather)(np.zeros((3, 2))),
         "rank 2 got all_to_all of",
     ),
-    "end": (lambda comm: comm.rank == 2 or comm.all_gather(np.zeros(3)), "rank 2 ended and did not come to call 1"),
+    "end": (lambda comm: comm.rank == 2 or comm.all_gather(np.zeros(3)), "rank 2 ended and did not reach call 1"),
     "error": (
         lambda comm: [][comm.rank] if comm.rank == 2 else comm.all_gather(np.zeros(3)),
         "rank 2 failed: IndexError",
@@ -105,7 +105,7 @@ def test_a_rank_that_is_late_is_named(ends):
                 over.set()
 
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 2 did not come to call 1 within 1 s") as caught:
+    with pytest.raises(RankError, match=r"rank 2 did not reach call 1 within 1 s") as caught:
         run_threads(3, on, 1)
     assert caught.value.ranks == (2,)
     assert time.monotonic() - start < 90
@@ -145,7 +145,7 @@ def test_what_is_sent_is_not_written_over(op, arrays):
 
     def on(comm):
         sent, out = arrays(np.zeros((3, 2, 4)), comm.rank)
-        with pytest.raises(ValueError, match=f"out: got memory that another array has too, .* to {op}"):
+        with pytest.raises(ValueError, match=f"out: got memory of another array of the call, .* to {op}"):
             getattr(comm, op)(sent, out)
 
     run_threads(2, on)
@@ -232,7 +232,7 @@ def test_a_rank_that_comes_and_ends_between_two_looks_has_come():
     assert Agreement(LateStore(None), 0, 2, SECONDS).exchange("the start", "words") == ["words", "words"]
     with pytest.raises(RankError, match="rank 1 got other words, expected words as rank 0"):
         Agreement(LateStore(ValueError), 0, 2, SECONDS).agree("the start", "words")
-    with pytest.raises(RankError, match="rank 1 failed: KeyError: '1 of 2' and did not come to the start"):
+    with pytest.raises(RankError, match="rank 1 failed: KeyError: '1 of 2' and did not reach the start"):
         Agreement(LateStore(KeyError), 0, 2, SECONDS).agree("the start", "words")
 
 
@@ -365,7 +365,7 @@ def test_who_keeps_the_words_may_say_nothing(server):
 def test_another_key_and_other_services(server):
     """A client without the key is rejected, and disturbs no other."""
     _, address = server
-    with pytest.raises(ValueError, match=r"key: got another one than the process that serves"):
+    with pytest.raises(ValueError, match=r"key: got another key than the process that serves"):
         TcpStore(address, b"other")
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -72,7 +72,7 @@ def test_a_missing_rank_is_named(tmp_path):
     from cumla.interop.nccl import NcclCommunicator
     from cumla.parallel import FileStore, RankError
 
-    with pytest.raises(RankError, match=r"ranks 0, 2 did not come to the start within 0\.5 s") as caught:
+    with pytest.raises(RankError, match=r"ranks 0, 2 did not reach the start within 0\.5 s") as caught:
         NcclCommunicator(FileStore(tmp_path), 1, 3, time_limit=0.5)
     assert caught.value.ranks == (0, 2)
 

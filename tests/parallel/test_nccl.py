@@ -209,7 +209,7 @@ def test_ranks_that_do_not_fit(nccl, monkeypatch):
     first, second = joined(nccl, [2, 2])
     assert "rank 1 got GPU 0000:1" in str(first)
     assert first.ranks == second.ranks == (1,)
-    with pytest.raises(RankError, match=r"rank 1 did not come to the start within 0\.2 s"):
+    with pytest.raises(RankError, match=r"rank 1 did not reach the start within 0\.2 s"):
         nccl.NcclCommunicator(MemoryStore(), 0, 2, time_limit=0.2)
 
 
