@@ -5,7 +5,7 @@ without the sink, +inf for a query without keys, whose output is 0. Arguments ar
 docs/guide/from-flash-mla.md lists the differences; most important, FlashMLA's restrictions (head counts, block sizes,
 widths, strides) do not apply, and a wrong argument raises ValueError or TypeError instead of AssertionError.
 
-Where q is a tensor, torch allocates the results and the memory of schedules, as for FlashMLA: inside torch.cuda.graph
+If q is a tensor, torch allocates the results and the memory of schedules, as for FlashMLA: inside torch.cuda.graph
 both come from the graph's memory pool.
 """
 
@@ -72,9 +72,9 @@ class FlashMLASchedMeta:
     """A schedule for calls of the same shapes and lengths, built by the first call that gets it.
 
     have_initialized         whether a call has built it
-    config                   the shapes of that call
+    config                   the shapes of the call that built it
     tile_scheduler_metadata  the plan of sparse decode, which FlashMLA stores in two tensors
-    num_splits               None: it is part of the plan
+    num_splits               None: the plan includes the number of splits
     dense                    the plan of dense decode
     """
 
@@ -83,11 +83,11 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: DecodePlan = field(default_factory=_decode_plan)
     num_splits: None = None
     dense: DenseDecodePlan = field(default_factory=_dense_plan)
-    _captured: tuple[int, Any] | None = field(default=None, repr=False)  # a graph that is captured, and its plan
+    _captured: tuple[int, Any] | None = field(default=None, repr=False)  # the graph of a capture, and its plan
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """An empty schedule, and None where FlashMLA once had num_splits. The arguments are ignored."""
+    """An empty schedule, and None in place of FlashMLA's earlier num_splits. The arguments are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -112,13 +112,13 @@ def flash_mla_with_kvcache(
     *,
     early_release: bool = True,
 ) -> tuple[Any, Any]:
-    """Decode: sparse over `indices` if they are given, else over all tokens of the block tables.
+    """Decode: sparse over `indices`, or over all tokens of the block tables if `indices` is None.
 
     q                        [b, s_q, h_q, d] bfloat16; d = 576 or 512
     k_cache                  [num_blocks, page_block_size, 1, bytes or d]: FP8 tokens of 656 (V3.2, d = 576), 584
                              (V4, d = 512) or 528 bytes (V4.1, d = 512, scales in the row) if is_fp8_kvcache, else
                              bfloat16 rows
-    block_table              [b, max_blocks] int32; ignored by sparse decode, as is cache_seqlens
+    block_table              [b, max_blocks] int32; sparse decode ignores it and cache_seqlens
     cache_seqlens            [b] int32
     head_dim_v               512
     tile_scheduler_metadata  from get_mla_metadata; or, for sparse decode, a DecodePlan, such as the tile_sched_* of
@@ -126,11 +126,11 @@ def flash_mla_with_kvcache(
     softmax_scale            1 / sqrt(d) if None
     causal                   dense decode only
     indices                  [b, s_q, topk] int32 slots, -1 is absent
-    attn_sink                [h_q] float32, sparse decode only, as are the following arguments
-    extra_*                  a second cache, its indices and lengths; beside tokens of 528 bytes also one of 288
+    attn_sink                [h_q] float32; this and the following arguments are for sparse decode only
+    extra_*                  a second cache, its indices and lengths; with tokens of 528 bytes it may have 288
     topk_length              [b] or [b, s_q] int32
     out                      [b, s_q, h_q, 512] to write instead of allocating
-    early_release            cumla's own: False: no later kernel starts before the results are stored (docs/interop.md)
+    early_release            only in cumla; False: no later kernel starts before results are stored (docs/interop.md)
 
     Returns out [b, s_q, h_q, 512] and softmax_lse [b, h_q, s_q] float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -201,8 +201,8 @@ def _decode(
 
 
 def _results(q: Any, *wanted: tuple[Any, tuple[int, ...], str | None]) -> list[Any]:
-    """The results of a call, of (given or None, shape, dtype; None: q's): beside a tensor torch allocates what is not
-    given; elsewhere None is left for the call to allocate."""
+    """The results of a call, from (array or None, shape, dtype; None: q's). If q is a tensor, torch allocates arrays in
+    place of None; otherwise the call allocates them."""
     if dlpack.framework_of(q) != "torch":
         return [given for given, _, _ in wanted]
     torch = sys.modules["torch"]
@@ -213,9 +213,9 @@ def _results(q: Any, *wanted: tuple[Any, tuple[int, ...], str | None]) -> list[A
 
 
 def _plan(schedule: FlashMLASchedMeta, plan: Any, op: str, arguments: dict[str, Any]) -> Any:
-    """The schedule's plan. In a capture by torch before any call outside of it: one in the graph's memory pool, which
-    the calls of this capture share. A plan of an eager call must not be made there: its memory is cleared once, which
-    a capture would only record."""
+    """The schedule's plan. In a torch capture that no eager call preceded: a plan in the graph's memory pool, which the
+    calls of this capture share. A plan for eager calls must not be created in a capture: its memory is cleared once,
+    which the capture would only record."""
     q = _tensor.get()
     if q is None or not q.is_cuda or plan.workspace.arrays() or plan.workspace.memory is not None:
         return plan
@@ -253,7 +253,7 @@ def flash_mla_sparse_fwd(
     attn_sink    [h_q] float32
     topk_length  [s_q] int32
     out          [s_q, h_q, 512] bfloat16 to write instead of allocating
-    early_release  cumla's own, as in flash_mla_with_kvcache
+    early_release  only in cumla, as in flash_mla_with_kvcache
 
     Returns out [s_q, h_q, 512], max_logits [s_q, h_q] and lse [s_q, h_q] float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -262,7 +262,7 @@ def flash_mla_sparse_fwd(
     if sm_scale is not None:
         in_float32("sm_scale", sm_scale)
     results = [out, None, None]
-    if len(getattr(q, "shape", ())) == 3:  # else the call says what is wrong
+    if len(getattr(q, "shape", ())) == 3:  # otherwise the call below raises the error
         s_q, h_q, _ = q.shape
         logits = None, (s_q, h_q), "float32"
         results = _results(q, (out, (s_q, h_q, V_DIM), None), logits, logits)
@@ -290,14 +290,14 @@ def _cache_shape(name: str, cache: Any) -> tuple[int, ...]:
 
 
 def _check_config(schedule: FlashMLASchedMeta, config: Config) -> None:
-    """Raise ValueError if a schedule was made for other shapes."""
+    """Raise ValueError if a schedule was built for other shapes."""
     if not schedule.have_initialized or schedule.config is None:
         return
     for name, made_for, got in zip(Config._fields, schedule.config, config, strict=True):
         if made_for != got:
             raise ValueError(
-                f"tile_scheduler_metadata: got one made for {name} = {made_for}, expected {got}; "
-                "get_mla_metadata() makes a new one"
+                f"tile_scheduler_metadata: got a schedule built for {name} = {made_for}, expected {got}; "
+                "get_mla_metadata() returns a new one"
             )
 
 

@@ -13,21 +13,21 @@
     cache, out = step(cache, k, slots, q, indices)
     jax.block_until_ready(out)
 
-Names, order of arguments and meaning are cumla's own. JAX's arrays are immutable, so a function returns what
-cumla's own returns, and then the arrays that it writes, in the order of its arguments: one array, or a tuple. XLA
-updates an array in place if it is donated to the jitted function, and copies it first if it is not. Arguments other
+Names, order of arguments and meaning are the same as cumla's. JAX's arrays are immutable, so a function returns the
+results of cumla's operation, and then the arrays that it writes, in the order of its arguments: one array, or a tuple.
+XLA updates an array in place if it is donated to the jitted function, and copies it first if it is not. Arguments other
 than arrays are static. Nothing else is copied, and all work stays on XLA's stream. JAX arrays have no strides: V4's
 padded pages are raw pages [num_blocks, page_bytes], as above.
 
-NumPy's and other frameworks' arrays, and lists of numbers, are copied to JAX first. Where jax_enable_x64 is off,
-64-bit integers become 32-bit ones, as everywhere in JAX; a value that does not fit is an OverflowError.
+NumPy's and other frameworks' arrays, and lists of numbers, are copied to JAX first. Without jax_enable_x64, 64-bit
+integers become 32-bit ones, as everywhere in JAX; a value that does not fit is an OverflowError.
 
 In a program of several devices each operation gets whole arrays and is computed on each device. Inside of
 jax.shard_map it gets a device's part: cumla.interop.jax_parallel has attention over a sharded context.
 
-Shapes and dtypes are inferred and checked when a function is traced. Checks that need the arrays are made when it runs,
-before anything is written; they raise JAX's own error, which contains cumla's message. The operations take whole
-batches: jax.vmap is an error, and so is differentiation.
+Shapes and dtypes are inferred and checked when a function is traced. Checks that need the arrays run with it, before
+anything is written; they raise JAX's own error, which contains cumla's message. The operations take whole batches:
+jax.vmap is an error, and so is differentiation.
 
 On the CPU a call runs in one of XLA's threads, after the jitted function has returned. A program must block
 (jax.block_until_ready) before it exits: an XLA thread that enters Python while the interpreter shuts down aborts the
@@ -84,7 +84,7 @@ def _traceable(op: Op) -> Callable[..., Any]:
         results = (*results[written:], *results[:written])
         return results[0] if len(results) == 1 else results
 
-    del call.__wrapped__  # its signature has parameters that this function lacks
+    del call.__wrapped__  # the wrapped signature has parameters that this function lacks
     call.__module__, call.__doc__ = __name__, _doc(op)
     call.__signature__ = signature = _signature(op)  # type: ignore[attr-defined]
     parameters = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -131,7 +131,7 @@ def _doc(op: Op) -> str:
 
 @functools.cache
 def _without_derivatives(name: str) -> Callable[..., Any]:
-    """The arrays unchanged; differentiation through them is an error that names the operation."""
+    """The arrays unchanged; differentiation through the arrays is an error that names the operation."""
 
     @jax.custom_jvp
     def same(*arrays: Any) -> Any:
@@ -141,7 +141,7 @@ def _without_derivatives(name: str) -> Callable[..., Any]:
     def refuse(arrays: Any, tangents: Any) -> Any:
         raise ValueError(
             f"{name}: got arrays of jax.grad, jax.jvp or the like, expected arrays without derivatives: it has no "
-            "gradient (jax.lax.stop_gradient of its arguments leaves it out, jax.custom_vjp gives it one)"
+            "gradient (jax.lax.stop_gradient of its arguments leaves it out, jax.custom_vjp defines one)"
         )
 
     return same
@@ -161,7 +161,7 @@ def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static:
 def _checked(
     op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static, types: tuple[type, ...]
 ) -> None:
-    """`_dry_run`, once for equal arguments of equal types: True equals 1, and 64.0 equals 64."""
+    """`_dry_run`, cached by arguments and their types, because True equals 1 and 64.0 equals 64."""
     _dry_run(op, arrays, static)
 
 
@@ -179,7 +179,7 @@ def _seen_as(name: str, dtype: Any) -> Any:
 
 @functools.cache
 def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[..., Any]:
-    """The operation with all arguments but its arrays fixed; the same object each time, as JAX caches by identity."""
+    """The operation with all arguments except arrays fixed; the same object each time, as JAX caches by identity."""
     written = [name for name in op.writes if name in names]
 
     def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
@@ -218,7 +218,7 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
     def function(*arrays: Any) -> Any:
         if jax.default_backend() == "cpu":
             return jax_exit.waited_for(on(False, *arrays))
-        # A program that may run on a GPU is not waited for: JAX would dispatch it from Python.
+        # The exit hook does not wait for programs that may run on a GPU: JAX would dispatch them from Python.
         on_host, on_device = (functools.partial(on, device) for device in (False, True))
         return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=on_device)
 
@@ -233,5 +233,5 @@ globals().update({name: _traceable(op) for name, op in OPS.items()})
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """For type checkers: the names above are those of OPS."""
+    """For type checkers: the module has the names of OPS."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,12 @@ USER_DEFINED = 2  # np.dtype.isbuiltin of ml_dtypes' types
 
 
 def array_of(name: str, value: Any) -> Any:
-    """`value` as an array or a tracer of JAX. Arrays of other kinds are copied: a call may run after it has returned.
+    """`value` as a JAX array or tracer. Other arrays are copied, because a call may run after it has returned.
 
     value  an array of any framework, a sequence of numbers, or an object with `__array__` or `__jax_array__`
 
-    Raises TypeError for anything but an array of numbers, ValueError for one without memory, and OverflowError for one
-    whose values do not fit in 32 bits where jax_enable_x64 is off.
+    Raises TypeError for anything but an array of numbers, ValueError for an array without memory, and OverflowError for
+    values that need more than 32 bits without jax_enable_x64.
     """
     if isinstance(value, jax.Array):
         jax_arrays.check(value, name)
@@ -46,7 +46,7 @@ def array_of(name: str, value: Any) -> Any:
 
 
 def _copied(array: np.ndarray) -> Any:
-    """A copy of an array in host memory, of the dtype that JAX has for the array's."""
+    """A copy of an array in host memory, in JAX's dtype for the array's dtype."""
     dtype = array.dtype
     if dtype.kind not in "biufc" and dtype.isbuiltin != USER_DEFINED:
         raise TypeError(f"got dtype {dtype}")
@@ -57,7 +57,7 @@ def _copied(array: np.ndarray) -> Any:
         lost = converted != array if dtype.kind in "iu" else np.isinf(converted) & np.isfinite(array)
         if lost.any():
             raise OverflowError(f"got {array[lost].flat[0]}, which {wanted} does not have, and jax_enable_x64 is off")
-    # JAX may read an array's memory after jax.numpy.array has returned, or share it: this memory is only JAX's.
+    # JAX may read an array's memory after jax.numpy.array has returned, or share it: give JAX memory of its own.
     copy = dlpack.empty(converted.shape, converted.dtype, converted)
     copy[...] = converted
     return jax.device_put(copy)
@@ -79,7 +79,7 @@ def _named(name: str, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def check_devices(arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError for arrays that JAX must not move and that are on different devices."""
+    """Raise ValueError for arrays on different devices that JAX must not move."""
     concrete = {name: x for name, x in arrays.items() if not isinstance(x, jax.core.Tracer)}
     placed = {name: x.sharding.device_set for name, x in concrete.items() if x.committed}
     first = next(iter(placed), None)
@@ -92,7 +92,7 @@ def check_devices(arrays: Mapping[str, Any]) -> None:
 
 
 def varying_as(inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-    """Results that vary over the axes of jax.shard_map over which an input does, as check_vma then checks."""
+    """Results that vary over the same axes of jax.shard_map as the inputs, as check_vma requires."""
     axes = frozenset().union(*map(_axes, inputs))
     return tuple(_varying(x, axes) for x in results)
 

@@ -1,9 +1,9 @@
 """Waits at exit for calls of operations on the host.
 
-They run in XLA's threads, which must not enter Python while the interpreter shuts down. JAX keeps a token of each
+The calls run in XLA's threads, which must not enter Python while the interpreter shuts down. JAX keeps a token of each
 running program that has an effect, and jax.effects_barrier waits for the tokens. The callback itself has no side
-effect: XLA does not partition a program of several devices around a custom call that has one. A primitive that does
-nothing has the effect. It is the effect of jax.debug, as JAX allows this one in loops, checkpoints and custom
+effect: XLA does not partition a program of several devices around a custom call with a side effect. Instead a primitive
+that does nothing has the effect. It is the effect of jax.debug, which JAX allows in loops, checkpoints and custom
 derivatives.
 """
 
@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 
 
 def waited_for(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays unchanged; the exit hook waits for a program that computes them, also if no array of it is alive."""
+    """The arrays unchanged; the exit hook waits for the program that computes them, even if no array is alive."""
     return _waited_for().bind(*arrays)
 
 
@@ -41,7 +41,7 @@ def wait_at_exit() -> None:
     """Register the exit hook after JAX's own hooks, so that it runs before them."""
 
     def wait() -> None:
-        # An error of a running call has been raised already or can no longer be handled.
+        # An error of a running call was already raised or can no longer be handled.
         with contextlib.suppress(Exception):
             jax.effects_barrier()
         with contextlib.suppress(Exception):  # no such platform

@@ -10,11 +10,11 @@
         return out
 
 The ranks are an axis of the mesh; a rank's cache, table and lengths are its part along that axis. The step is one
-compiled program: XLA orders its collectives, and captures it on GPUs as any other program. Results that all ranks have
-need check_vma=False, as JAX cannot know that they are equal.
+compiled program: XLA orders its collectives, and captures it on GPUs as any other program. Results that are replicated
+need check_vma=False, because JAX cannot know that all ranks' results are equal.
 
-Shapes are a rank's, as a function inside of shard_map sees them: T queries, h heads, d values of a query. Errors for
-shapes and dtypes are raised when a function is traced.
+Shapes are one rank's, as inside of shard_map: T queries, h heads, d values of a query. Errors for shapes and dtypes are
+raised when a function is traced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AxisCommunicator:
 
     axis  the axis' name
 
-    Its collectives take an array, or a tuple of arrays, and return new ones: all_gather [...] -> [size, ...],
+    The collectives take an array, or a tuple of arrays, and return new arrays: all_gather [...] -> [size, ...],
     reduce_scatter [size, ...] -> [...], all_to_all [size, ...] -> [size, ...]. There is no `out`; `stream` is XLA's.
     """
 
@@ -65,7 +65,7 @@ class AxisCommunicator:
 
     @property
     def rank(self) -> Any:
-        """A traced integer, as all ranks run the same program."""
+        """A traced integer, because all ranks run the same program."""
         return lax.axis_index(self.axis)
 
     @property
@@ -208,9 +208,9 @@ def local_seq_lens(axis: str, seq_lens: Any, *, interleave: int = 1, s_q: int = 
     axis        the axis' name
     seq_lens    [R] int32, tokens of each request, its queries' own included
     interleave  consecutive tokens on the same rank
-    s_q         queries of each request: query i sees all tokens but the last s_q - 1 - i
+    s_q         queries of each request: query i sees all tokens except the last s_q - 1 - i
 
-    Returns [R * s_q] int32, the queries of a request in order. Plain arithmetic, which XLA fuses.
+    Returns [R * s_q] int32, the queries of a request in order. XLA fuses this arithmetic.
     """
     check_integers(1, interleave=interleave, s_q=s_q)
     seq_lens = _array("seq_lens", seq_lens, "R")

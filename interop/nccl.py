@@ -7,15 +7,15 @@
     comms = NcclCommunicator.in_process([0, 1])
 
 Calls are queued on the caller's current CuPy stream (or on `stream`) and return at once; they can be captured in CUDA
-graphs. Before the first call of new shapes, ranks exchange on the host what they are about to do, and a rank that
-differs raises a RankError that names it. Later calls of these shapes need no exchange on the host. `wait` synchronises
-a stream with a time limit: it checks for errors and failed ranks, gives up after the limit and names the ranks that
-are missing. A thread of the communicator does the same for calls without a `wait`, so that no rank stays in a call
-that another rank has left.
+graphs. Before the first call of new shapes, ranks compare the calls on the host; if they differ, a RankError names the
+ranks. Later calls of these shapes need no exchange on the host. `wait` synchronises a stream with a time limit: it
+checks for errors and failed ranks, gives up after the limit and names the missing ranks. A thread of the communicator
+does the same for calls without a `wait`, so that no rank stays in a call that another rank has left.
 
-Ranks of one process make each call in step, unless it is captured. Otherwise one rank's call could be running on its
-GPU while another thread allocates CUDA memory: the allocation waits for that GPU, and the call waits for that thread.
-For graphs the caller must prevent this: synchronise the ranks before they launch graphs, if anything else allocates.
+Ranks of one process synchronise on the host at each call, unless it is captured. Otherwise one rank's call could run on
+its GPU while another thread allocates CUDA memory: the allocation waits for that GPU, and the call waits for that
+thread. For graphs the caller must prevent this: synchronise the ranks before they launch graphs, if anything else
+allocates.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from . import nccl_endings
 from .nccl_library import TYPES, Communicator, group, unique_id, version
 from .nccl_windows import Windows, starts_early
 
-POLL_SECONDS = 0.2  # of the thread that watches calls
+POLL_SECONDS = 0.2  # interval of the thread that watches calls
 
 
 class NcclCommunicator:
-    """One rank of NCCL on one GPU. Used as a context manager, it reports an exception that ends it to the others.
+    """One rank of NCCL on one GPU. As a context manager, it reports an exception that ends the context to the others.
 
     store       a FileStore or TcpStore for processes, used by this run only
     rank, size  this rank, and the number of ranks
     device      CUDA device; None: CuPy's current one
     time_limit  seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one process:
                 before all calls that are not captured) and in `wait`
-    windows     whether `memory` returns symmetric windows, which NCCL registers on all GPUs, if it supports them
-                (2.27): megabytes are gathered there in two thirds of the time. But NCCL cannot abort a call on
-                windows. If a rank fails during one, the others get their RankError in time, but their GPU waits
-                forever: the process cannot use it any more, and is ended by force when it exits. And with NCCL
-                2.28 to 2.30.4 each exchange has an ordinary launch ahead of it, as these versions do not wait for
-                the kernel that writes the window. All ranks pass the same
+    windows     whether `memory` returns symmetric windows, which NCCL (2.27 or newer) registers on all GPUs: gathering
+                megabytes takes two thirds of the time. But NCCL cannot abort a call on windows. If a rank fails during
+                such a call, the others get their RankError in time, but their GPU waits forever: the process cannot
+                use the GPU any more, and is ended by force when it exits. And with NCCL 2.28 to 2.30.4 each exchange
+                is preceded by an ordinary launch, because these versions do not wait for the kernel that writes the
+                window. All ranks pass the same value
 
-    Raises RankError, naming the rank, if one is missing, fails, has another number of ranks, or the same GPU; where
-    `windows` differs, it names what each rank passed.
+    Raises RankError, which names the rank, if a rank is missing, fails, has another number of ranks, or has the same
+    GPU as another; if `windows` differs, the error names each rank's value.
     traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
     """
 
@@ -93,7 +93,7 @@ class NcclCommunicator:
                 self._windows = Windows(self._comm, windows)
                 self._starts_early = starts_early(version(), windows)
                 if self._starts_early:
-                    ordinary_launch()  # loads it: a capture could not
+                    ordinary_launch()  # loads the kernel, which a capture could not
             except BaseException as error:
                 self._agreement.end(error)
                 raise
@@ -137,7 +137,7 @@ class NcclCommunicator:
             key = nccl_key()
             try:
                 place = (TcpStore.serve(key, host=socket.gethostbyname(host)), key)
-            except OSError as error:  # the others wait for the broadcast
+            except OSError as error:  # broadcast the error: the others wait for the broadcast
                 place = RankError([0], f"rank 0 cannot be reached at its host name, {host}: {error}")
         place = mpi.bcast(place, root=0)
         if isinstance(place, RankError):
@@ -147,7 +147,7 @@ class NcclCommunicator:
                    time_limit=time_limit, windows=windows)  # fmt: skip
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes], in a window if NCCL has them; kept as long as the communicator."""
+        """uint8 [nbytes], in a window if NCCL has windows; allocated until the communicator is closed."""
         with cupy.cuda.Device(self.device):
             self._publish(("memory", self._memories, nbytes), f"memory of {nbytes} bytes")
             self._memories += 1
@@ -213,7 +213,7 @@ class NcclCommunicator:
             return result_of(x, arrays, framework)
 
     def _publish(self, key: Any, words: str) -> None:
-        """Make sure that all ranks are about to make this call."""
+        """Check once that all ranks are about to make this call."""
         self._raise_error()
         self._published += 1
         self._agree(f"published call {self._published}", words)
@@ -254,7 +254,7 @@ class NcclCommunicator:
         return made[0]
 
     def _meet(self, windows: bool, made: Any, address: Any = None) -> Any:
-        """Find all ranks and check that their sizes and `windows` agree and GPUs differ.
+        """Find all ranks and check that their sizes and `windows` agree and their GPUs differ.
 
         Returns `made`, or rank 0's address.
         """
@@ -277,10 +277,10 @@ class NcclCommunicator:
         return everyones[0][-1] if made is None else made
 
     def wait(self, stream: Any = None, time_limit: float | None = None) -> None:
-        """Wait until all work on a stream is done, graphs with calls included; None: CuPy's current stream.
+        """Wait until all work on a stream is done, including graphs with calls; None: CuPy's current stream.
 
-        Raises RankError if a rank fails or ends, or if this takes longer than the time limit: all waiting ranks then
-        report how far they are, and the error names ranks that report nothing or another call.
+        Raises RankError if a rank fails or ends, or if the wait exceeds the time limit: all waiting ranks then report
+        their call, and the error names ranks that report nothing or another call.
         """
         limit = self.time_limit if time_limit is None else time_limit
         with cupy.cuda.Device(self.device):
@@ -298,7 +298,7 @@ class NcclCommunicator:
         self._raise_error()
 
     def _late(self, limit: float) -> None:
-        """Find the ranks that keep the others waiting, and give up."""
+        """Find the ranks that the others wait for, and give up."""
         error = RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end within {limit:g} s")
         try:
             words = f"call {self._calls}, {self._last_words}"
@@ -311,7 +311,7 @@ class NcclCommunicator:
         raise error
 
     def _watch(self) -> None:
-        """End calls that will never end by themselves, until the communicator is closed."""
+        """Abort calls that will never end, until the communicator is closed."""
         while not self._over.wait(POLL_SECONDS):
             try:
                 self._agreement.check_others(what=f"end {self._last_words}", failed_only=True)
@@ -348,7 +348,7 @@ class NcclCommunicator:
 
     def close(self) -> None:
         """Report that this rank makes no more calls, and release NCCL. NCCL waits until all ranks have made the same
-        calls and all graphs with captured calls are freed; if it waits in vain a RuntimeWarning is given.
+        calls and all graphs with captured calls are freed; if it waits too long, a RuntimeWarning says so.
         """
         with self._lock:
             if self._over.is_set():
@@ -360,7 +360,7 @@ class NcclCommunicator:
                 warnings.warn(f"rank {self.rank}: {failed}", RuntimeWarning, stacklevel=2)
 
     def _let_go(self) -> None:
-        """Waits for other ranks, and for all other work on the GPU.
+        """Release NCCL. Waits for other ranks, and for all other work on the GPU.
 
         Windows are deregistered first: NCCL 2.28 crashes if it ends while memory that was sent from is registered.
         """

@@ -13,7 +13,7 @@ import cupy
 
 from ..arrays import streams
 
-GRACE_SECONDS = 5.0  # for NCCL, the GPU, and the reports of other ranks, after a rank has given up
+GRACE_SECONDS = 5.0  # wait for NCCL, the GPU, and the reports of other ranks, after a rank has given up
 
 _given_up: list[tuple[str, threading.Event]] = []  # the message about a GPU, and whether the GPU is idle
 
@@ -37,9 +37,9 @@ def in_time(end: Callable[[], None]) -> str:
 
 
 def end_process_if_stuck(device: int, words: str) -> None:
-    """Make sure that the process ends when it exits, even if calls on the GPU never end.
+    """Let the process end at exit even if calls on the GPU never end.
 
-    CUDA would wait for these calls. Until the exit nothing is ended, and this process cannot use the GPU.
+    CUDA would wait for these calls. Until the exit the process continues, but cannot use the GPU.
     """
     idle = threading.Event()
 

@@ -58,8 +58,8 @@ class NcclError(RuntimeError):
 
 @functools.cache
 def library() -> Any:
-    """Raises NcclError if CuPy has found none."""
-    importlib.import_module("cupy.cuda.nccl")  # loads it, wherever it was installed
+    """The loaded NCCL library. Raises NcclError if CuPy has found none."""
+    importlib.import_module("cupy.cuda.nccl")  # loads NCCL from where it is installed
     try:
         found = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:
@@ -72,7 +72,7 @@ def library() -> Any:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Raises NcclError, with NCCL's message, if the function fails."""
+    """Call an NCCL function. Raises NcclError, with NCCL's message, if it fails."""
     status = getattr(library(), function)(*arguments)
     if status:
         raise NcclError(f"{function}: {library().ncclGetErrorString(status).decode()}")
@@ -149,7 +149,7 @@ class Communicator:
             raise NcclError(library().ncclGetErrorString(status.value).decode())
 
     def destroy(self) -> None:
-        """End; waits for calls, for graphs with calls in them, and for other ranks."""
+        """Destroy the communicator; waits for calls, for graphs with captured calls, and for other ranks."""
         call("ncclCommDestroy", self.handle)
 
     def abort(self) -> None:

@@ -1,9 +1,9 @@
 """Symmetric windows: memory registered with NCCL on every rank, which kernels of other GPUs read without a copy.
 
-In NCCL 2.28 windows differ from other memory in three ways. The kernels for windows wait for other ranks in any case:
-`ncclCommAbort` does not end them. Sending from a window to one rank (ncclSend) crashes the process when the
-communicator is aborted. And the kernels for windows, launched with programmatic stream serialisation, do not wait for
-the kernel ahead of them (griddepcontrol.wait): they may send what was in the window before.
+In NCCL 2.28 windows differ from other memory in three ways. `ncclCommAbort` does not end the kernels for windows: they
+always wait for other ranks. Sending from a window to one rank (ncclSend) crashes the process when the communicator is
+aborted. And the kernels for windows, launched with programmatic stream serialisation, do not wait for the preceding
+kernel (griddepcontrol.wait): they may send the window's old content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from .nccl_library import SYMMETRIC, Communicator, call, has_windows
 
-GRANULARITY = 2 << 20  # bytes, of shareable memory
+GRANULARITY = 2 << 20  # bytes; shareable memory is allocated in multiples of it
 
 # Versions of NCCL (src/device/symmetric, src/scheduler/symmetric_sched.cc). From NOT_WAITING to before WAITING_AGAIN
 # the kernels for windows lack cudaGridDependencySynchronize. From FOR_ALL_MEMORY on they may also serve plain memory,
@@ -22,7 +22,7 @@ NOT_WAITING, FOR_ALL_MEMORY, WAITING_AGAIN = 22800, 22900, 23007
 
 
 def starts_early(version: int, windows: bool) -> bool:
-    """Whether an exchange may read memory before the kernel ahead of it in the stream has stored its results.
+    """Whether an exchange may read memory before the preceding kernel in the stream has stored its results.
 
     version  of NCCL, 22809 for 2.28.9
     windows  whether the communicator may have windows
@@ -42,7 +42,7 @@ class Windows:
     def memory(self, nbytes: int) -> Any:
         """uint8 [nbytes] in a new window, on CuPy's current device. All ranks call this together.
 
-        None if windows are not wanted or NCCL has none. Raises NcclError if it fails.
+        Returns None if windows are not wanted or NCCL has none. Raises NcclError if NCCL fails.
         """
         import cupy
 
@@ -65,11 +65,11 @@ class Windows:
         return any(address in span for span in self._spans)
 
     def deregister(self) -> None:
-        """Deregister the windows: to be called when no work on the device uses them, and before NCCL ends."""
+        """Deregister the windows. Call it when no work on the device uses them, and before NCCL ends."""
         while self._windows:
             call("ncclCommWindowDeregister", self._comm.handle, self._windows.pop())
 
     def free(self) -> None:
-        """Free the memory: to be called after NCCL has ended on this rank."""
+        """Free the memory. Call it after NCCL has ended on this rank."""
         while self._held:
             call("ncclMemFree", self._held.pop())

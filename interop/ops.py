@@ -1,7 +1,7 @@
-"""The operations as compilers of frameworks need them: their arrays, the arrays written, and the results.
+"""Descriptions of the operations for frameworks' compilers: their arrays, the written arrays, and the results.
 
-`interop.jax` and `interop.torch` derive from this table, so an operation is described once; tests compare it with
-the public functions (tests/ops/test_registry.py).
+`interop.jax` and `interop.torch` derive from this table, so each operation is described once; tests compare the table
+with the public functions (tests/ops/test_registry.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Op:
 
     function  the function
     writes    arguments that it writes in place, in the order of its parameters
-    given     groups of arguments in `writes` that may be None: those of a group are given together, or none of them; a
-              group only with the groups before it
+    given     groups of optional arguments in `writes`: a call passes all arguments of a group or none, and a group only
+              with the groups before it
     results   arguments by name -> its results; shapes may be symbolic
-    outputs   the keywords that take its results: one each, or a single one for a tuple of results
-    eager     keywords of eager calls only, for further arrays that are written
+    outputs   the keywords that take its results: one for each, or a single one for a tuple of results
+    eager     keywords of eager calls only, for further written arrays
     scratch   arguments by name -> bytes of temporary device memory that it needs, or 0; None: none
-    plan      the plan that passes this memory to its kernels; None: its argument `workspace` does
+    plan      the plan that passes this memory to its kernels; None: the argument `workspace` passes it
     """
 
     function: Callable[..., Any]
@@ -56,7 +56,7 @@ class Op:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters without the outputs and those of eager calls only: memory, a stream, given outputs."""
+        """The parameters without outputs and without parameters for eager calls only: memory, a stream, `eager`."""
         signature = inspect.signature(self.function)
         left_out = {*self.outputs, *self.eager, "plan", "stream", "accumulate", "workspace"}
         return signature.replace(
@@ -71,7 +71,7 @@ class Op:
         return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
 
     def with_pair_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments with the pair kv split into keys and scales, as compilers take only arrays."""
+        """A call's arguments with the pair kv split into keys and scales, because compilers take only arrays."""
         kv = args[1] if len(args) > 1 else kwargs.get("kv")
         if "kv_scales" not in self.arrays or not isinstance(kv, tuple) or kwargs.get("kv_scales") is not None:
             return args, kwargs
@@ -89,7 +89,7 @@ class Op:
     def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
         """Call the function on arrays with memory, on the caller's current stream.
 
-        results, scratch  arrays for its results and its temporary memory
+        results, scratch  arrays for the results and the temporary memory
         """
         as_one = len(self.outputs) == 1 and len(results) > 1
         given = dict(zip(self.outputs, (results,) if as_one else results, strict=True))
@@ -167,7 +167,7 @@ def candidate_topk_scratch(arguments: Mapping[str, Any]) -> int:
 
 
 def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
-    """Bytes for rows of float32, as many at a time as `max_workspace_bytes` allows."""
+    """Bytes for rows of float32, in passes that `max_workspace_bytes` allows."""
     row_bytes = indexer_topk.logits_row_bytes(width)
     most = max(arguments.get("max_workspace_bytes", indexer_topk.WORKSPACE_BYTES), row_bytes)
     return int(min(most, rows * row_bytes))

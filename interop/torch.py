@@ -7,11 +7,10 @@
         ops.quantize_and_insert_k_cache(k, cache, slots)
         return ops.sparse_mla_decode(q, cache, indices)
 
-Names, order of arguments and meaning are cumla's own. Without torch.compile call cumla's functions, which take
-tensors directly and cost less; these operators are for code that a compiler traces. Results are allocated by
-torch, so that torch's own graph capture (torch.cuda.graph, mode="reduce-overhead") has them in its pool; with
-out= (and lse=) nothing is allocated. A scale is a tensor here. The operators are torch.ops.cumla.*, and *_out
-for given results.
+Names, order of arguments and meaning are the same as cumla's. Without torch.compile call cumla's functions, which
+take tensors directly and cost less; these operators are for code that a compiler traces. Torch allocates the results,
+so that they are in the pool of torch's graph capture (torch.cuda.graph, mode="reduce-overhead"); with out= (and lse=)
+nothing is allocated. A scale is a tensor here. The operators are torch.ops.cumla.*, and *_out with passed results.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from .ops import OPS, Op
 
 NAMESPACE = "cumla"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # torch.library.custom_op would take 30 us more a call
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # torch.library.custom_op takes 30 us more a call
 # Types of an operator's schema by a parameter's annotation. A cache format is passed by name.
 SCHEMA_TYPES = {
     "int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout | str": "str", "QueryFormat": "str",
@@ -34,7 +33,7 @@ SCHEMA_TYPES = {
 
 
 def _compilable(op: Op) -> Callable[..., Any]:
-    """Define the operators of `op`. Returns a function that calls them, with the arguments of cumla's own."""
+    """Define the operators of `op`. Returns a function that calls them, with the arguments of cumla's function."""
     operator = _define(op, op.name)
     into = _define(op, f"{op.name}_out", given_results=True) if op.outputs else None
     outputs = op.outputs
@@ -51,7 +50,7 @@ def _compilable(op: Op) -> Callable[..., Any]:
         if all(result is None for result in given):
             return operator(*args, **kwargs)
         if any(result is None for result in given):
-            raise ValueError(f"{op.name}: got only some of {', '.join(outputs)}, expected all of them or none")
+            raise ValueError(f"{op.name}: got only some of {', '.join(outputs)}, expected all or none")
         several = len(outputs) == 1 and isinstance(given[0], (tuple, list))
         results = tuple(given[0] if several else given)
         into(*results, *args, **kwargs)
@@ -98,14 +97,14 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
 
 
 def _check_given(op: Op, arguments: dict[str, Any]) -> None:
-    """Raise TypeError for None in place of an array: a schema's Tensor takes it."""
+    """Raise TypeError for None in place of an array, which a schema's Tensor accepts."""
     for name, parameter in op.signature.parameters.items():
         if parameter.annotation == "Any" and parameter.default is parameter.empty and arguments.get(name) is None:
             raise TypeError(f"{name}: got None, expected a tensor")
 
 
 def _check_meta(tensors: dict[str, Any]) -> None:
-    """Raise ValueError for tensors of which only some are on the device "meta", which has no values."""
+    """Raise ValueError if some tensors, but not all, are on the device "meta", which has no values."""
     first, *names = tensors
     for name in names:
         if (tensors[name].device.type == "meta") != (tensors[first].device.type == "meta"):
@@ -115,7 +114,7 @@ def _check_meta(tensors: dict[str, Any]) -> None:
 
 
 def _returned(results: tuple[Any, ...]) -> Any:
-    """Results as a call returns them: None, a single array, or a tuple."""
+    """The return value of a call: None, a single array, or a tuple."""
     return None if not results else results[0] if len(results) == 1 else results
 
 
@@ -126,7 +125,7 @@ def _num_results(op: Op) -> int:
 
 
 def _schema(op: Op, given: list[str]) -> str:
-    """The operator's schema: first the given results, then the parameters, by position or by name."""
+    """The operator's schema: first the passed results, then the parameters, by position or by name."""
     aliases = iter("abcdefgh")
     parts = [f"Tensor({next(aliases)}!) {name}" for name in given]
     for name, parameter in op.signature.parameters.items():
@@ -152,5 +151,5 @@ globals().update({name: _compilable(op) for name, op in OPS.items()})
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """For type checkers: the names above are those of OPS."""
+    """For type checkers: the module has the names of OPS."""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""vLLM's cache and index operations of DeepSeek V4 on cumla, and its batches.
+"""vLLM's cache and index operations of DeepSeek V4 on cumla, and vLLM's batches.
 
     from cumla.interop.vllm import quantize_and_insert_k_cache, ...
 
-in place of `from vllm.models.deepseek_v4.common.ops import ...` (vllm.v1.attention.ops.deepseek_v4_ops before).
+in place of `from vllm.models.deepseek_v4.common.ops import ...` (earlier: vllm.v1.attention.ops.deepseek_v4_ops).
 Names, positions and argument names are the same; arguments are tensors or any other arrays.
-docs/guide/from-vllm.md lists the differences. `from_vllm` takes a batch of vLLM to cumla's metadata builders.
+docs/guide/from-vllm.md lists the differences. `from_vllm` converts a vLLM batch for cumla's metadata builders.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ def _refuse_fnuz(use_fnuz: bool) -> None:
 
 COUNTS = "num_reqs", "num_actual_tokens", "max_query_len"
 REQUIRED = "query_start_loc", "seq_lens", *COUNTS, "block_table_tensor", "slot_mapping"
-REFUSED = {  # fields of batches that cumla's builders do not take, and what they take instead
+REFUSED = {  # fields of batches that cumla's builders do not take: the batches that they take
     "dcp_local_seq_lens": "a batch of whole contexts: cumla.parallel shards them",
     "encoder_seq_lens": "a batch without cross-attention",
 }
 
 
 def from_vllm(metadata: Any, *, seq_lens_cpu: Any = None, block_size: int | None = None) -> CommonAttentionMetadata:
-    """cumla's batch of a vLLM CommonAttentionMetadata, for every metadata builder of cumla.
+    """Convert a vLLM CommonAttentionMetadata to cumla's, for all metadata builders of cumla.
 
     metadata      an object with vLLM's fields, of 0.10 or later; arrays of any framework
-    seq_lens_cpu  [num_reqs] integers in host memory, for a metadata that has the lengths only on the device
+    seq_lens_cpu  [num_reqs] integers in host memory, if the metadata has the lengths only on the device
     block_size    positions of a page, if builders should check it
 
     The batch has the metadata's own arrays, without rows beyond num_reqs. Nothing is copied, and properties that wait
     for the device are not read: `_seq_lens_cpu` of later releases is used, their property `seq_lens_cpu` is not.
-    `num_computed_tokens_cpu` follows from the lengths where it is missing. The tail of slot_mapping stays as it is;
+    A missing `num_computed_tokens_cpu` is computed from the lengths. The tail of slot_mapping is not written;
     `pad_slot_mapping` fills it.
 
     Raises TypeError for an object without vLLM's fields, ValueError for lengths that are only on the device, and for a
-    batch that is not causal, sharded by DCP, or of cross-attention.
+    batch that is not causal, is sharded by DCP, or has cross-attention.
     """
     missing = [name for name in REQUIRED if _field(metadata, name) is None]
     if missing:
@@ -127,7 +127,7 @@ def from_vllm(metadata: Any, *, seq_lens_cpu: Any = None, block_size: int | None
 
 
 def _field(metadata: Any, *names: str) -> Any:
-    """The first of these fields that the metadata holds, or None. Properties, which wait for a device, are not read."""
+    """The first of these fields that the metadata has, or None. Properties, which wait for a device, are not read."""
     for name in names:
         if isinstance(inspect.getattr_static(type(metadata), name, None), (property, functools.cached_property)):
             continue
@@ -142,15 +142,15 @@ def _rows(array: Any, count: int) -> Any:
     return array if array.shape[0] == count else array[:count]
 
 
-def _on_host(metadata: Any, name: str, given: Any) -> np.ndarray:
-    """A field's integers in host memory: `given`, the metadata's own copy, or the field itself if it is there."""
-    if given is None:
-        given = _field(metadata, f"{name}_cpu", f"_{name}_cpu")
-    if given is None:
-        given = getattr(metadata, name)
-        if not isinstance(dlpack.borrow(given, f"metadata.{name}"), np.ndarray):
+def _on_host(metadata: Any, name: str, host_copy: Any) -> np.ndarray:
+    """A field's integers in host memory: `host_copy`, the metadata's own copy, or the field itself if it is there."""
+    if host_copy is None:
+        host_copy = _field(metadata, f"{name}_cpu", f"_{name}_cpu")
+    if host_copy is None:
+        host_copy = getattr(metadata, name)
+        if not isinstance(dlpack.borrow(host_copy, f"metadata.{name}"), np.ndarray):
             raise ValueError(
-                f"{name}_cpu: got a metadata with {name} on its device alone, expected {name}_cpu in host memory: "
+                f"{name}_cpu: got metadata with {name} only on its device, expected {name}_cpu in host memory: "
                 "nothing is read back"
             )
-    return host_integers(f"{name}_cpu", np.array(given) if isinstance(given, (list, tuple)) else given)
+    return host_integers(f"{name}_cpu", np.array(host_copy) if isinstance(host_copy, (list, tuple)) else host_copy)

@@ -1,11 +1,11 @@
 """XLA's custom calls of cumla's operations on GPUs, without Python.
 
-Inside jax.jit an operation is a custom call, which XLA makes from a separate thread for every device. A callback in
-Python takes 100 to 300 us there, and devices wait for each other's callbacks (the GIL). So the first call on a device
-is made in Python, which records its launches in a note. Later calls of the same program are made by a compiled handler,
-which launches the same kernels with the new addresses. XLA may capture it in a command buffer, or call it each time.
+Inside jax.jit an operation is a custom call, which XLA runs in a separate thread for every device. A Python callback
+takes 100 to 300 us there, and devices wait for each other's callbacks (the GIL). So only the first call on a device
+runs in Python, which records the kernel launches in a note. A compiled handler runs later calls of the same program: it
+launches the same kernels with the new addresses. XLA may capture the handler in a command buffer, or call it each time.
 
-An operation that does more than launch kernels is called in Python each time.
+An operation that does more than launch kernels runs in Python each time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .xla_handler import CONFIG_WORDS, MAX_ARGUMENT_BYTES, MAX_BUFFERS, MAX_VERS
 
 log = logging.getLogger(__name__)
 TARGET = "cumla_launches"
-ALIGNMENT = 16  # bytes: the widest access that a launcher chooses by an address
+ALIGNMENT = 16  # bytes of the widest access that a launcher selects by an address
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 Run = Callable[[list[Any], list[Any]], None]
@@ -45,10 +45,10 @@ Run = Callable[[list[Any], list[Any]], None]
 class Call:
     """A custom call of a program.
 
-    run      makes it in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
+    run      runs the call in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
     shapes   (shape, dtype) of the inputs, then of the outputs
     inputs   number of inputs
-    noted    number of notes of its launches; None: it cannot be made without Python
+    noted    number of notes of its launches; None: the call needs Python each time
     """
 
     run: Run
@@ -63,7 +63,7 @@ class Table:
 
     words: np.ndarray = field(default_factory=lambda: np.zeros(2 * SLOTS, np.int64))
     calls: dict[int, Call] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # keeps the notes' memory and the objects they refer to alive
+    kept: list[Any] = field(default_factory=list)  # keeps alive the notes' memory and the objects that notes refer to
     lock: Any = field(default_factory=threading.RLock)
 
     def add(self, number: int, call: Call) -> None:
@@ -71,7 +71,7 @@ class Table:
             self.calls.setdefault(number, call)
 
     def publish(self, number: int, note: np.ndarray, *kept: Any) -> None:
-        """Publish a note to the handler, in front of the call's other notes."""
+        """Publish a note to the handler, before the call's other notes."""
         with self.lock:
             slot = next(
                 (at for at in ((number + i) % SLOTS for i in range(SLOTS // 2)) if self.words[2 * at] in (0, number)),
@@ -81,7 +81,7 @@ class Table:
                 return
             self.kept.append((note, kept))
             note[0] = self.words[2 * slot + 1]
-            self.words[2 * slot + 1] = note.ctypes.data  # first, so a number found has a note
+            self.words[2 * slot + 1] = note.ctypes.data  # before the number, so that a number in the table has a note
             self.words[2 * slot] = number
 
 
@@ -89,7 +89,7 @@ TABLE = Table()
 
 
 def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], aliases: dict[int, int]) -> Any:
-    """A function of JAX arrays that makes a call on a GPU. `name` identifies it, in every process alike."""
+    """A function of JAX arrays that runs a call on a GPU. `name` identifies the call, equally in every process."""
 
     def call(*arrays: Any) -> Any:
         shapes = [(x.shape, np.dtype(x.dtype)) for x in (*arrays, *results)]
@@ -103,7 +103,7 @@ def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], al
 
 
 def register() -> None:
-    """Register the handler with XLA, which takes one: threads may trace their first programs at the same time."""
+    """Register the handler with XLA once, even if several threads trace their first programs at the same time."""
     with _registering:
         _register()
 
@@ -129,7 +129,7 @@ def in_python() -> int:
 
 
 def _in_python(address: int, status: int) -> int:
-    """A call that the handler leaves to Python: XLA's query of its metadata, a first call, or a failed launch.
+    """Handle a call that the handler leaves to Python: XLA's metadata query, a first call, or a failed launch.
 
     Returns the address of an error, or 0.
     """
@@ -148,7 +148,7 @@ def _in_python(address: int, status: int) -> int:
 
 
 def make(frame: CallFrame) -> None:
-    """Make a call, and record a note of its launches for the next one."""
+    """Run a call, and record a note of its launches for the next call."""
     number = int(frame.attributes.values[0].contents.value[0])
     call = TABLE.calls.get(number)
     if call is None:
@@ -174,14 +174,14 @@ def make(frame: CallFrame) -> None:
             return
         note = None if launches is None else note_of(launches, arrays, context, device)
         if note is None:
-            log.debug("%s is made in Python each time", call.shapes)
+            log.debug("%s runs in Python each time", call.shapes)
             call.noted = None
             return
         TABLE.publish(number, note, launches)
 
 
 def device_of(addresses: Sequence[int]) -> int:
-    """The CUDA device of these buffers; empty ones have no address."""
+    """The CUDA device of these buffers; empty buffers have no address."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -224,7 +224,7 @@ def capturing_stream(device: int) -> Any:
 
 
 def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, device: int) -> np.ndarray | None:
-    """Launches as words for the handler (xla_handler.py), or None if they do not follow from the buffers alone."""
+    """Launches as words for the handler (xla_handler.py), or None if they depend on more than the buffers."""
     extents = [extent(array) for array in arrays]
     if not context or len(extents) > MAX_BUFFERS:
         return None

@@ -1,4 +1,4 @@
-"""The structures that XLA's FFI passes to a custom call (jaxlib's include/xla/ffi/api/c_api.h), as far as needed.
+"""The structures that XLA's FFI passes to a custom call, as far as cumla needs them (jaxlib's xla/ffi/api/c_api.h).
 
 XLA only appends members to these structures, and keeps old ones for at least a year.
 """
@@ -95,7 +95,7 @@ TAKES_ONE = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # every function of the API
 
 
 def asked(function: int, question: Any) -> int:
-    """Call a function of the API with its structure of arguments. Returns the error, or 0."""
+    """Call an API function with its argument structure. Returns the error, or 0."""
     question.struct_size = ctypes.sizeof(question)
     return TAKES_ONE(function)(ctypes.addressof(question)) or 0
 

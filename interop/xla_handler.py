@@ -1,4 +1,4 @@
-"""The compiled handler of XLA's custom calls: it repeats a recorded call's launches with the addresses of this call.
+"""The compiled handler of XLA's custom calls: it repeats a recorded call's launches with the new call's addresses.
 
 Numba compiles it, so no C compiler is needed. It reads notes that Python has written, in words of 64 bits:
 
@@ -7,7 +7,7 @@ Numba compiles it, so no C compiler is needed. It reads notes that Python has wr
     launches, and of each: function, CUlaunchConfig, bytes of arguments, words w of them, w words,
         addresses a among them, a times (byte offset among the arguments, buffer, offset in it)
 
-A call without a fitting note is made in Python.
+A call without a fitting note runs in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from .xla_frame import EXECUTE, METADATA, Api, Attributes, Buffer, Buffers, CallFrame, Extension, Scalar, StreamGet
 
-SLOTS = 1 << 14  # of the table of calls
+SLOTS = 1 << 14  # entries of the table of calls
 MAX_BUFFERS = 64
 MAX_ARGUMENT_BYTES = 4096
 ARGUMENT_WORDS = MAX_ARGUMENT_BYTES // 8
@@ -96,7 +96,7 @@ ARGUMENTS, RESULTS = (
 )
 DATA = Buffer.data.offset
 NUMBER, VALUE = CallFrame.attributes.offset + Attributes.values.offset, Scalar.value.offset
-LOW = 0xFFFFFFFF  # of a C int
+LOW = 0xFFFFFFFF  # mask of a C int
 
 
 def make_handler(table: int, launch_kernel: int, current_context: int, in_python: int) -> int:
@@ -220,7 +220,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
     return int(compiled.address)
 
 
-KEPT: list[Any] = []  # keeps the memory of compiled code alive
+KEPT: list[Any] = []  # keeps compiled code alive
 
 
 def address_of(function: Any) -> int:

@@ -1,10 +1,10 @@
-"""The rows that stand in for a model's activations.
+"""Synthetic rows in place of a model's activations.
 
-A row is a function of (seed, layer, kind, token) alone: integers are hashed to uniforms, those become normals
-(Box-Muller). So any row can be made again at any time, and tokens that are equal have equal rows.
+A row depends only on (seed, layer, kind, token): integers are hashed to uniform numbers, which become normal numbers
+(Box-Muller). So any row can be recomputed at any time, and equal tokens have equal rows.
 
-What real activations have and plain noise lacks: heavy tails (each value is a normal times a log-normal) and a
-few hot channels per layer, far from 0 and always to the same side.
+Like real activations, and unlike plain noise, rows have heavy tails (each value is a normal times a log-normal) and a
+few hot channels per layer, whose values are far from 0 and have the same sign.
 
 K is [n, 512]. Head h of Q is a row of the token times a pattern of the head. RoPE rotates the last 64 values.
 A compressed row is the mean of the rows of its group before RoPE, rotated at the group's first position.
@@ -23,11 +23,11 @@ HEAD_DIM, ROPE_DIM = DSV4_FP8.head_dim, DSV4_FP8.rope_dim
 NOPE_DIM = HEAD_DIM - ROPE_DIM
 ROPE_BASE = 10000.0
 
-TAIL = 0.5  # sigma of the log-normal: kurtosis 8, a normal has 3
+TAIL = 0.5  # sigma of the log-normal: kurtosis 8 instead of a normal's 3
 K_STD, Q_STD = 0.25, 2.5  # logits then spread by about 1.5
 NUM_HOT = 6
-HOT_GAIN = (8.0, 24.0)  # of the ordinary standard deviation
-HOT_SPREAD = 0.25  # of the channel's own mean
+HOT_GAIN = (8.0, 24.0)  # relative to the standard deviation of other channels
+HOT_SPREAD = 0.25  # relative to the channel's own mean
 HEAD_SPREAD = 0.5
 
 K, Q = 0, 1
@@ -35,7 +35,7 @@ UINT64_MASK = 2**64 - 1
 
 
 class Activations:
-    """Rows of one layer, made in the memory of `xp` (numpy or cupy)."""
+    """Rows of one layer, computed in the memory of `xp` (numpy or cupy)."""
 
     def __init__(self, seed: int, layer: int, heads: int, xp: Any) -> None:
         self.xp = xp
@@ -44,17 +44,17 @@ class Activations:
         self._salt = xp.asarray(np.arange(HEAD_DIM, dtype=np.uint32) * np.uint32(0x9E3779B9))
         self._pattern = xp.asarray(_head_patterns(seed, layer, heads))
         rng = np.random.default_rng([seed, layer, 2])
-        # Some heads give the sink next to nothing, others most of their weight.
+        # Some heads give the sink almost no weight, others most of it.
         self.attn_sink = xp.asarray((4 + 2 * rng.standard_normal(heads)).astype(np.float32))
-        # On the CPU as many rows as stay in a core's cache.
+        # On the CPU, rows that fit in a core's cache.
         self._rows_at_once = 128 if xp is np else 16384
 
     def k_rows(self, token_keys: np.ndarray) -> Any:
-        """Unturned K [n, 512] float32 of tokens with these keys, host uint64 [n]."""
+        """K before RoPE, [n, 512] float32, of tokens with these keys, host uint64 [n]."""
         return self._rows(token_keys, K)
 
     def q_rows(self, token_keys: np.ndarray) -> Any:
-        """Unturned rows [n, 512] float32 that the heads of Q are made from."""
+        """Rows before RoPE, [n, 512] float32, from which `queries` computes the heads of Q."""
         return self._rows(token_keys, Q)
 
     def queries(self, rotated: Any, out: Any) -> None:
@@ -62,9 +62,9 @@ class Activations:
         heads = len(self._pattern)
         step = max(1, self._rows_at_once * 8 // heads)
         for first in range(0, len(rotated), step):
-            some = slice(first, first + step)
-            # A pattern is the same for both values that RoPE rotates together, so it may come after.
-            out[some] = (rotated[some, None] * self._pattern).astype(BFLOAT16)
+            part = slice(first, first + step)
+            # A pattern is equal for both values of a RoPE pair, so it may be applied after the rotation.
+            out[part] = (rotated[part, None] * self._pattern).astype(BFLOAT16)
 
     def _rows(self, token_keys: np.ndarray, kind: int) -> Any:
         xp = self.xp
@@ -74,8 +74,8 @@ class Activations:
         gain, offset = self._channels[kind]
         rows = xp.empty((len(token_keys), HEAD_DIM), np.float32)
         for first in range(0, len(rows), self._rows_at_once):
-            some = slice(first, first + self._rows_at_once)
-            rows[some] = _heavy_tailed(low[some], high[some], self._salt, xp) * gain + offset
+            part = slice(first, first + self._rows_at_once)
+            rows[part] = _heavy_tailed(low[part], high[part], self._salt, xp) * gain + offset
         return rows
 
 
@@ -104,7 +104,7 @@ def apply_rope(rows: Any, positions: Any, xp: Any) -> Any:
 
 
 def _heavy_tailed(low: Any, high: Any, salt: Any, xp: Any) -> Any:
-    """[n, 512] float32 of variance 1: the two normals of Box-Muller, one times exp of the other."""
+    """[n, 512] float32 of variance 1: one normal of Box-Muller times exp of the other."""
     first = _mix32(low[:, None] + salt)
     second = _mix32(first ^ high[:, None])
     radius = (first >> np.uint32(8)).astype(np.float32)
@@ -127,7 +127,7 @@ def _heavy_tailed(low: Any, high: Any, salt: Any, xp: Any) -> Any:
 
 
 def _mix32(x: Any) -> Any:
-    """MurmurHash3's finaliser, in place: every bit of a uint32 spreads over all."""
+    """MurmurHash3's finaliser, in place: every bit of a uint32 affects all bits."""
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)
     x ^= x >> np.uint32(13)
@@ -148,7 +148,7 @@ def _mix_number(x: int) -> int:
 
 
 def _channels(seed: int, layer: int, kind: int, std: float, xp: Any) -> tuple[Any, Any]:
-    """Gain and offset [512] float32 of each channel; hot ones are not among the channels that RoPE rotates."""
+    """Gain and offset [512] float32 of each channel; hot channels are none that RoPE rotates."""
     rng = np.random.default_rng([seed, layer, kind])
     gain, offset = np.full(HEAD_DIM, std), np.zeros(HEAD_DIM)
     hot = rng.choice(NOPE_DIM, NUM_HOT, replace=False)

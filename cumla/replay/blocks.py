@@ -1,9 +1,9 @@
-"""The pool of cache blocks: who holds which, and which prefixes can be shared.
+"""The pool of cache blocks: the blocks of each request, and the prefixes that can be shared.
 
 A block is 256 positions of one request in every cache of every layer: four pages of 64 tokens in a window
 cache, one page of 64 rows at ratio 4, one of 2 rows at ratio 128. A trace's hash id stands for 512 tokens, so
-blocks are shared in pairs: `Prefix` names the hash id and which of the prompt's it is, since RoPE makes rows
-depend on their position.
+blocks are shared in pairs. A `Prefix` is a hash id and its index in the prompt, because RoPE makes rows depend on
+their position.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Prefix = tuple[int, int]
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1. Each is free, held by one request or more, or idle.
+    """Blocks 0 to num_blocks - 1. Each is free, held by one or more requests, or idle.
 
-    An idle block is held by no request but keeps the rows of a prefix, until room is needed: the pair that has
-    been idle for longest goes first.
+    An idle block is held by no request but still contains the rows of a prefix. If blocks are needed, the pair that
+    has been idle for longest is freed first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.holders = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._shared: dict[Prefix, tuple[int, ...]] = {}  # its blocks
-        self._prefix_of: dict[int, Prefix] = {}  # of a block
+        self._shared: dict[Prefix, tuple[int, ...]] = {}  # blocks of a prefix
+        self._prefix_of: dict[int, Prefix] = {}  # prefix of a block
         self._idle: OrderedDict[Prefix, None] = OrderedDict()  # longest idle first
 
     @property
@@ -47,7 +47,7 @@ class BlockPool:
         return list(itertools.takewhile(self._shared.__contains__, prefixes))
 
     def acquire(self, shared: Sequence[Prefix], num_new: int) -> list[int] | None:
-        """The blocks of prefixes that `find` found, then `num_new` more; None if there is no room."""
+        """The blocks of prefixes that `find` found, then `num_new` more; None if too few blocks are left."""
         reclaimable = (len(self._idle) - sum(prefix in self._idle for prefix in shared)) * BLOCKS_PER_HASH
         if num_new > len(self._free) + reclaimable:
             return None
@@ -62,13 +62,13 @@ class BlockPool:
         return blocks
 
     def publish(self, prefix: Prefix, blocks: Sequence[int]) -> None:
-        """Offer blocks whose rows are all written to later requests, unless another request already did."""
+        """Share blocks whose rows are all written with later requests, unless another request already did."""
         if prefix not in self._shared:
             self._shared[prefix] = tuple(blocks)
             self._prefix_of.update((block, prefix) for block in blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of a request's blocks. The end of a prefix goes idle first: it is of use to fewer requests."""
+        """Release a request's blocks. The end of a prefix becomes idle first: fewer requests can use it."""
         for block in reversed(blocks):
             self.holders[block] -= 1
             prefix = self._prefix_of.get(block)

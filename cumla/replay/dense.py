@@ -1,7 +1,7 @@
-"""The dense layers of a replay: latent rows of 16 bits, from which keys and values of each head are projected.
+"""The dense layers of a replay: 16-bit latent rows, from which K and V are projected for each head.
 
 Rows come from the same activations as a sparse layer's: kv_c is a row of K, k_pe the rotated part of a second kind of
-row, q the last values of each head. The projection follows from the seed. Checks are against attention in float64 over
+row, q the last values of each head. The seed determines the projection. Checks compare with attention in float64 over
 every row of a request, with K and V projected for each head.
 """
 
@@ -31,20 +31,20 @@ from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
 from .verify import Sample, measured
 
 DENSE = "mla"  # the layer type
-NOPE, V = 128, 128  # of a head, without its RoPE part
+NOPE, V = 128, 128  # values of a head: K without its RoPE part, and V
 HEAD_DIM = NOPE + ROPE_DIM
 KV_C = MLA_BF16.head_dim - ROPE_DIM
 WEIGHT_STD = 0.006  # as DeepSeek V3 initialises its weights
 SCALE = HEAD_DIM**-0.5
 VALUE, ROW = 2, MLA_BF16.row_bytes  # bytes
-FP8_SCALE = 2.0**-6  # of FP8 caches: rows spread by K_STD, and the scaled ones fill the middle of what e4m3 has
+FP8_SCALE = 2.0**-6  # of FP8 caches: puts values with a standard deviation of K_STD in the middle of e4m3's range
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SLOT = 8
 
 
 @dataclass(frozen=True)
 class DenseInputs:
-    """What projections make of a step's tokens: q [n, h, 192], kv_c [n, 512], k_pe [n, 64], all bfloat16."""
+    """A step's projected tokens: q [n, h, 192], kv_c [n, 512], k_pe [n, 64], all bfloat16."""
 
     q: Any
     kv_c: Any
@@ -55,8 +55,8 @@ class DenseLayer:
     """One dense layer.
 
     cache          [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
-    reads_back     whether prefills attend to their new rows as the cache has them
-    attends_alike  whether tokens of prompts use the kernel of decodes
+    reads_back     whether prefills read their new rows back from the cache
+    attends_alike  whether prefill tokens use the decode kernel
     """
 
     reads_back = attends_alike = is_queued = False
@@ -115,7 +115,7 @@ class DenseLayer:
         return dense_bytes_moved(batch, self.heads, self.row_bytes)
 
     def check(self, step: int, batch: StepBatch, inputs: DenseInputs, out: Any, kind: str, token: int) -> Sample:
-        """One token of a step that has run, over the rows in the cache and over the rows before quantisation."""
+        """Check one token of a finished step, over the rows in the cache and over the rows before quantisation."""
         scheduled, position = batch.at(token)
         sequence, seen = scheduled.sequence, np.arange(position + 1)
         original, cached = self.original(sequence, seen), self.cached(sequence, seen)
@@ -128,7 +128,7 @@ class DenseLayer:
         return measured(step, self.name, sequence.index, position, kind, got, exact, before, parted=allowed)
 
     def allowed(self, query: Any, rows: Any) -> float | np.ndarray:
-        """What an out may be off in addition to its bound."""
+        """The error that an out may have in addition to its bound."""
         return 0.0
 
     def original(self, sequence: Sequence, positions: np.ndarray) -> Any:
@@ -137,7 +137,7 @@ class DenseLayer:
         return self.xp.concatenate(parts, axis=1).view(BFLOAT16)
 
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
-        """The rows that the cache holds at these positions, bfloat16 [n, 576], exact."""
+        """The cache's rows at these positions, bfloat16 [n, 576], exact."""
         slots = sequence.slots(positions)
         pages, rows = (self.xp.asarray(x) for x in (slots // SWA_BLOCK, slots % SWA_BLOCK))
         if self.fp8:
@@ -157,7 +157,7 @@ class DenseLayer:
         return to_host(self.xp.matmul(self.exact_weight[:, NOPE:], mixed[:, :, None])[..., 0])
 
     def weights_of(self, query: Any, rows: Any) -> tuple[Any, Any]:
-        """Softmax weights [h, n] of the rows, and their latents [n, 512]: float64, where the layer computes."""
+        """Softmax weights [h, n] of the rows, and the rows' latents [n, 512]: float64, on the layer's device."""
         xp = self.xp
         query, rows = (x.astype(np.float32).astype(np.float64) for x in (query, rows))
         latent = xp.matmul(query[:, None, :NOPE], self.exact_weight[:, :NOPE])[:, 0]
@@ -167,7 +167,7 @@ class DenseLayer:
 
 
 class DenseMetadata:
-    """The metadata of dense layers, a step's context workspace in it."""
+    """Builds the metadata of dense layers, with a step's context workspace."""
 
     is_queued = False
 
@@ -188,7 +188,7 @@ class DenseMetadata:
 def dense_bytes_moved(batch: StepBatch, heads: int, row_bytes: int = ROW) -> dict[str, int]:
     """Bytes by op of a dense layer in a step, each row counted once for all queries that attend to it.
 
-    row_bytes  of the cache; absorb and project read and write activations, their weights aside.
+    row_bytes  of the cache. For absorb and project, activations count and weights do not
     """
     n = batch.num_decodes
     prefills = batch.scheduled[n:]

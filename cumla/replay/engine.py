@@ -1,4 +1,4 @@
-"""The loop: metadata once a step, then every layer over it."""
+"""The loop of a replay: builds metadata once a step, then runs every layer with it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .step_batch import StepBatch, make_batch
 from .trace import HASH_TOKENS, TraceRequest
 from .verify import Sample, Verifier
 
-# Metadata by what layers share it, and the names of these layers.
+# Builders of metadata, each with the names of the layers that share it.
 METADATA: tuple[tuple[Any, frozenset[str]], ...] = (
     (SparseMetadata, frozenset(LAYER_RATIOS)),
     (DenseMetadata, frozenset([DENSE])),
     (ModelMetadata, frozenset(MODEL_OF)),
 )
-STEP = "step"  # stands for the layer where something is done once for all of them
+STEP = "step"  # in place of a layer, for work done once for all layers
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What happened in a step. Times and bytes by (layer type or "step", op)."""
+    """The measurements of a step. Times and bytes by (layer type or "step", op)."""
 
     step: int
     clock_ms: float
@@ -56,8 +56,8 @@ class StepRecord:
 class Engine:
     """Replays requests. `steps` runs them; the scheduler and the layers can be inspected in between.
 
-    groups  the builders of metadata, each with the layers that share what it builds
-    comm  of a rank that shares the context with others, each of which has an engine and replays the same requests
+    groups  the builders of metadata, each with the layers that share it
+    comm  the rank's communicator, if ranks share the context: each has an engine and replays the same requests
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Engine:
         return record
 
     def _run_layer(self, layer: Any, batch: StepBatch, shared: Any, record: StepRecord) -> None:
-        """A layer's part of a step.
+        """Run one layer of a step.
 
-        shared  what its metadata built
+        shared  the metadata that the layer's builder built
         """
         picked = []
         if self.verifier is not None and layer.is_checked:
@@ -140,7 +140,7 @@ class Engine:
 def layer_of(
     index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator | None, before: Sequence[Any]
 ) -> Any:
-    """A layer on one device, or on a rank's. before: the layers before it, some of which share caches with it."""
+    """A layer on one device, or a rank's layer. before: earlier layers, some of which share caches with it."""
     model = MODEL_OF.get(name)
     if model == "v41":
         return V41Layer(index, name, options, longest, before)
@@ -154,9 +154,9 @@ def layer_of(
 
 
 def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:
-    """Compile what a run needs, on a few requests of made-up tokens with caches of their own.
+    """Compile the kernels of a run, by running a few synthetic requests with their own caches.
 
-    They overlap so that steps are all prefill, mixed and all decode.
+    The requests overlap, so that steps are all prefill, mixed and all decode.
     """
     lengths = (BLOCK_TOKENS + 1, options.batch_tokens + BLOCK_TOKENS)
     requests = [

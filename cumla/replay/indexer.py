@@ -1,6 +1,6 @@
-"""The compressed rows that a token selects at ratio 4: FP8 keys in a cache of their own, scores, and the choice.
+"""Selects the compressed rows of a token at ratio 4: a cache of FP8 keys, scores, and top-k.
 
-A row's key are the leading values of the mean that it is. A token's query has a head for each of 64 ways to weigh them.
+A row's key is the first 128 values of the mean that the row is. A query's 64 heads are copies with different weights.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..timing import Stopwatch
 from .step_batch import StepBatch
 
 INDEX_DIM, INDEX_HEADS = INDEXER_FP8.head_dim, 64
-SCORES_AT_ONCE = 1 << 24  # in flight: 64 MiB
+SCORES_AT_ONCE = 1 << 24  # scores of one pass: 64 MiB
 
 
 class Indexer:
-    """One layer's.
+    """The indexer of one layer.
 
     cache  uint8 [num_blocks, rows of a block, 132]
     """
@@ -32,17 +32,17 @@ class Indexer:
         rng = np.random.default_rng([seed, layer, INDEX_HEADS])
         self._gains = xp.asarray(rng.standard_normal((INDEX_HEADS, INDEX_DIM)).astype(np.float32))
         self._weights = xp.asarray(rng.uniform(0.5, 1.5, INDEX_HEADS).astype(np.float32))
-        self._no_table = xp.zeros((0, 64), np.float32)  # means are not rotated, so neither are queries
+        self._no_table = xp.zeros((0, 64), np.float32)  # keys are not rotated, so queries are not either
 
     def insert(self, means: Any, slots: Any) -> None:
-        """The keys of rows, [n, >= 128] float32, into their slots."""
+        """Insert the keys of rows, [n, >= 128] float32, into their slots."""
         indexer_k_quant_and_cache(means[:, :INDEX_DIM], self.cache, slots, backend=self.backend)
 
     def select(self, batch: StepBatch, queries: Any, visible: np.ndarray, stopwatch: Stopwatch, layer: str) -> Any:
         """[num_tokens, topk] int32, the rows that each token selects.
 
         queries  [num_tokens, >= 128] float32
-        visible  host [num_tokens], whole rows at each token
+        visible  host [num_tokens], complete rows at each token
         """
         xp, n, tokens = self.xp, batch.num_decodes, len(visible)
         lens = xp.asarray(visible.astype(np.int32))
@@ -69,14 +69,14 @@ class Indexer:
                 keys = self._gather(batch.block_table[request : request + 1], rows)
             step = max(1, SCORES_AT_ONCE // rows)
             for first in range(begin, end, step):
-                some = slice(first, min(first + step, end))
-                starts = xp.zeros(some.stop - first, np.int32)
+                part = slice(first, min(first + step, end))
+                starts = xp.zeros(part.stop - first, np.int32)
                 with stopwatch.measure((layer, "scores")):
                     logits = fp8_mqa_logits(
-                        q[some], keys, weights[some], starts, lens[some], False, backend=self.backend
+                        q[part], keys, weights[part], starts, lens[part], False, backend=self.backend
                     )
                 with stopwatch.measure((layer, "choice")):
-                    top_k_per_row(logits, self.topk, starts, lens[some], out=selected[some], backend=self.backend)
+                    top_k_per_row(logits, self.topk, starts, lens[part], out=selected[part], backend=self.backend)
         return selected
 
     def _gather(self, block_table: Any, rows: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The sparse layers of a replay: their caches, what a model would hand them in a step, and their outputs in float64."""
+"""The sparse layers of a replay: their caches, their inputs in a step, and their outputs in float64."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .step_batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch, completed_group
 from .traffic import bytes_moved
 from .verify import Sample, cached_rows, measured
 
-TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all
-KNOWN_ROWS = 1 << 16  # compressed rows of a layer, kept to be compared again: 64 MiB
+TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all rows
+KNOWN_ROWS = 1 << 16  # compressed rows of a layer that are cached for further checks: 64 MiB
 
 
 @dataclass(frozen=True)
 class SparseStep:
-    """What the sparse layers share in a step: metadata, and memory for q and out, [num_tokens, h, 512] bfloat16."""
+    """Metadata, and memory for q and out, [num_tokens, h, 512] bfloat16, that a step's sparse layers share."""
 
     metadata: DeepseekSparseSWAMetadata
     q: Any
@@ -41,7 +41,7 @@ class SparseStep:
 class SparseMetadata:
     """Builds a SparseStep."""
 
-    is_queued = True  # a device may wait until the host has queued all of it
+    is_queued = True  # a device may wait until the host has queued the whole build
 
     def __init__(self, options: ReplayOptions, names: SequenceOf[str], longest: int) -> None:
         config = ServingConfig(
@@ -60,12 +60,12 @@ class SparseMetadata:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What projections, compressor and indexer of a model give for a step's tokens.
+    """A step's inputs of a layer, in place of a model's projections, compressor and indexer.
 
     k           [num_tokens, 512] bfloat16, rotated
     q           [num_tokens, h, 512] bfloat16
     compressed  cache, new rows and selection, or None for a window-only layer
-    groups      the compressed rows that the step completes; None likewise
+    groups      the compressed rows that the step completes, or None for a window-only layer
     """
 
     k: Any
@@ -77,11 +77,11 @@ class LayerInputs:
 class Layer:
     """One attention layer.
 
-    swa_cache         uint8 [num_blocks * 4, 64, 584 or 528], of the first of the run's formats
-    compressed_cache  uint8 [num_blocks, 64 or 2, 584, 528 or 288], of the second; None for a window-only layer
-    indexer           what selects compressed rows, with its cache of their keys; None but at ratio 4
-    attends_alike     whether tokens of prompts use the kernel of decodes
-    is_queued         whether a device begins a step only when the host has queued all of it
+    swa_cache         uint8 [num_blocks * 4, 64, 584 or 528], in the first of the run's formats
+    compressed_cache  uint8 [num_blocks, 64 or 2, 584, 528 or 288], in the second; None for a window-only layer
+    indexer           selects compressed rows, with its cache of keys; None except at ratio 4
+    attends_alike     whether prefill tokens use the decode kernel
+    is_queued         whether a device begins a step only when the host has queued the whole step
     is_checked        whether outputs are compared with float64
     """
 
@@ -107,7 +107,7 @@ class Layer:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the paged caches, padding of their pages included."""
+        """Bytes of the paged caches, including the padding of pages."""
         caches = [cache for cache in (self.swa_cache, self.compressed_cache) if cache is not None]
         return sum(cache.shape[0] * cache.strides[0] for cache in caches)
 
@@ -162,7 +162,7 @@ class Layer:
         )  # fmt: skip
 
     def check(self, step: int, batch: StepBatch, inputs: LayerInputs, out: Any, kind: str, token: int) -> Sample:
-        """One token of a step that has run."""
+        """Check one token of a finished step."""
         (scheduled, position), (first, second) = batch.at(token), self.options.formats
         sequence = scheduled.sequence
         window = np.arange(max(position - self.options.window + 1, 0), position + 1)
@@ -187,11 +187,11 @@ class Layer:
         )  # fmt: skip
 
     def _allowed(self, query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> float | np.ndarray:
-        """What an out may be off in addition to its bound."""
+        """The error that an out may have in addition to its bound."""
         return 0.0
 
     def _cached_compressed(self, sequence: Sequence, rows: np.ndarray, original: np.ndarray) -> np.ndarray:
-        """Compressed rows as the cache has them, float64 [n, 512]."""
+        """The cache's compressed rows, float64 [n, 512]."""
         slots = sequence.slots(rows, BLOCK_TOKENS // self.ratio)
         return cached_rows(self.compressed_cache, slots, self.xp, self.options.formats[1])
 
@@ -200,7 +200,7 @@ class Layer:
         return to_host(apply_rope(rows, positions, self.xp).astype(BFLOAT16)).astype(np.float64)
 
     def _compressed_rows(self, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
-        """Compressed rows before quantisation, float64 [n, 512]. A row is known by its last token and its number."""
+        """Compressed rows before quantisation, float64 [n, 512], cached by their last token and their number."""
         ratio, known = self.ratio, self._known
         last_keys = sequence.token_keys[rows * ratio + ratio - 1]
         names = [(int(key), int(row)) for key, row in zip(last_keys, rows, strict=True)]

@@ -1,7 +1,7 @@
 """Attention layers of models in a replay, from hidden states to their output: one of each kind of V4, V3.2 and V4.1.
 
-Hidden states follow from the tokens, as the sparse layers' rows do. A check compares the attention with float64: of the
-queries that the layer computed over the rows that its caches hold.
+Hidden states depend on the tokens, like the sparse layers' rows. A check compares the attention with float64: with the
+queries that the layer computed, over the rows in its caches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
 from .verify import Sample, cached_rows, measured
 
-PARTS = {"project": "projections"}  # parts whose names mean something else in other layers
+PARTS = {"project": "projections"}  # new names of parts whose names mean something else in other layers
 CACHE_FORMAT: CacheFormat = "fp8"  # of V4 and V3.2
 
 
 class Recorded(NamedTuple):
-    """What a step's layer computed for one token.
+    """A layer's results for one token of a step.
 
     q     [h, d], queries
     o     [h, 512], attention's output, before any inverse rotation
-    rows  rows that the token selected, counted within the request, -1 for none; None where it takes all
+    rows  rows that the token selected, counted within the request, -1 for none; None if the token takes all rows
     """
 
     q: Any
@@ -48,8 +48,8 @@ class ModelLayer:
     """One layer with its caches.
 
     ratio          of its compressed rows
-    attends_alike  whether tokens of prompts use the kernel of decodes
-    recorded       what the last step computed, by token
+    attends_alike  whether prefill tokens use the decode kernel
+    recorded       results of the last step, by token
     """
 
     attends_alike, is_queued, is_checked = False, True, True
@@ -82,7 +82,7 @@ class ModelLayer:
     ) -> Any:
         """Out [num_tokens, hidden_size].
 
-        picked  tokens that will be checked: their copies are queued before the time of the output begins
+        picked  tokens to check: their copies are queued before the timing of the output begins
         """
 
         def observed(part: str) -> Any:
@@ -114,7 +114,7 @@ class ModelLayer:
         return {}
 
     def check(self, step: int, batch: StepBatch, hidden: Any, out: Any, kind: str, token: int) -> Sample:
-        """The attention of one token of a step that has run."""
+        """Check the attention of one token of a finished step."""
         scheduled, position = batch.at(token)
         rows = self.attended_rows(scheduled.sequence, position, self.rows_of(token, position))
         q, o = (to_host(x).astype(np.float64) for x in self.recorded[token][:2])
@@ -137,7 +137,7 @@ class ModelLayer:
         return rows[rows >= 0]
 
     def attended_rows(self, sequence: Sequence, position: int, rows: np.ndarray) -> np.ndarray:
-        """What the caches hold of the window and of these rows, float64 [n, row_width]."""
+        """The caches' rows of the window and these rows, float64 [n, row_width]."""
         window = np.arange(max(position - self.config.sliding_window + 1, 0), position + 1)
         window_layout, layout = self.layouts
         found = cached_rows(self.caches.window, sequence.slots(window), self.xp, window_layout)
@@ -153,12 +153,12 @@ class ModelLayer:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the paged caches and states, padding of their pages included."""
+        """Bytes of the paged caches and states, including the padding of pages."""
         return sum(cache_bytes(cache) for cache in vars(self.caches).values() if cache is not None)
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of a paged cache, padding of its pages included."""
+    """Bytes of a paged cache, including the padding of pages."""
     return int(cache.shape[0] * cache.strides[0])
 
 
@@ -200,17 +200,17 @@ class V32Layer(ModelLayer):
 
 @dataclass
 class V41Shared:
-    """What V4.1's layers of one engine share: the selection, and the layers as far as they exist."""
+    """State that V4.1's layers of one engine share: the selection, and the layers created so far."""
 
     selection: DeepseekV41Selection
     layers: list[V41Layer] = field(default_factory=list)
 
 
 class V41Layer(ModelLayer):
-    """One layer of V4.1, with the caches that it owns and its owner's.
+    """One layer of V4.1, with the caches that it owns and the caches of its rows' owner.
 
-    Six layers stand for the model's forty. Two own compressed rows, of ratios 2 and 1; the second of them also chooses
-    candidate blocks, in which the layer after it selects.
+    Six layers represent the model's forty. Two own compressed rows, of ratios 2 and 1; the second owner also chooses
+    candidate blocks, from which the layer after it selects.
     """
 
     def __init__(
@@ -244,6 +244,6 @@ class V41Layer(ModelLayer):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the caches that the layer owns, padding of their pages included."""
+        """Bytes of the caches that the layer owns, including the padding of pages."""
         owned = vars(self.caches) if self.owner is self else {"window": self.caches.window}
         return sum(cache_bytes(cache) for cache in owned.values() if cache is not None)

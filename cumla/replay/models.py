@@ -1,7 +1,7 @@
 """The models whose attention layers a replay runs: their configurations, layers and metadata.
 
-Weights follow from the seed. On the CPU sizes are a tiny model's, on a device those of the published ones; heads and
-topk are the replay's.
+The seed determines weights. Sizes are a tiny model's on the CPU and the published models' on a device; heads and topk
+are the replay's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
 from .trace import HASH_TOKENS
 
-LEAST_REACH = 1 << 17  # positions of RoPE's tables
+LEAST_REACH = 1 << 17  # least positions of RoPE's tables
 CANDIDATE_BLOCKS, TINY_CANDIDATE_BLOCKS = 2048, 16
 # The published V4.1's RoPE of layers with compressed rows.
 YARN = {
@@ -46,7 +46,7 @@ YARN = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model, without its heads and its top-k. o_groups, o_rank: not of V3.2."""
+    """Sizes of a model, without its heads and its top-k. V3.2 does not use o_groups and o_rank."""
 
     hidden: int
     q_rank: int
@@ -70,7 +70,7 @@ def reach_of(options: ReplayOptions, longest: int) -> int:
 
 
 def config_of(model: str, tiny: bool, heads: int, topk: int, window: int) -> Any:
-    """A model whose layers are MODEL_LAYERS[model]; all layers of V3.2 are alike."""
+    """The configuration of a model with the layers MODEL_LAYERS[model]; all layers of V3.2 are of one kind."""
     sizes = (TINY_SIZES if tiny else SIZES)[model]
     if model == "v32":
         return DeepseekV32Config(sizes.hidden, heads, sizes.q_rank, index_n_heads=sizes.index_heads, index_topk=topk)
@@ -87,7 +87,7 @@ def config_of(model: str, tiny: bool, heads: int, topk: int, window: int) -> Any
 
 @functools.lru_cache(maxsize=64)
 def scratch_of(backend: str, rank: int) -> Scratch:
-    """A rank's layers run one after another."""
+    """The scratch that a rank's layers share: they run one after another."""
     return Scratch()
 
 
@@ -96,7 +96,7 @@ def attention_of(
     model: str, number: int, tiny: bool, heads: int, topk: int, window: int, seed: int, backend: str, reach: int,
     rank: int, formats: tuple[tuple[str, Any], ...],
 ) -> Any:  # fmt: skip
-    """A layer with its weights, for `reach` positions; cached, as a warm-up has the same layers as the run."""
+    """A layer with its weights, for `reach` positions; cached, because a warm-up has the same layers as the run."""
     config = config_of(model, tiny, heads, topk, window)
     return ATTENTION[model](
         config, number, random_weights(config, number, seed), xp=array_module(backend), backend=backend,
@@ -106,7 +106,7 @@ def attention_of(
 
 
 def random_weights(config: Any, number: int, seed: int) -> dict[str, np.ndarray]:
-    """Weights of a layer's attention, float32: vectors near 1, matrices that keep the variance of their input."""
+    """Weights of a layer's attention, float32: vectors near 1, matrices that preserve the variance of their input."""
     rng, weights = np.random.default_rng(seed), {}
     for name, weight in expected_weights(config, number).items():
         n = rng.standard_normal(weight.shape, np.float32)
@@ -115,7 +115,7 @@ def random_weights(config: Any, number: int, seed: int) -> dict[str, np.ndarray]
 
 
 class ModelMetadata:
-    """The metadata of a step's layers, by model. V4.1: each running request has a ring for its whole life."""
+    """Builds the metadata of a step's layers, by model. In V4.1 each running request has a ring for its lifetime."""
 
     is_queued = False
 
@@ -146,7 +146,7 @@ class ModelMetadata:
         return (batch.block_table, self.xp.asarray(self.rings(batch))) if model == "v41" else ()
 
     def rings(self, batch: StepBatch) -> np.ndarray:
-        """[num_reqs] int32, host. Rings of finished requests are given to new ones."""
+        """[num_reqs] int32, host. New requests get the rings of finished requests."""
         self._rings = {sequence: ring for sequence, ring in self._rings.items() if not sequence.is_finished}
         free = iter(sorted(set(range(MAX_RUNNING)) - set(self._rings.values())))
         for scheduled in batch.scheduled:
@@ -156,10 +156,10 @@ class ModelMetadata:
 
 
 def state_table(batch: StepBatch, ratio: int) -> np.ndarray:
-    """Pages of compressors' states, host [num_reqs, S] int32: pages that this step or a later one reads, -1 for others.
+    """Pages of compressor states, host [num_reqs, S] int32: pages that this step or a later one reads, -1 for others.
 
-    A step reads the states of the row that is not complete yet, at ratio 4 also those of the row before; a later
-    request may continue after any HASH_TOKENS tokens of a shared prefix.
+    A step reads the states of the incomplete row, at ratio 4 also the states of the row before; a later request may
+    continue after any HASH_TOKENS tokens of a shared prefix.
     """
     size = STATE_BLOCK_SIZES[ratio]
     per_block, reach = BLOCK_TOKENS // size, 2 * ratio if ratio == 4 else ratio

@@ -1,4 +1,4 @@
-"""What a replay is made of, with the defaults of the machine it runs on, and checked before it starts."""
+"""Replay options: the machine's defaults, and checks before a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WARM_KINDS = ("v4", "v41", "v32", "mla")  # of models that cumla warmup knows
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *MODEL_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
 INDEX_KEYS: tuple[KeyFormat, ...] = ("fp8", "mxfp4")
-# Formats of sparse layers' caches by what is asked for: the window's, then that of compressed rows if it is another.
+# Formats of sparse layers' caches, by option: the window's, then the compressed rows' if it differs.
 FORMATS = {
     ",".join(dict.fromkeys((first.name, second.name))): (first, second)
     for first in LAYOUTS if first.num_scales for second in second_layouts(first)
 }  # fmt: skip
-# Formats of V4.1's layers by the same names, as these layers call them.
+# Formats of V4.1's layers, by the same names: the layers' own names.
 V41_CACHE_FORMATS: dict[str, V41CacheFormat] = {
     "DSV41_FP8,DSV41_FP4": "fp4", "DSV41_FP8": "fp8",
     "DSV41_FP8_SPLIT,DSV41_FP4_SPLIT": "fp4_split", "DSV41_FP8_SPLIT": "fp8_split",
@@ -61,7 +61,7 @@ HOST_DEFAULTS = Defaults(requests=12, max_len=1152, batch_tokens=512, heads=8, t
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What the layers and the loop need to know. Sizes in tokens; `cache_tokens` is a whole number of blocks."""
+    """Options of a run. Sizes in tokens; `cache_tokens` is a multiple of a block."""
 
     backend: str
     layers: tuple[str, ...]
@@ -92,7 +92,7 @@ class ReplayOptions:
 
 
 def choose_backend(name: str | None) -> str:
-    """The backend to run on: the one asked for, else the device's, else the CPU's. Raises InputError if it cannot."""
+    """The backend `name`, or by default the device's, else the CPU's. Raises InputError for an unavailable backend."""
     if name is None:
         return backends.best()
     reason = backends.unavailable(name)
@@ -111,7 +111,7 @@ def defaults_for(backend: str) -> Defaults:
 
 
 def parse_layers(text: str) -> tuple[str, ...]:
-    """Layer types out of a comma list. Raises InputError."""
+    """Layer types from a comma list. Raises InputError."""
     layers = tuple(name.strip() for name in text.split(","))
     for name in layers:
         if name not in LAYER_TYPES:
@@ -120,9 +120,9 @@ def parse_layers(text: str) -> tuple[str, ...]:
 
 
 def cache_size(asked: int | None, requests: Sequence[TraceRequest]) -> int:
-    """Tokens of the cache, in whole blocks: as asked, or half of what all requests hold together.
+    """Tokens of the cache, in whole blocks: `asked`, or half the tokens of all requests, at least the largest's.
 
-    Never less than the largest request alone: that it could not run is an InputError.
+    Raises InputError if `asked` is less than the largest request.
     """
     blocks = [-(-request.total_length // BLOCK_TOKENS) for request in requests]
     largest = max(blocks) * BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""The steps of a run as a picture: batch make-up, cache occupancy and time by op. Needs matplotlib."""
+"""Draws the steps of a run: batch make-up, cache occupancy and time by op. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_can_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, summary: dict[str, Any], title: str) -> None:
-    """Raises OSError if it cannot be written."""
+    """Draw the steps to `path`. Raises OSError if the file cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

@@ -1,7 +1,7 @@
-"""Layers of a rank that shares the context with others: each rank replays all requests, with its share of the rows.
+"""Layers of one of several ranks over a sharded context: each rank replays all requests with its part of the rows.
 
-Ranks are threads: with NumPy on the CPU, with a GPU each and NCCL between them on a machine that has enough. The
-schedule follows from the requests alone, so all ranks run the same steps.
+Ranks are threads: with NumPy on the CPU, or each with its own GPU and NCCL between them. The schedule depends only on
+the requests, so all ranks run the same steps.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
 from .verify import ROUNDED_PARTS, mean_sizes, quantised
 
-TIME_LIMIT = 600.0  # seconds that a rank waits for another: kernels may have to be compiled
+TIME_LIMIT = 600.0  # seconds that a rank waits for another, which may have to compile kernels
 T = TypeVar("T")
 
 
 class Sharding(NamedTuple):
-    """How a layer's compressed rows are sharded, so that the rows of a block of tokens stay in that block's pages.
+    """The sharding of a layer's compressed rows, such that the rows of a block of tokens stay in the block's pages.
 
-    shard   of a request's rows
-    rows    that a rank has of a block, if any
-    table   which columns of a request's block table have rows of this rank: (first, step)
+    shard   shard of a request's rows
+    rows    rows of a block that a rank has, if it has any
+    table   columns of a request's block table with rows of this rank: (first, step)
     """
 
     shard: Shard
@@ -59,7 +59,7 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(rows_of_block: int, rank: int, size: int) -> Sharding:
-    """In turn where a block's rows can be sharded evenly; else by blocks, whose pages other ranks leave empty."""
+    """Row by row if ranks divide a block's rows evenly; else block by block, with pages empty on other ranks."""
     if rows_of_block % size == 0:
         return Sharding(Shard(rank, size, 1), rows_of_block // size, (0, 1))
     if size % rows_of_block == 0:
@@ -72,9 +72,9 @@ def sent_bytes(comm: Communicator) -> int:
 
 
 class RankLayer(Layer):
-    """One sparse layer of one rank: the window's cache and the indexer's whole, of the compressed rows a share.
+    """One sparse layer of one rank: all window rows and indexer keys, and the rank's part of the compressed rows.
 
-    sent  bytes, in the last step
+    sent  bytes sent in the last step
     """
 
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
@@ -91,12 +91,12 @@ class RankLayer(Layer):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes of the rank's share of the compressed rows."""
+        """Bytes of the rank's part of the compressed rows."""
         return 0 if self.compressed_cache is None else cache_bytes(self.compressed_cache)
 
     @property
     def whole_compressed_bytes(self) -> int:
-        """Bytes of all of them on one device."""
+        """Bytes of all compressed rows on one device."""
         cache, layout = self.compressed_cache, self.attention.compressed_layout
         return 0 if cache is None else len(cache) * layout.page_bytes(BLOCK_TOKENS // self.ratio)
 
@@ -125,7 +125,7 @@ class RankLayer(Layer):
             batch.common.query_start_loc, batch.common.seq_lens, table, sharding.rows, sharding.shard,
             num_tokens=batch.num_tokens, compress_ratio=self.ratio, backend=backend,
         )  # fmt: skip
-        last_tokens = np.flatnonzero((batch.positions + 1) % self.ratio == 0)  # of the rows that the step completes
+        last_tokens = np.flatnonzero((batch.positions + 1) % self.ratio == 0)  # of the step's completed rows
         slots = by_token[self.xp.asarray(last_tokens)]
         return ShardedCompressedCache(
             compressed.cache, table, sharding.shard, compressed.k, slots, compressed.topk_indices
@@ -135,7 +135,7 @@ class RankLayer(Layer):
         return {"exchange": self.sent}
 
     def _cached_compressed(self, sequence: Sequence, rows: np.ndarray, original: np.ndarray) -> np.ndarray:
-        """What the ranks' caches hold, recomputed: a rank lacks some rows."""
+        """The ranks' cached rows, recomputed because a rank lacks some of them."""
         return quantised(original, self.options.formats[1])
 
     def _allowed(self, query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ class RankLayer(Layer):
 
 
 class RankDenseLayer(DenseLayer):
-    """One dense layer of one rank, with its share of the latent rows. sent: bytes, in the last step."""
+    """One dense layer of one rank, with the rank's part of the latent rows. sent: bytes sent in the last step."""
 
     reads_back = attends_alike = True
 
@@ -187,7 +187,7 @@ class RankDenseLayer(DenseLayer):
         return {"exchange": self.sent}
 
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
-        """What the ranks' caches hold at these positions, recomputed: a rank lacks some rows."""
+        """The ranks' cached rows at these positions, recomputed because a rank lacks some of them."""
         rows = self.original(sequence, positions)
         if not self.fp8:
             return rows
@@ -195,7 +195,7 @@ class RankDenseLayer(DenseLayer):
         return self.xp.asarray((values.astype(np.float32) * np.float32(FP8_SCALE)).astype(rows.dtype))
 
     def allowed(self, query: Any, rows: Any) -> np.ndarray:
-        """What is allowed in addition where results are merged, [h, 128]: as of sparse layers, in the latent space."""
+        """The additional error allowed for merged results, [h, 128]: as in sparse layers, in the latent space."""
         weights, latents = self.weights_of(query, rows)
         sizes = weights @ self.xp.abs(latents)
         out = self.xp.matmul(self.xp.abs(self.exact_weight[:, NOPE:]), sizes[:, :, None])[..., 0]
@@ -203,19 +203,19 @@ class RankDenseLayer(DenseLayer):
 
 
 class RankModelLayer(ModelLayer):
-    """One rank's part of a model's layer: its share of the compressed rows, or of V3.2's latent rows, the rest whole.
+    """A model's layer on one rank: a part of the compressed rows, or of V3.2's latent rows, and all other caches.
 
-    Its outputs are not checked: no rank has all rows. sent: bytes, in the last step.
+    Its outputs are not checked: no rank has all rows. sent: bytes sent in the last step.
     """
 
     is_checked = False
     sharded_class: Any
-    sharded_cache: str | None  # the name of the cache of which a rank has a share
+    sharded_cache: str | None  # the name of the sharded cache
     rows_of_page: int
     whole_layout: Any
 
     def share(self, comm: Communicator, backend: str) -> None:
-        """Keep the rank's share of the caches."""
+        """Replace the sharded cache by the rank's part."""
         self.comm, self.backend, self.sent = comm, backend, 0
         self.sharded = self.sharded_class(self.attention, comm)
         self.whole_cache_bytes, self.whole_compressed_bytes = self.cache_bytes, 0
@@ -231,7 +231,7 @@ class RankModelLayer(ModelLayer):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes of the rank's share."""
+        """Bytes of the rank's part of the sharded cache."""
         return 0 if self.sharded_cache is None else cache_bytes(getattr(self.caches, self.sharded_cache))
 
     def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
@@ -287,7 +287,7 @@ class RankV32Layer(RankModelLayer, V32Layer):
 
 
 def run_on_ranks(options: ReplayOptions, function: Callable[[Any], T]) -> list[T]:
-    """Call `function` with a communicator on each rank. Returns what each returned. Raises InputError, RankError."""
+    """Call `function` with a communicator on each rank. Returns all results. Raises InputError, RankError."""
     if not takes_device_arrays(options.backend):
         return run_threads(options.ranks, function, TIME_LIMIT)
     import cupy

@@ -1,4 +1,4 @@
-"""The numbers of a run as tables on the terminal and as a JSON file."""
+"""Writes the numbers of a run as tables on the terminal and as a JSON file."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def json_text(summary: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, summary: dict[str, Any]) -> None:
-    """Raises OSError if it cannot be written in full."""
+    """Write a summary to a file. Raises OSError if it cannot be written in full."""
     path.write_text(f"{json_text(summary)}\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities, which JSON does not have, as null."""
+    """A copy with None in place of NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -73,7 +73,7 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _meaning(summary: dict[str, Any]) -> str:
-    """What the run says, and what to do next."""
+    """A sentence on the result of the run, and the next steps."""
     checked, backend = summary["verification"], summary["config"]["backend"]
     if checked["failures"]:
         return (
@@ -97,7 +97,7 @@ def _on_ranks(summary: dict[str, Any]) -> bool:
 
 
 def _is_unchecked(summary: dict[str, Any]) -> bool:
-    """Whether all layers are of models and on ranks, of which no sample is taken: no rank has all rows."""
+    """Whether no layer is checked: all are layers of models on ranks, none of which has all rows."""
     return _on_ranks(summary) and set(summary["config"]["layers"]) <= MODEL_OF.keys()
 
 
@@ -137,7 +137,7 @@ def _run(summary: dict[str, Any]) -> Table:
 
 
 def _tokens(summary: dict[str, Any]) -> str:
-    """Where each of the requests' tokens is: a request's last output is never run, as nothing follows it."""
+    """The requests' tokens: run, found in the cache, or last outputs, which are never run as no token follows them."""
     totals, hits, last = summary["totals"], summary["prefix"]["shared_tokens"], summary["totals"]["requests"]
     ran = totals["prefill"]["tokens"] + totals["decode"]["tokens"]
     return (
@@ -152,7 +152,7 @@ def _latency(summary: dict[str, Any]) -> NumberTable:
     table = NumberTable(
         f"Latency: milliseconds in attention of {counted(layers, 'layer')}, and nothing else",
         ["", *columns],
-        caption="First output: from a request's arrival, which is simulated, to the end of the step that makes it.",
+        caption="First output: from a request's simulated arrival to the end of the step that computes it.",
     )  # fmt: skip
     for name, key in (("a step", "step_ms"), ("a request's first output", "first_output_ms")):
         table.add_row(name, *(f"{summary['latency'][key][column]:,.2f}" for column in columns))
@@ -168,8 +168,8 @@ def _throughput(summary: dict[str, Any]) -> NumberTable:
     table = NumberTable(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
         ["", "tokens", f"tokens/s in attention of {counted(layers, 'layer')}", "tokens/s of the run"],
-        caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too. Time "
-        "that serves both kinds is split by tokens.",
+        caption="Attention is metadata and the ops above the line in the table of ops; the run includes the ops below "
+        "it. Time that serves both kinds is split by tokens.",
     )  # fmt: skip
     for kind in ("prefill", "decode"):
         numbers = totals[kind]
@@ -192,7 +192,7 @@ def _ops(summary: dict[str, Any]) -> NumberTable:
         if layer in counts_bytes:
             attached.append(len(columns))
             columns.append("GB/s")
-    caption = "Below the line metadata alone is attention."
+    caption = "Below the line only metadata counts as attention."
     if counts_bytes:
         caption = f"GB/s: bytes the op has to move over its time. {caption}"
     title = f"Time {'and bandwidth ' if counts_bytes else ''}by op and layer type"

@@ -1,7 +1,7 @@
-"""Continuous batching: which tokens of which requests run in a step.
+"""Continuous batching: chooses the requests and tokens of each step.
 
-The clock is virtual: a step takes STEP_MS of it, and where nothing is left to run it jumps to the next arrival.
-So a run depends on its options alone, not on how fast the machine is.
+The clock is virtual: a step takes STEP_MS, and if nothing is left to run, the clock jumps to the next arrival.
+So a run depends only on its options, not on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ DECODE_THRESHOLD = 1  # longest query that counts as a decode
 
 @dataclass(eq=False)
 class Sequence:
-    """A request on its way.
+    """A request that waits or runs.
 
-    index     its place in the trace
+    index     the request's index in the trace
     blocks    cache blocks, in order of position
     computed  positions whose rows are in the cache
-    shared    of these, how many came from another request
-    waited    whether it had arrived but found no room
-    arrival_step, output_step  numbers of the first step it could have run in, and of the one that made its first output
+    shared    number of these positions whose rows another request computed
+    waited    whether the request arrived while the cache had too few free blocks
+    arrival_step, output_step  numbers of the first step that it could have run in, and of its first output's step
     """
 
     index: int
@@ -51,7 +51,7 @@ class Sequence:
 
     @cached_property
     def token_keys(self) -> np.ndarray:
-        """[total_length] uint64, what each token is: hash id and offset in the prompt, request and position after.
+        """[total_length] uint64, identity of each token: hash id and offset in the prompt, then request and position.
 
         Tokens with equal keys have equal rows.
         """
@@ -82,10 +82,10 @@ class Scheduled:
 
 
 class Scheduler:
-    """Decodes first, one token each; then prompts, in order of arrival, with what is left of `batch_tokens`.
+    """Runs decodes first, one token each; then prompts, in order of arrival, with the rest of `batch_tokens`.
 
-    A request starts only when every block it will ever need is free, so none can get stuck halfway. It waits in
-    order of arrival, however small it is. `requests` come in order of arrival, and each fits the pool alone.
+    A request starts only when all blocks that it will need are free, so that every started request can finish.
+    Requests start in order of arrival, even small ones. `requests` are in order of arrival, each fits the pool alone.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Scheduler:
         self.batch_tokens = batch_tokens
         self.max_running = min(max_running, batch_tokens)  # so that every decode has its token
         self.clock_ms = requests[0].timestamp
-        self.step = 0  # the next one
+        self.step = 0  # number of the next step
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -118,11 +118,11 @@ class Scheduler:
                 left -= count
             if count:
                 step.append(Scheduled(sequence, sequence.computed, count))
-        # A last token of a prompt is a decode to the kernels.
+        # Kernels treat the last token of a prompt as a decode.
         return sorted(step, key=lambda scheduled: scheduled.count > DECODE_THRESHOLD)
 
     def finish_step(self, step: SequenceOf[Scheduled]) -> None:
-        """Rows of these tokens are in the cache: share what is complete, free what is finished."""
+        """After the rows of these tokens are cached: share complete prefixes, free finished requests."""
         for scheduled in step:
             sequence = scheduled.sequence
             sequence.computed += scheduled.count
@@ -157,7 +157,7 @@ class Scheduler:
             sequence.waited = True
 
     def _publish(self, sequence: Sequence, start: int) -> None:
-        """Share the whole 512-token blocks of the prompt that were completed since position `start`."""
+        """Share the prompt's 512-token blocks that were completed since position `start`."""
         complete = min(sequence.computed, sequence.request.input_length) // HASH_TOKENS
         for i in range(start // HASH_TOKENS, complete):
             blocks = sequence.blocks[i * BLOCKS_PER_HASH : (i + 1) * BLOCKS_PER_HASH]

@@ -1,4 +1,4 @@
-"""A step's tokens as the arrays that the metadata builder and the layers take."""
+"""Converts a step's tokens to the arrays that the metadata builders and the layers take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepBatch:
     """The tokens of a step, decode-first.
 
     scheduled    the requests in batch order
-    starts       host [num_reqs + 1] int32, first token of each
+    starts       host [num_reqs + 1] int32, first token of each request
     positions    host [num_tokens] int64
     token_keys   host [num_tokens] uint64
     num_decodes  requests (and tokens) that the kernels treat as decodes
@@ -42,7 +42,7 @@ class StepBatch:
         return len(self.positions)
 
     def at(self, token: int) -> tuple[Scheduled, int]:
-        """The request that a token belongs to, and its position there."""
+        """A token's request, and its position there."""
         scheduled = self.scheduled[int(np.searchsorted(self.starts, token, side="right")) - 1]
         return scheduled, int(self.positions[token])
 
@@ -83,9 +83,9 @@ def make_batch(scheduled: Sequence[Scheduled], xp: Any) -> StepBatch:
 
 @dataclass(frozen=True)
 class Groups:
-    """The compressed rows that a step completes, and the tokens that they are the means of.
+    """The compressed rows that a step completes, and the tokens whose mean each row is.
 
-    members       host [n, ratio] int64: into the step's tokens, and beyond them into `earlier_keys`
+    members       host [n, ratio] int64: indices into the step's tokens followed by `earlier_keys`
     earlier_keys  host [m] uint64, keys of tokens of earlier steps
     positions     host [n] int64, first position of each group
     slots         host [n] int64 in the compressed cache
@@ -106,7 +106,7 @@ def completed_groups(batch: StepBatch, ratio: int) -> Groups:
             continue
         token = np.arange(first * ratio, last * ratio) - s.start
         before = max(0, -int(token[0]))
-        # Tokens of this step by their place in it; those before it come after all of the step's.
+        # Indices of this step's tokens; earlier tokens are numbered after them.
         token[before:] += first_token
         token[:before] = batch.num_tokens + num_earlier + np.arange(before)
         num_earlier += before

@@ -1,4 +1,4 @@
-"""The numbers of a run, as they go into the tables and the JSON file."""
+"""Computes the numbers of a run for the tables and the JSON file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
 
 
 def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list[dict[str, Any]]:
-    """What each rank of several had and did."""
+    """Memory, times and traffic of each rank."""
     ranks = []
     for rank, (engine, records) in enumerate(runs):
         layers = engine.layers
@@ -81,7 +81,7 @@ def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:
 
 
 def _throughput(records: Sequence[StepRecord], wall_seconds: float, alike: Set[str]) -> dict[str, Any]:
-    """Tokens a second. What serves both kinds is split by tokens: insert, map, metadata, and all of layers `alike`."""
+    """Tokens a second. Insert, map, metadata and all ops of layers `alike` serve both kinds: split by tokens."""
     result = {}
     for kind, own_ops in (("prefill", PREFILL_OPS), ("decode", DECODE_OPS)):
         tokens, seconds = 0, 0.0
@@ -106,7 +106,7 @@ def _throughput(records: Sequence[StepRecord], wall_seconds: float, alike: Set[s
 def _latency(engine: Engine, records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
     """Milliseconds of a step's attention, and of all steps from a request's arrival to its first output.
 
-    Requests arrive as the simulated clock has it; their time is that of attention and metadata alone.
+    Requests arrive by the simulated clock; only the time of attention and metadata counts.
     """
     steps = np.array([op_seconds(record, (*ATTENTION_OPS, "metadata")) for record in records]) * 1e3
     until = np.concatenate([[0], np.cumsum(steps)])
@@ -138,7 +138,7 @@ def _by_op(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
 
 
 def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Worst and mean of what was measured. NaN stays NaN: np.max lets it through."""
+    """Worst and mean errors of the samples. NaN stays NaN, as in np.max."""
     failures = [failure for sample in samples if (failure := sample.failure) is not None]
     by_layer: dict[str, list[Sample]] = defaultdict(list)
     by_kind: dict[str, list[Sample]] = defaultdict(list)
@@ -153,14 +153,14 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
             failures.append(direction.failure)
     fp8 = {
         layer: {
-            "samples": len(some),
-            "fp4": some[0].fp4,
-            "rms_worst": float(np.max([sample.fp8_rms for sample in some])),
-            "rms_mean": float(np.mean([sample.fp8_rms for sample in some])),
-            "cosine_worst": float(np.max([sample.fp8_cosine for sample in some])),
-            "cosine_mean": float(np.mean([sample.fp8_cosine for sample in some])),
+            "samples": len(group),
+            "fp4": group[0].fp4,
+            "rms_worst": float(np.max([sample.fp8_rms for sample in group])),
+            "rms_mean": float(np.mean([sample.fp8_rms for sample in group])),
+            "cosine_worst": float(np.max([sample.fp8_cosine for sample in group])),
+            "cosine_mean": float(np.mean([sample.fp8_cosine for sample in group])),
         }
-        for layer, some in by_layer.items()
+        for layer, group in by_layer.items()
     }
     for layer, numbers in fp8.items():
         through, bound = ("FP4", FP4_MEAN_BOUND) if numbers["fp4"] else ("FP8", FP8_MEAN_BOUND)
@@ -174,13 +174,13 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
         "failures": failures,
         "exactness": {
             kind: {
-                "samples": len(some),
-                "error_worst": float(np.max([sample.max_error for sample in some])),
-                "bound_share_worst": float(np.max([sample.bound_share for sample in some])),
+                "samples": len(group),
+                "error_worst": float(np.max([sample.max_error for sample in group])),
+                "bound_share_worst": float(np.max([sample.bound_share for sample in group])),
                 "cosine_worst": float(np.max([direction.cosine for direction in directions[kind]])),
                 "cosine_bound": directions[kind][0].bound,
             }
-            for kind, some in sorted(by_kind.items())
+            for kind, group in sorted(by_kind.items())
         },
         "fp8": fp8,
     }

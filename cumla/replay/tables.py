@@ -1,4 +1,4 @@
-"""Tables of numbers that fit a terminal: columns that do not go on below, and no number is ever split."""
+"""Numeric tables that fit the terminal: a wide table is printed in parts, and no number is split."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-GAP = 2  # between columns, and at the edges of a table together
+GAP = 2  # spaces between columns, and at both edges of a table together
 
 
 @dataclass
 class NumberTable:
-    """The first column is text, the others are numbers.
+    """A table whose first column is text and whose other columns are numbers.
 
-    attached  numbers of columns that stay with the column before
+    attached  indices of columns that stay with the column before
     """
 
     title: str
@@ -30,13 +30,13 @@ class NumberTable:
         self.rows.append((cells, end_section))
 
     def print(self, console: Console) -> None:
-        """Print the table, in several parts where the terminal is narrower than its numbers."""
+        """Print the table, in several parts if the terminal is too narrow for its numbers."""
         parts = self._parts(console.width)
         for number, part in enumerate(parts):
             console.print(self._drawn(part, console.width, number == 0, number == len(parts) - 1))
 
     def _widths(self, column: int) -> tuple[int, int]:
-        """Width at which no number and no word is split, and width at which no line is broken."""
+        """The widths at which no number or word is split, and at which no line is broken."""
         cells = [cells[column] for cells, _ in self.rows]
         least = self.columns[column].split() + (cells if column else [word for cell in cells for word in cell.split()])
         return max(map(cell_len, (*least, ""))), max(map(cell_len, (self.columns[column], *cells)))
@@ -45,17 +45,17 @@ class NumberTable:
         return self._widths(column)[0]
 
     def _parts(self, width: int) -> list[list[int]]:
-        """Numbers of the columns of each part, the first column in all of them."""
+        """Indices of the columns of each part; every part has the first column."""
         first, parts = self._least(0) + GAP, list[list[int]]()
         left = 0
         starts = [column for column in range(1, len(self.columns)) if column not in self.attached]
         for start, end in zip(starts, [*starts[1:], len(self.columns)], strict=True):
-            some = list(range(start, end))
-            needed = sum(self._least(column) + GAP for column in some)
+            columns = list(range(start, end))
+            needed = sum(self._least(column) + GAP for column in columns)
             if not parts or needed > left:
                 parts.append([0])
                 left = width - GAP - first
-            parts[-1] += some
+            parts[-1] += columns
             left -= needed
         return parts
 
@@ -67,9 +67,9 @@ class NumberTable:
         left = width - GAP - sum(self._least(column) + GAP for column in part)
         for column in part:
             least, whole = self._widths(column)
-            more = min(max(0, left), whole - least)
-            left -= more
-            heading, cell_width = self.columns[column], least + more
+            extra = min(max(0, left), whole - least)
+            left -= extra
+            heading, cell_width = self.columns[column], least + extra
             table.add_column(heading, justify="right" if column else "left", width=cell_width, overflow="fold")
         for cells, end_section in self.rows:
             table.add_row(*(cells[column] for column in part), end_section=end_section)

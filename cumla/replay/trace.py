@@ -1,4 +1,4 @@
-"""Requests as a trace file has them: one JSON object a line, plain or gzipped (the format of Mooncake's traces)."""
+"""Reads the requests of a trace file: one JSON object a line, plain or gzipped (the format of Mooncake's traces)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..dispatch.values import shown
 from ..errors import InputError
 
 HASH_TOKENS = 512  # tokens that one hash id stands for
-OUTPUT_SHARE = 16  # a clipped request keeps at most 1/16 of its length for output, near what the trace's have
+OUTPUT_SHARE = 16  # output is at most 1/16 of a clipped request, near the share in the trace
 STDIN = Path("-")
 GZIP_MAGIC = b"\x1f\x8b"
 INT32_MAX = 2**31 - 1
-MOST_CHARACTERS = 1 << 25  # of a line: a request with 2^31 tokens has four million hash ids
+MOST_CHARACTERS = 1 << 25  # in a line: a request with 2^31 tokens has four million hash ids
 
 
 @dataclass(frozen=True)
 class TraceRequest:
     """One request. Equal hash ids mean equal tokens, and equal tokens before them.
 
-    timestamp      ms, when it arrives
+    timestamp      time of arrival in ms
     input_length   tokens of the prompt
     output_length  tokens to generate
-    hash_ids       one for each 512 tokens of the prompt, the last of which may be fewer
+    hash_ids       one for each 512 tokens of the prompt; the last may stand for fewer
     """
 
     timestamp: float
@@ -42,7 +42,7 @@ class TraceRequest:
 
     @property
     def total_length(self) -> int:
-        """Positions the cache will hold: the last generated token is never fed back."""
+        """Positions that the cache will contain: the last generated token is never fed back."""
         return self.input_length + max(self.output_length, 1) - 1
 
     def clipped(self, max_len: int | None, max_output: int | None = None) -> TraceRequest:
@@ -64,12 +64,12 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Share:
-    """How much of a trace runs. Tokens are those of prompts and outputs.
+    """The part of a trace that runs. Tokens count prompts and outputs.
 
-    requests, tokens                  what runs
-    whole_requests                    of them, requests that are not cut
-    tokens_uncut                      tokens of the same requests as the trace has them
-    trace_requests, trace_tokens      all of the trace
+    requests, tokens                  requests that run, and their tokens
+    whole_requests                    requests that run uncut
+    tokens_uncut                      tokens of the same requests in the trace
+    trace_requests, trace_tokens      all requests of the trace, and their tokens
     """
 
     requests: int
@@ -81,11 +81,11 @@ class Share:
 
     @classmethod
     def of(cls, trace: list[TraceRequest], taken: list[TraceRequest], requests: list[TraceRequest]) -> Share:
-        """trace: all requests; taken: requests that run, as the trace has them; requests: as they run, in any order."""
-        kept = {id(request) for request in taken}
-        counts = [sum(x.input_length + x.output_length for x in some) for some in (requests, taken, trace)]
-        whole = sum(id(request) in kept for request in requests)  # `clipped` gives what it does not cut as it is
-        return cls(len(requests), counts[0], whole, counts[1], len(trace), counts[2])
+        """trace: all requests; taken: the trace's requests that run; requests: the same, perhaps cut, in any order."""
+        taken_ids = {id(request) for request in taken}
+        counts = [sum(x.input_length + x.output_length for x in subset) for subset in (requests, taken, trace)]
+        num_uncut = sum(id(request) in taken_ids for request in requests)  # `clipped` returns an uncut request itself
+        return cls(len(requests), counts[0], num_uncut, counts[1], len(trace), counts[2])
 
     def __str__(self) -> str:
         text = f"{self.requests:,} of the trace's {self.trace_requests:,} requests"
@@ -101,9 +101,9 @@ def in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def requests_of(path: Path | None) -> list[TraceRequest]:
-    """The requests of a trace by line; None: of the trace that cumla ships, STDIN: from there.
+    """The requests of a trace file; None: of the trace that cumla ships, STDIN: of standard input.
 
-    Raises InputError for a file that cannot be read, holds something else, or no request at all.
+    Raises InputError for a file that cannot be read, has another format, or has no requests.
     """
     name = "the shipped trace" if path is None else "stdin" if path == STDIN else str(path)
     requests: list[TraceRequest] = []
@@ -138,7 +138,7 @@ def _lines(path: Path | None) -> Iterator[str]:
 def _parse(line: str, where: str) -> TraceRequest:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError for integers of thousands of digits, too
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits raise ValueError, too
         raise InputError(f"{where}: not JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: got {type(record).__name__}, expected an object")

@@ -1,4 +1,4 @@
-"""Bytes that each op of a layer has to move, from host numbers alone.
+"""Bytes that each op of a layer has to move, from host numbers only.
 
     insert   bfloat16 rows and slots read, cache rows written; compressed rows too
     map      local entries read, slots or workspace rows written, 4 bytes each
@@ -6,7 +6,7 @@
     gather   cache rows read, bfloat16 rows written
     prefill  workspace rows (over pages: cache rows) and their indices read, Q read, out written
 
-A row counts as often as a token attends to it, so attention that keeps rows on chip for several tokens may
+A row counts once for each token that attends to it, so attention that keeps rows on chip for several tokens may
 show more than the memory's bandwidth.
 """
 
@@ -43,7 +43,7 @@ def bytes_moved(
     """Bytes by op of one layer in one step.
 
     groups        the compressed rows that the step completes; None for a window-only layer
-    over_pages    which prefills attend over pages, none if empty
+    over_pages    which prefills attend over pages; empty: none
     formats       of the window's cache and of compressed rows
     with_decodes  first tokens of the prefills that attend in the decodes' call
     """
@@ -67,9 +67,9 @@ def bytes_moved(
     mapped += int(compressed[:n].sum()) if ratio != 128 else 0
     q_and_out = 2 * heads * BF16_ROW
 
-    def read(rows: tuple[int, int], more: int = 0) -> int:
-        """Bytes of window rows and compressed rows, and so many more for each."""
-        return rows[0] * (window_row + more) + rows[1] * (compressed_row + more)
+    def read(rows: tuple[int, int], additional: int = 0) -> int:
+        """Bytes of window rows and compressed rows, and `additional` bytes for each row."""
+        return rows[0] * (window_row + additional) + rows[1] * (compressed_row + additional)
 
     moved = {
         "insert": read((batch.num_tokens, completed), BF16_ROW + SLOT),

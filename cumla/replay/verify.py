@@ -1,9 +1,8 @@
-"""Checks of a sample of each step's tokens against attention in float64.
+"""Checks a sample of each step's tokens against attention in float64.
 
-Exactness is the error of the kernels, over the rows as the cache holds them. The cost of FP8 or FP4 is the error over
-the rows before quantisation, which are computed again from their tokens; layers of models have no such check. The
-scheduler's view of a request, not the metadata under test, says which rows a token attends to, and a layer with an
-indexer which of them it selected.
+Exactness is the error of the kernels, over the rows in the cache. The cost of FP8 or FP4 is the error over the rows
+before quantisation, which are recomputed from their tokens; layers of models have no such check. The rows that a token
+attends to come from the scheduler, not from the metadata under test, and the rows that it selected from the layer.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from .options import ReplayOptions
 from .step_batch import SWA_BLOCK, StepBatch
 
 # Exactness: error of a value, and the cosine distance of a token's out. Prefill over gathered rows may have weights in
-# bfloat16: its bound is that of the values that a token attends to, where they are more than 1.
+# bfloat16: its bound then scales with the largest value that a token attends to, if that is above 1.
 EXACT_BOUNDS = {"decode": DECODE_OUT, "prefill": PREFILL_OUT}
-# FP8 cost, as an error relative to the root mean square of a token's out. Rounding to e4m3 (3 mantissa bits) moves
-# a value by at most 2^-4 of itself, by about 2^-5.3 in the mean square, and through the logits the weights too. So
-# the mean over tokens stays below 2^-4; a single token whose weights hang on two close logits may lose more. A wrong
-# row, scale or weight costs about 1.
+# FP8 cost, as an error relative to the root mean square of a token's out. Rounding to e4m3 (3 mantissa bits) changes
+# a value by at most 2^-4 of itself, by about 2^-5.3 RMS, and the weights through the logits. So the mean over tokens
+# stays below 2^-4; a single token whose weights depend on two close logits may lose more. A wrong row, scale or weight
+# costs about 1.
 FP8_MEAN_BOUND = 2.0**-4
 FP8_RMS_BOUND = 2.0**-2
 FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
-# With FP4 rows: e2m1 has 2 mantissa bits fewer, and moves a value by about 2^-3.2 in the mean square.
+# With FP4 rows: e2m1 has 2 mantissa bits fewer, and changes a value by about 2^-3.2 RMS.
 FP4_MEAN_BOUND = 2.0**-2
 FP4_RMS_BOUND = 2.0**-1
 FP4_COSINE_BOUND = FP4_RMS_BOUND**2 / 2
-SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
-# Where ranks merge results, each part and its weights are rounded to bfloat16: by 2^-9 each, of values that may cancel.
+SINGLE_HEADS = 32  # tokens of a single head whose outs are taken as one array for the cosine bound
+# If ranks merge results, each part and its weights are rounded to bfloat16, by 2^-9 each; the values may cancel.
 ROUNDED_PARTS = 2 * 2.0**-9
 
 
@@ -50,14 +49,14 @@ ROUNDED_PARTS = 2 * 2.0**-9
 class Sample:
     """One checked token in one layer.
 
-    kind          "decode" or "prefill": which kernel it went through
-    max_error     largest error of a value, exactness
-    bound_share   largest share of its bound that a value's error takes; 1 is the bound
+    kind          "decode" or "prefill": the kernel that computed it
+    max_error     exactness: largest error of a value
+    bound_share   largest ratio of a value's error to its bound
     heads         of the out
-    product, norms  got x exact and got x got + exact x exact, of which cosine distances are made
-    merged        whether results of several ranks were merged: twice rounded, it may turn twice as far
-    fp8_rms       relative root mean square error that FP8 or FP4 costs; None where the cache is not quantised
-    fp8_cosine    its cosine distance
+    product, norms  got x exact and got x got + exact x exact, from which cosine distances are computed
+    merged        whether results of several ranks were merged: rounded twice, so the cosine bound doubles
+    fp8_rms       relative root mean square error of FP8 or FP4; None if the cache is not quantised
+    fp8_cosine    cosine distance of FP8 or FP4
     fp4           whether the layer's compressed rows are FP4
     """
 
@@ -78,7 +77,7 @@ class Sample:
 
     @property
     def failure(self) -> str | None:
-        """What is beyond its bound, or None. NaN is beyond every bound. (Directions: `directions_of`.)"""
+        """The error that is beyond its bound, or None. NaN is beyond every bound. (Cosines: `directions_of`.)"""
         rms, cosine = (FP4_RMS_BOUND, FP4_COSINE_BOUND) if self.fp4 else (FP8_RMS_BOUND, FP8_COSINE_BOUND)
         through = "FP4" if self.fp4 else "FP8"
         for what, got, bound in (
@@ -128,11 +127,11 @@ class Direction:
 
 
 def directions_of(samples: Iterable[Sample]) -> list[Direction]:
-    """What the bound of cosine distances is for: outs of several heads.
+    """The arrays to which the bound of cosine distances applies: outs of several heads.
 
-    A head's query is rounded once, which turns all values of its out together; among heads these errors average out,
-    and the bound is that of such arrays. So a token of several heads is one, and the tokens of a single head are taken
-    together, SINGLE_HEADS at a time; what is left over joins the last. Fewer in all are not checked but value by value.
+    The rounding of a head's query changes all values of its out in the same direction. Over several heads these errors
+    average out, and the bound assumes that. So each token of several heads is one array. Tokens of a single head are
+    combined, SINGLE_HEADS at a time, with the remainder in the last array; fewer tokens are checked only by value.
     """
     directions = []
     single: dict[tuple[str, str], list[Sample]] = {}
@@ -141,18 +140,18 @@ def directions_of(samples: Iterable[Sample]) -> list[Direction]:
             directions.append(Direction((sample,), True))
         else:
             single.setdefault((sample.layer, sample.kind), []).append(sample)
-    for some in single.values():
-        ends = list(range(SINGLE_HEADS, len(some) - SINGLE_HEADS + 1, SINGLE_HEADS))
-        groups = zip([0, *ends], [*ends, len(some)], strict=True)
-        directions += [Direction(tuple(some[i:j]), j - i >= SINGLE_HEADS) for i, j in groups]
+    for group in single.values():
+        ends = list(range(SINGLE_HEADS, len(group) - SINGLE_HEADS + 1, SINGLE_HEADS))
+        groups = zip([0, *ends], [*ends, len(group)], strict=True)
+        directions += [Direction(tuple(group[i:j]), j - i >= SINGLE_HEADS) for i, j in groups]
     return directions
 
 
 class Verifier:
-    """Picks one decode token and one prefill token of a step to check, as far as it has them.
+    """Picks one decode token and one prefill token of a step to check, if the step has them.
 
-    On the host in every layer; a device's steps take less time than the checks, so there layers take turns. Ranks that
-    share a context take turns too: all have the same results.
+    On the host every layer is checked. A device's steps take less time than the checks, so its layers take turns. Ranks
+    that share a context also take turns, because all have the same results.
     """
 
     def __init__(self, options: ReplayOptions, comm: Communicator | None = None) -> None:
@@ -160,7 +159,7 @@ class Verifier:
         self._turns = len(options.layers) if takes_device_arrays(options.backend) else 1
 
     def pick(self, step: int, layer_index: int, batch: StepBatch) -> list[tuple[str, int]]:
-        """Kind and place of the tokens to check in a layer, none if it is another layer's turn."""
+        """Kind and index of the tokens to check in a layer; none if it is another layer's turn."""
         if (step - layer_index) % self._turns:
             return []
         if self.comm is not None and step // self._turns % self.comm.size != self.comm.rank:
@@ -183,11 +182,11 @@ def measured(
     parted: float | np.ndarray = 0.0,
     fp4: bool = False,
 ) -> Sample:
-    """The sample of a token's out [h, d], given what it is over the rows in the cache and over the rows before.
+    """The sample of a token's out [h, d], from the exact results over the cached rows and over the rows before.
 
-    before   None where the cache is not quantised
-    largest  value that it attends to, see Bound.of_values
-    parted   [h, d], what is allowed beside it where results of several ranks were merged
+    before   result over the rows before quantisation; None if the cache is not quantised
+    largest  largest value that it attends to, see Bound.of_values
+    parted   [h, d], additional error allowed for merged results of several ranks
     fp4      whether some of the rows are FP4
     """
     absolute, relative, _ = EXACT_BOUNDS[kind].of_values(largest)
@@ -211,7 +210,7 @@ def measured(
 
 
 def cached_rows(cache: Any, slots: np.ndarray, xp: Any, layout: CacheLayout = DSV4_FP8) -> np.ndarray:
-    """The rows that a cache holds at these slots, float64 [n, 512]; only their pages are copied."""
+    """A cache's rows at these slots, float64 [n, 512]; only their pages are copied."""
     block_size = cache.shape[1]
     pages, which = np.unique(slots // block_size, return_inverse=True)
     copied = to_host(cache[xp.asarray(pages)]).reshape(len(pages), block_size * cache.shape[2])
@@ -219,7 +218,7 @@ def cached_rows(cache: Any, slots: np.ndarray, xp: Any, layout: CacheLayout = DS
 
 
 def quantised(rows: np.ndarray, layout: CacheLayout) -> np.ndarray:
-    """What a cache makes of rows of bfloat16 values, float64 [n, 512]."""
+    """Rows of bfloat16 values after quantisation in a cache, float64 [n, 512]."""
     cache = layout.allocate(max(1, -(-len(rows) // SWA_BLOCK)), SWA_BLOCK)
     slots = np.arange(len(rows))
     quantize_and_insert_k_cache(rows.astype(BFLOAT16), cache, slots, layout=layout, backend="cpu")
@@ -227,7 +226,7 @@ def quantised(rows: np.ndarray, layout: CacheLayout) -> np.ndarray:
 
 
 def mean_sizes(query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> np.ndarray:
-    """The mean size of what each value of an out is made of, [h, d]: query [h, d], keys [n, d], float64."""
+    """The weighted mean of |V| for each value of an out, [h, d]: query [h, d], keys [n, d], float64."""
     scores = HEAD_DIM**-0.5 * (query @ keys.T)
     top = np.maximum(scores.max(axis=1), sink)
     weights = np.exp(scores - top[:, None])

@@ -279,7 +279,7 @@ def test_a_schedule_is_for_one_shape():
     schedule, _ = flash_mla.get_mla_metadata()
     flash_mla.flash_mla_with_kvcache(**sparse_arguments(tile_scheduler_metadata=schedule))
     wider = sparse_arguments(tile_scheduler_metadata=schedule, indices=np.zeros((2, 1, 8), np.int32))
-    with pytest.raises(ValueError, match="tile_scheduler_metadata: got one made for topk = 4, expected 8"):
+    with pytest.raises(ValueError, match="tile_scheduler_metadata: got a schedule built for topk = 4, expected 8"):
         flash_mla.flash_mla_with_kvcache(**wider)
 
 

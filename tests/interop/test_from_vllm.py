@@ -110,7 +110,7 @@ def test_lengths_on_a_device_alone():
     """Only a caller knows them: nothing is read back."""
     cupy = sys.modules["cupy"]
     metadata = later(put=cupy.asarray, query_start_loc_cpu=WANT.query_start_loc_cpu, _seq_lens_cpu=None)
-    with pytest.raises(ValueError, match=r"^seq_lens_cpu: got a metadata with seq_lens on its device alone, expected"):
+    with pytest.raises(ValueError, match=r"^seq_lens_cpu: got metadata with seq_lens only on its device, expected"):
         from_vllm(metadata)
     batch = from_vllm(metadata, seq_lens_cpu=[70, 3, 9])
     assert batch.seq_lens_cpu.tolist() == [70, 3, 9]

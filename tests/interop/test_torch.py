@@ -112,7 +112,7 @@ def test_keys_and_scales_may_be_a_pair(rng):
 
 def test_some_results_given_is_an_error(rng):
     given = tensors(operations.CASES["sparse_mla_decode-V32_FP8"](rng), "cpu")
-    with pytest.raises(ValueError, match="sparse_mla_decode: got only some of out, lse, expected all of them or none"):
+    with pytest.raises(ValueError, match="sparse_mla_decode: got only some of out, lse, expected all or none"):
         ops.sparse_mla_decode(**given, lse=torch.zeros(2, 3, 1))
 
 
