@@ -52,7 +52,7 @@ def check_forward(
     if native.ndim not in (2, 3) or native.size != tokens * heads * dim:
         raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, {heads}, {dim}]")
     if native.dtype != layer.W_UV.dtype:
-        raise TypeError(f"q: got dtype {native.dtype}, expected act_dtype, {layer.W_UV.dtype}")
+        raise TypeError(f"q: got dtype {native.dtype}, expected {layer.W_UV.dtype}, the act_dtype")
     check_heads(heads)
     call.check_place("kv_b_proj", layer.W_UV)
     layer.workspace.check_place(native)

@@ -138,7 +138,7 @@ WRONG = {
     "dense_mla_decode": [
         ("q", lambda x: x[..., :512], V, "q: got shape"),
         ("k_cache", lambda x: x.astype(np.float16), T,
-         "k_cache: got dtype float16, expected bfloat16 as q has, or uint8"),
+         "k_cache: got dtype float16, expected q's bfloat16 or uint8"),
         ("block_table", lambda x: x[:1], V, "block_table: got 1 requests, expected at least 2"),
         ("cache_seqlens", lambda x: x[:1], V, "cache_seqlens: got 1 requests, expected at least 2"),
         ("max_seqlen", -1, V, "max_seqlen: got -1"),

@@ -129,7 +129,7 @@ STEPS = {
     REINDEX: [
         ("layer_caches.indexer", None, V, None),
         ("layer_caches.compressed", of("compressed", 64), V,
-         "layer_caches.compressed: got another array than that of layer 1"),
+         "layer_caches.compressed: got another array, expected the array of layer 1"),
         ("selection", selection(), V, "selection: layer 1, which owns the rows, has not run in this step"),
     ],
     C1A: [
@@ -146,7 +146,7 @@ STEPS = {
     REUSE: [
         ("layer_caches.window", None, T, None), ("layer_caches.compressed", None, V, None),
         ("layer_caches.indexer", of("indexer", 128), V,
-         "layer_caches.indexer: got another array than that of layer 3"),
+         "layer_caches.indexer: got another array, expected the array of layer 3"),
         ("selection", None, T, None),
         ("out", np.zeros((3, 3), BF16), V, None),
     ],

@@ -346,7 +346,7 @@ def test_errors_of_values_are_raised_at_run_time_and_name_the_argument(rng):
 
 def test_what_an_eager_call_cannot_write_points_here(rng):
     cache = jax.numpy.asarray(operations.fp8_cache(rng, cumla.DSV4_FP8))
-    with pytest.raises(ValueError, match=r"k_cache: got a read-only jax array, .* cumla\.interop\.jax gives back"):
+    with pytest.raises(ValueError, match=r"k_cache: got a read-only jax array, .* cumla\.interop\.jax returns"):
         cumla.quantize_and_insert_k_cache(operations.rows(rng, 3, 512), cache, np.arange(3))
 
 

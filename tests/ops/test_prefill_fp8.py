@@ -171,7 +171,7 @@ def test_wrong_arguments(device, rng):
     with pytest.raises(ValueError, match="layout: expected None, except for quantised rows"):
         cumla.sparse_mla_prefill(q, kv, indices, precision="fp8", layout="DSV4_FP8")
     pages = device.put(np.zeros((2, 16, cumla.V32_FP8.token_bytes), np.uint8))
-    with pytest.raises(ValueError, match="layout: got V32_FP8, expected one with 512 quantised values"):
+    with pytest.raises(ValueError, match="layout: got V32_FP8, expected a quantised format of cumla"):
         cumla.sparse_mla_prefill(q, pages, indices, precision="fp8")
     with pytest.raises(TypeError, match="kv: got dtype uint8"):
         cumla.sparse_mla_prefill(q, pages, indices)

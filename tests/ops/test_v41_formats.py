@@ -381,7 +381,7 @@ def test_floors_out_of_range(wrong):
 
 def test_floors_are_for_powers_of_two():
     k, slots = np.zeros((1, 512), BF16), np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match="min_exponent: got -13, but the scales of DSV41_FP4 are no powers of two"):
+    with pytest.raises(ValueError, match="min_exponent: got -13, but scales of DSV41_FP4 are not powers of two"):
         cumla.quantize_and_insert_k_cache(
             k, cumla.DSV41_FP4.allocate(1, 2), slots, layout="DSV41_FP4", min_exponent=-13
         )

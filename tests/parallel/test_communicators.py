@@ -386,7 +386,7 @@ def test_another_service(words):
                 connection.sendall(words)
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises((ConnectionError, ValueError), match=r"address: the process at|key: got another one"):
+        with pytest.raises((ConnectionError, ValueError), match=r"address: the process at|key: got another key"):
             TcpStore(other.getsockname(), b"secret", 20)
 
 
