@@ -40,16 +40,16 @@ class Operands:
     written: dict[str, Any] = field(default_factory=dict)
     inputs: DecodeInputs | None = None
 
-    def call(self, module: Any, convert: Any = None, **options: Any) -> Call:
-        """The call of a module's function with its arrays converted."""
+    def call(self, module: Any, convert: Any = None, plain: bool = False, **options: Any) -> Call:
+        """The call of a module's function with its arrays converted; `plain` without outputs given."""
         convert = convert or (lambda x: x)
-        named = {name: convert(x) for name, x in (self.named | self.written).items()}
+        named = {name: convert(x) for name, x in (self.named | ({} if plain else self.written)).items()}
         return functools.partial(getattr(module, self.function), *map(convert, self.given), **named, **options)
 
 
 @dataclass(frozen=True)
 class FrameworkCall:
-    """A call with its outputs given, for `batch` tokens."""
+    """A call with its outputs and its plan given, and a plain call without them, for `batch` tokens."""
 
     name: str
     batch: int
@@ -70,12 +70,16 @@ class FrameworkCall:
         x, moved = self.operands(sizes)
         plan = {"plan": cumla.DecodePlan()} if self.name == DECODE else {}
         found, functions = {sizes.xp.__name__: x.call(cumla, backend=sizes.backend, **plan)}, {}
+        if x.written:
+            found[f"{sizes.xp.__name__}, plain"] = x.call(cumla, plain=True, backend=sizes.backend)
         if sizes.backend == "cuda":
             found["launch"] = _launches(found[sizes.xp.__name__])
         default = sizes.backend == backends.default(sizes.on_device)  # which operators of a framework's own call
         if has_peer("torch") and (not sizes.on_device or _torch_has_a_device()):
             plan = {"plan": cumla.DecodePlan()} if plan else {}
             found["torch"] = x.call(cumla, _tensor, backend=sizes.backend, **plan)
+            if x.written:
+                found["torch, plain"] = x.call(cumla, _tensor, plain=True, backend=sizes.backend)
             if default:
                 found["torch operator"] = x.call(importlib.import_module("cumla.interop.torch"), _tensor)
         if has_peer("jax") and default:
