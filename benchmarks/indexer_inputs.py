@@ -10,10 +10,12 @@ import numpy as np
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench import peers
-from cumla.bench.indexer_cases import DIM, HEADS, V41_HEADS, Inputs
-from cumla.bench.problem import BLOCK, Peer, Problem, Sizes, by_backend, problem_of
+from cumla.bench.indexer_cases import DIM, HEADS, V41_HEADS
+from cumla.bench.problem import BLOCK, Peer, Problem, Sizes, calls_of, on_host, problem_of
 from cumla.kernels.types.indexer import QueryFormat
-from cumla.specs.measured import contexts
+from cumla.specs import indexer
+
+OF_TOKENS = "positions", "index_q", "index_weights"
 
 
 @dataclass(frozen=True)
@@ -29,23 +31,20 @@ class QueryQuant:
         return f"T {self.tokens}" + ("" if self.q_format == "fp8" else f" {self.q_format}")
 
     def problem(self, sizes: Sizes) -> Problem:
-        x, xp, count, heads = Inputs(sizes), sizes.xp, self.tokens, HEADS if self.q_format == "fp8" else V41_HEADS
-        q, weights = x.uniform(count, heads, DIM).astype(np.float16), x.uniform(count, heads)
-        table, positions = x.uniform(4096, 64), xp.arange(count, dtype=np.int64) % 4096
-        out = xp.empty((count, heads, DIM), np.uint8), xp.empty((count, heads), np.float32)
-        want = cumla.fused_indexer_q_rope_quant(
-            to_host(positions[:8]), to_host(q[:8]), to_host(table), to_host(weights[:8]), q_format=self.q_format,
-            backend="reference",
-        )  # fmt: skip
+        heads = HEADS if self.q_format == "fp8" else V41_HEADS
+        x = sizes.inputs(rows=self.tokens, heads=heads, context=4096)
+        given = indexer.queries(x, q_format=self.q_format, dtype=np.float16)
+        out = x.unwritten(self.tokens, heads, DIM, dtype=np.uint8), x.unwritten(self.tokens, heads, dtype=np.float32)
+        some = {name: array[:8] for name, array in on_host(given).items() if name in OF_TOKENS}
+        want = cumla.fused_indexer_q_rope_quant(**{**on_host(given), **some}, backend="reference")
 
         def check(result: Any) -> float:
             for got, right in zip(result, want, strict=True):
                 np.testing.assert_array_equal(to_host(got[:8]), right)
             return 0.0
 
-        given = [(positions, q, table, weights)]
-        calls = by_backend(cumla.fused_indexer_q_rope_quant, given, [out], q_format=self.q_format)
-        return problem_of(self, sizes, calls, q.nbytes + out[0].nbytes, check)
+        calls = calls_of(cumla.fused_indexer_q_rope_quant, [given], [out])
+        return problem_of(self, sizes, calls, given["index_q"].nbytes + out[0].nbytes, check)
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,14 @@ class Schedule:
         return f"b {self.batch}, lengths"
 
     def problem(self, sizes: Sizes) -> Problem:
-        lens = sizes.xp.asarray(contexts(np.random.default_rng(0), self.batch, 1 << 15)[:, None])
-        out = sizes.xp.empty((133, 2), np.int32)
-        want = cumla.get_paged_mqa_logits_metadata(to_host(lens), BLOCK, 132, backend="reference")
+        x = sizes.inputs(requests=self.batch, context=1 << 15)
+        given, out = indexer.schedule(x, BLOCK, 132), x.unwritten(133, 2, dtype=np.int32)
+        want = cumla.get_paged_mqa_logits_metadata(**on_host(given), backend="reference")
 
         def check(result: Any) -> float:
             np.testing.assert_array_equal(to_host(result), want)
             return 0.0
 
-        given = [(lens, BLOCK, 132)]
-        theirs = Peer("deep_gemm", peers.DEEP_GEMM_SCHEDULE, peers.deep_gemm_schedule, given)
-        calls = by_backend(cumla.get_paged_mqa_logits_metadata, given, [out])
-        return replace(problem_of(self, sizes, calls, lens.nbytes, check, peer=theirs), unchecked=("deep_gemm",))
+        theirs = Peer("deep_gemm", peers.DEEP_GEMM_SCHEDULE, peers.deep_gemm_schedule, [tuple(given.values())])
+        calls, moved = calls_of(cumla.get_paged_mqa_logits_metadata, [given], [out]), given["context_lens"].nbytes
+        return replace(problem_of(self, sizes, calls, moved, check, peer=theirs), unchecked=("deep_gemm",))

@@ -184,14 +184,14 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
     def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
         with debug.unchecked():
-            op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
+            op.write(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
 
     def run_on_device(outputs: list[Any], inputs: list[Any]) -> None:
         results = outputs[len(written) :]
         arguments = arguments_of(outputs, inputs)
         scratch = results.pop() if op.scratch_bytes(arguments) else None
         with debug.unchecked():
-            op.run(arguments, tuple(results), scratch)
+            op.write(arguments, tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}

@@ -30,25 +30,14 @@ from jax import lax
 
 from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.shard import Shard
-from ..ops import shards
 from ..parallel.context import is_merged_by_heads
+from ..specs import SPECS
+from ..specs.spec import shape
 from .jax import _traceable, dense_mla_decode, sparse_mla_decode
 from .jax_arguments import array_of
-from .ops import Op, Result, shape
+from .ops import Op
 
-
-def merged_results(arguments: Any) -> tuple[Result, ...]:
-    _, batch, s_q, heads, dim = shape(arguments, "parts", "n", "b", "s_q", "h", "d")
-    return Result((batch, s_q, heads, dim), str(arguments["parts"].dtype)), Result((batch, heads, s_q), "float32")
-
-
-def localised_results(arguments: Any) -> tuple[Result, ...]:
-    tokens, width = shape(arguments, "indices", "T", "K")
-    return Result((tokens, width), "int32"), Result((tokens,), "int32")
-
-
-merge_partials = _traceable(Op(shards.merge_partials, results=merged_results, outputs=("out", "lse")))
-_localise = _traceable(Op(shards.localise_indices, results=localised_results, outputs=("out",)))
+merge_partials, _localise = (_traceable(Op.of(SPECS[name])) for name in ("merge_partials", "localise_indices"))
 
 
 @dataclass(frozen=True)

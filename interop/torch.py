@@ -69,19 +69,19 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def empty(arguments: dict[str, Any]) -> tuple[Any, ...]:
-        like = arguments[op.arrays[0]]
+        like = arguments[next(iter(op.arrays))]
         return tuple(like.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in op.results(arguments))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
         _check_given(op, arguments)
         results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
-        like = arguments[op.arrays[0]]
+        like = arguments[next(iter(op.arrays))]
         scratch = None
         size = op.scratch_bytes(arguments) if like.is_cuda else 0
         if size:
             scratch = like.new_empty(size, dtype=torch.uint8)
-        op.run(arguments, results, scratch)
+        op.write(arguments, results, scratch)
         return None if given_results else _returned(results)
 
     def fake(*args: Any, **kwargs: Any) -> Any:

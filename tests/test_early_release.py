@@ -90,7 +90,7 @@ def test_a_kernel_that_does_not_wait_sees_results_after_an_ordinary_launch(here,
         for _ in range(2):
             arguments = {n: on_device(here, x) for n, x in operations.arguments_of(example, 0).items()}
             queues.finish_everything()
-            results = operations.called(example)(**arguments, early_release=early_release, backend="cuda")
+            results = example.spec.function(**arguments, early_release=early_release, backend="cuda")
             follower = Follower(here, written_by(example, arguments, results))
             follower.launch()
             assert follower.saw_results() != early_release
@@ -136,7 +136,7 @@ def test_other_calls_do_not_release_early(here, name):
     example = operations.EXAMPLES[name]
     arguments = {n: on_device(here, x) for n, x in operations.arguments_of(example, 0).items()}
     with recorded_launches() as found:
-        operations.called(example)(**arguments, backend="cuda")
+        example.spec.function(**arguments, backend="cuda")
     assert not found or not releases(found[-1].kernel.raw.code)
 
 

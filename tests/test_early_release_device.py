@@ -121,7 +121,7 @@ def test_calls(late, name):
 
     arguments = {n: put(x) for n, x in operations.arguments_of(example, 0).items()}
     before = {n: arguments[n].copy() for n in op.writes if arguments.get(n) is not None}
-    call = operations.called(example)
+    call = example.spec.function
     results = call(**arguments)
     results = () if results is None else results if isinstance(results, tuple) else (results,)
     given = dict(zip(op.outputs, (results,) if len(op.outputs) == 1 and len(results) > 1 else results, strict=False))

@@ -45,7 +45,7 @@ def test_any_integers(lab, rng, name):
             return guarded[-1].array
 
         arguments = {key: put(value) for key, value in operations.arguments_of(example, seed).items()}
-        operations.called(example)(**arguments, backend=lab.backend)
+        example.spec.function(**arguments, backend=lab.backend)
         for array in guarded:
             array.assert_margins()
 
@@ -68,7 +68,7 @@ def test_infinities_and_nan_are_no_warnings(rng, name, backend):
 
     arguments = operations.arguments_of(operations.EXAMPLES[name], 0)
     arguments = {key: value if key == "attn_sink" else changed(value) for key, value in arguments.items()}
-    operations.called(operations.EXAMPLES[name])(**arguments, backend=backend)
+    operations.EXAMPLES[name].spec.function(**arguments, backend=backend)
 
 
 OPERATIONS = {name for name in cumla.__all__ if inspect.isfunction(getattr(cumla, name))} - operations.NO_OPERATIONS

@@ -34,7 +34,6 @@ LAYERS = (
     "cumla.layers",
     "cumla.models",
     "cumla.parallel",
-    "cumla.self_test",
     "cumla.specs",
     "cumla",
     "cumla.interop",

@@ -6,6 +6,7 @@ are of contexts of different lengths. `full lists` are those in which every quer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,63 +18,36 @@ import cumla
 
 from ..arrays.memory import to_host
 from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
-from ..specs.measured import contexts
+from ..specs import indexer as indexer_inputs
+from ..specs import indexer_topk as topk_inputs
 from . import peers
-from .problem import BLOCK, Peer, Problem, Sizes, by_backend, kind_of, problem_of
+from .problem import BLOCK, Peer, Problem, Sizes, by_backend, calls_of, kind_of, problem_of
 
 HEADS, V41_HEADS, DIM = 64, 32, 128
-MOST_PAGES = 1 << 14  # of random keys
+PAGED = "q", "kv_cache", "weights", "context_lens", "block_table"  # in the order of peers
 TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
-class Inputs:
-    """Random operands of scores, on the device where they are large."""
+def keys_of_pages(xp: Any, cache: Any, pages: Any, layout: CacheLayout) -> tuple[Any, Any]:
+    """Keys of some pages [N, 128], e4m3 bytes or float64, and their scales [N]."""
+    rows = cache.reshape(len(cache), -1)[pages]
+    k = rows[:, : BLOCK * layout.row_bytes].reshape(-1, layout.row_bytes)
+    scales = xp.ascontiguousarray(rows[:, BLOCK * layout.row_bytes :])
+    if layout is not INDEXER_MXFP4:
+        return k, scales.view(np.float32).reshape(-1)
+    values = xp.asarray(E2M1)[xp.stack([k & 15, k >> 4], axis=-1)].reshape(len(k), 4, -1)
+    values = values * xp.exp2(scales.reshape(-1, 4, 1).astype(np.float64) - 127)
+    return values.reshape(len(k), DIM), xp.ones(len(k))
 
-    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
-        self.sizes, self.xp, self.arrays = sizes, sizes.xp, sizes.inputs(seed)
 
-    def e4m3(self, *shape: int) -> Any:
-        """Bytes of numbers from -1.75 to 1.75, none of them NaN."""
-        bits = self.xp.random.default_rng(int(self.arrays.rng.integers(2**31))).integers(0, 1 << 16, shape, np.uint32)
-        return ((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8)
-
-    def uniform(self, *shape: int, low: float = -1.0) -> Any:
-        draw = self.xp.random.default_rng(int(self.arrays.rng.integers(2**31))).random(shape, np.float32)
-        return draw * np.float32(1.0 - low) + np.float32(low)
-
-    def keys(self, pages: int, layout: CacheLayout = INDEXER_FP8) -> Any:
-        """A cache of random keys and scales, whose pages repeat a million rows."""
-        base = self.e4m3(min(pages, MOST_PAGES), BLOCK * layout.token_bytes)
-        scales = base[:, BLOCK * layout.row_bytes :]
-        if layout is INDEXER_MXFP4:
-            scales[:] = scales % 5 + 124
-        else:
-            scales[:] = self.uniform(len(base), BLOCK, low=0.5).view(np.uint8)
-        cache = self.xp.empty((pages, BLOCK, layout.token_bytes), np.uint8)
-        for start in range(0, pages, len(base)):
-            some = cache[start : start + len(base)]
-            some[...] = base.reshape(-1, BLOCK, layout.token_bytes)[: len(some)]
-        return cache
-
-    def keys_of_pages(self, cache: Any, pages: Any, layout: CacheLayout) -> tuple[Any, Any]:
-        """Keys of some pages [N, 128], e4m3 bytes or float64, and their scales [N]."""
-        xp, rows = self.xp, cache.reshape(len(cache), -1)[pages]
-        k = rows[:, : BLOCK * layout.row_bytes].reshape(-1, layout.row_bytes)
-        scales = xp.ascontiguousarray(rows[:, BLOCK * layout.row_bytes :])
-        if layout is not INDEXER_MXFP4:
-            return k, scales.view(np.float32).reshape(-1)
-        values = xp.asarray(E2M1)[xp.stack([k & 15, k >> 4], axis=-1)].reshape(len(k), 4, -1)
-        values = values * xp.exp2(scales.reshape(-1, 4, 1).astype(np.float64) - 127)
-        return values.reshape(len(k), DIM), xp.ones(len(k))
-
-    def exact(self, q: Any, k: Any, scales: Any, weights: Any) -> np.ndarray:
-        """Scores of one query in float64: q [H, D], k [N, D] bytes or float64."""
-        values = self.xp.asarray(E4M3)
-        keys = values[k] if k.dtype == np.uint8 else k
-        scores = (self.xp.maximum(values[q] @ keys.T, 0) * weights[:, None]).sum(axis=0) * scales
-        return to_host(scores)
+def exact(xp: Any, q: Any, k: Any, scales: Any, weights: Any) -> np.ndarray:
+    """Scores of one query in float64: q [H, D], k [N, D] bytes or float64."""
+    values = xp.asarray(E4M3)
+    keys = values[k] if k.dtype == np.uint8 else k
+    scores = (xp.maximum(values[q] @ keys.T, 0) * weights[:, None]).sum(axis=0) * scales
+    return to_host(scores)
 
 
 def check_rows(rows: int, exact: Callable[[int], tuple[int, np.ndarray]]) -> Callable[[Any], float]:
@@ -113,30 +87,25 @@ class Logits:
     def __str__(self) -> str:
         return f"{self.queries} x {self.keys}, {kind_of(self.lengths)}"
 
-    def inputs(self, sizes: Sizes) -> tuple[Any, Any, Any, Any, Any, Any]:
-        """q, k, scales, weights, starts, ends."""
-        x, xp = Inputs(sizes), sizes.xp
-        ends = np.full(self.queries, self.keys, np.int32)
-        if self.lengths:
-            ends -= np.arange(min(self.queries, self.keys))[::-1].astype(np.int32)
-        return (
-            x.e4m3(self.queries, HEADS, DIM), x.e4m3(self.keys, DIM), x.uniform(self.keys, low=0.5),
-            x.uniform(self.queries, HEADS), xp.zeros(self.queries, np.int32), xp.asarray(ends),
-        )  # fmt: skip
+    def inputs(self, sizes: Sizes) -> dict[str, Any]:
+        x = sizes.inputs(tokens=self.queries, keys=self.keys, heads=HEADS, lengths=self.lengths)
+        return indexer_inputs.packed(x)
 
     def problem(self, sizes: Sizes) -> Problem:
-        given = q, k, scales, weights, starts, ends = self.inputs(sizes)
-        out = sizes.xp.empty((self.queries, self.keys), np.float32)
-        seen, exact = to_host(ends), Inputs(sizes).exact
+        given = self.inputs(sizes)
+        q, k, scales, weights = (given[name] for name in ("q", "kv", "kv_scales", "weights"))
+        seen = to_host(given["cu_seqlen_ke"])
 
         def row(i: int) -> tuple[int, np.ndarray]:
-            return 0, exact(q[i], k[: seen[i]], scales[: seen[i]], weights[i])
+            return 0, exact(sizes.xp, q[i], k[: seen[i]], scales[: seen[i]], weights[i])
 
-        pairs = int(seen.sum())
+        out, pairs = sizes.xp.empty((self.queries, self.keys), np.float32), int(seen.sum())
+        ours = calls_of(cumla.fp8_mqa_logits, [given], [out], clean_logits=False)
+        theirs = q, k, scales, weights, given["cu_seqlen_ks"], given["cu_seqlen_ke"]
         return problem_of(
-            self, sizes, by_backend(cumla.fp8_mqa_logits, [(q, (k, scales), weights, starts, ends, False)], [out]),
-            4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row), flop=2 * pairs * HEADS * DIM, fp8=True,
-            peer=Peer("deep_gemm", peers.DEEP_GEMM_LOGITS, peers.deep_gemm_logits, [given]),
+            self, sizes, ours, 4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row),
+            flop=2 * pairs * HEADS * DIM, fp8=True,
+            peer=Peer("deep_gemm", peers.DEEP_GEMM_LOGITS, peers.deep_gemm_logits, [theirs]),
         )  # fmt: skip
 
 
@@ -158,40 +127,36 @@ class PagedLogits:
         heads = "" if self.heads == HEADS else f" h {self.heads}"
         return f"b {self.batch} x {self.context} next_n {self.next_n}{heads}{kind}, {kind_of(self.lengths)}"
 
-    def inputs(self, sizes: Sizes, seed: int) -> tuple[Any, Any, Any, Any, Any]:
-        """q, cache, weights, lens, table."""
-        x, xp = Inputs(sizes, seed), sizes.xp
-        ends = np.full(self.batch, self.context, np.int32)
-        if self.lengths:
-            ends = np.maximum(contexts(x.arrays.rng, self.batch, self.context), self.next_n)
-        lens = ends[:, None] - np.arange(self.next_n - 1, -1, -1, dtype=np.int32)
-        columns = -(-self.context // BLOCK)
-        table = x.arrays.rng.permutation(self.batch * columns).reshape(self.batch, -1).astype(np.int32)
-        return (
-            x.e4m3(self.batch, self.next_n, self.heads, DIM), x.keys(self.batch * columns, self.layout),
-            x.uniform(self.batch * self.next_n, self.heads), xp.asarray(lens), xp.asarray(table),
+    def inputs(self, sizes: Sizes, sets: int = 1) -> list[dict[str, Any]]:
+        """Sets of arguments, with pages of their own of one cache."""
+        pages = sets * self.batch * -(-self.context // BLOCK)
+        x = sizes.inputs(
+            requests=self.batch, heads=self.heads, context=self.context, pages=pages, lengths=self.lengths
         )  # fmt: skip
+        given = [indexer_inputs.paged(x, self.layout, self.next_n) for _ in range(sets)]
+        tables = np.split(x.rng.permutation(pages).astype(np.int32), sets)
+        return [each | {"block_table": x.put(t.reshape(self.batch, -1))} for each, t in zip(given, tables, strict=True)]
 
     def problem(self, sizes: Sizes) -> Problem:
-        moved_of_keys = self.batch * self.context * self.layout.token_bytes
-        sets = [self.inputs(sizes, seed) for seed in range(sizes.sets(moved_of_keys, 4))]
-        outs = [sizes.xp.empty((self.batch * self.next_n, self.context), np.float32) for _ in sets]
-        q, cache, weights, lens, table = sets[0]
-        seen, inputs = to_host(lens), Inputs(sizes)
+        xp, token_bytes = sizes.xp, self.layout.token_bytes
+        sets = self.inputs(sizes, sizes.sets(self.batch * self.context * token_bytes, 4))
+        outs = [xp.empty((self.batch * self.next_n, self.context), np.float32) for _ in sets]
+        q, cache, weights, lens, table = (sets[0][name] for name in PAGED)
+        seen = to_host(lens)
 
         def row(i: int) -> tuple[int, np.ndarray]:
             entry, j = divmod(i, self.next_n)
-            k, scales = inputs.keys_of_pages(cache, table[entry], self.layout)
-            return 0, inputs.exact(q[entry, j], k, scales, weights[i])[: seen[entry, j]]
+            k, scales = keys_of_pages(xp, cache, table[entry], self.layout)
+            return 0, exact(xp, q[entry, j], k, scales, weights[i])[: seen[entry, j]]
 
         keys, pairs = int(seen[:, -1].sum()), int(seen.sum())
+        theirs = [(*(each[name] for name in PAGED), self.context) for each in sets]
         return problem_of(
-            self, sizes, by_backend(cumla.fp8_paged_mqa_logits, [(*x, None, self.context) for x in sets], outs),
-            keys * self.layout.token_bytes + 4 * pairs, check_rows(self.batch * self.next_n, row),
+            self, sizes, calls_of(cumla.fp8_paged_mqa_logits, sets, outs, max_context_len=self.context),
+            keys * token_bytes + 4 * pairs, check_rows(self.batch * self.next_n, row),
             flop=2 * pairs * self.heads * DIM, fp8=True,
             peer=None if self.layout is not INDEXER_FP8 else Peer(
-                "deep_gemm", peers.DEEP_GEMM_PAGED_LOGITS, peers.deep_gemm_paged_logits,
-                [(*x, self.context) for x in sets],
+                "deep_gemm", peers.DEEP_GEMM_PAGED_LOGITS, peers.deep_gemm_paged_logits, theirs
             ),
         )  # fmt: skip
 
@@ -229,21 +194,18 @@ class Choice:
         return f"{self.rows} x {self.columns} k {self.topk}{scores}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp, rng = sizes.xp, np.random.default_rng(0)
-        lens = np.full(self.rows, self.columns, np.int32)
-        if self.lengths:
-            lens = contexts(rng, self.rows, self.columns)
-            if self.kind == "prefill":
-                lens = (self.columns - np.arange(self.rows)[::-1] // 4).clip(1).astype(np.int32)
-        sets = sizes.sets(4 * self.rows * self.columns, 4)
-        scores = [
-            SCORES[self.scores](xp, xp.random.default_rng(i).standard_normal((self.rows, self.columns), np.float32))
-            for i in range(sets)
-        ]
-        outs = [xp.empty((self.rows, self.topk), np.int32) for _ in range(sets)]
-        starts, ends = xp.zeros(self.rows, np.int32), xp.asarray(lens)
-        decode = self.kind == "decode"
-        options = {"seq_lens": ends} if decode else {"row_starts": starts, "row_ends": ends}
+        xp = sizes.xp
+        x = sizes.inputs(
+            tokens=self.rows, keys=self.columns, context=self.columns, topk=self.topk, lengths=self.lengths
+        )
+        given = [topk_inputs.choice(x) for _ in range(sizes.sets(4 * self.rows * self.columns, 4))]
+        scores = [SCORES[self.scores](xp, each["logits"]) for each in given]
+        outs = [xp.empty((self.rows, self.topk), np.int32) for _ in given]
+        starts, decode = xp.zeros(self.rows, np.int32), self.kind == "decode"
+        ends = x.context_lens(self.rows, 1)[:, 0] if decode else given[0]["row_ends"]
+        if self.lengths and not decode:  # tokens of a prompt see a row of four tokens more each fourth
+            ends = x.put((self.columns - np.arange(self.rows)[::-1] // 4).clip(1), np.int32)
+        lens, options = to_host(ends), {"seq_lens": ends} if decode else {"row_starts": starts, "row_ends": ends}
 
         def check(result: Any) -> float:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
@@ -258,9 +220,9 @@ class Choice:
         function = f"{peers.top_k_function(self.rows)}, vLLM 0.26" if decode else peers.VLLM_PREFILL_CHOICE
         seen = (ends,) if decode else (None, starts, ends)
         return problem_of(
-            self, sizes, by_backend(cumla.top_k_per_row, [(x, self.topk) for x in scores], outs, **options),
+            self, sizes, by_backend(cumla.top_k_per_row, [(each, self.topk) for each in scores], outs, **options),
             4 * int(lens.sum()), check,
-            peer=Peer("vllm", function, peers.vllm_top_k, [(x, self.topk, *seen) for x in scores]),
+            peer=Peer("vllm", function, peers.vllm_top_k, [(each, self.topk, *seen) for each in scores]),
         )  # fmt: skip
 
 
@@ -280,25 +242,23 @@ class Selection:
         return f"{sizes} k {self.topk}, {kind}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        xp = sizes.xp
-        given: tuple[Any, ...]
-        score: Any = cumla.fp8_mqa_logits if isinstance(self.scores, Logits) else cumla.fp8_paged_mqa_logits
-        if isinstance(self.scores, Logits):
-            q, k, scales, weights, starts, ends = self.scores.inputs(sizes)
-            given = (q, (k, scales), weights, starts, ends, False)
-            seen, options = {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, {"row_ends": ends}
-            pairs, read = int(ends.sum()), k.nbytes + q.nbytes
+        score: Any
+        xp, scores, backend = sizes.xp, self.scores, sizes.backend
+        if isinstance(scores, Logits):
+            score, given = functools.partial(cumla.fp8_mqa_logits, clean_logits=False), scores.inputs(sizes)
+            both, seen, options = given, given["cu_seqlen_ke"], {"row_ends": given["cu_seqlen_ke"]}
+            read = given["kv"].nbytes + given["q"].nbytes
         else:
-            q, _, weights, lens, table = given = self.scores.inputs(sizes, 0)
-            seen, options = {"context_lens": lens, "block_table": table}, {"seq_lens": lens}
-            pairs, read = int(lens.sum()), int(lens.sum()) * (DIM + 4)
-        rows, backend = len(weights), sizes.backend
+            score, given = cumla.fp8_paged_mqa_logits, scores.inputs(sizes)[0]
+            both = {"kv" if name == "kv_cache" else name: x for name, x in given.items()}
+            seen, options = given["context_lens"], {"seq_lens": given["context_lens"]}
+            read = int(seen.sum()) * scores.layout.token_bytes
         workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
-        out, logits = xp.empty((rows, self.topk), np.int32), score(*given, backend=backend)
+        out, logits = xp.empty((len(given["weights"]), self.topk), np.int32), score(**given, backend=backend)
         want = cumla.top_k_per_row(logits, self.topk, **options, backend=backend)
 
         def two_steps() -> Any:
-            score(*given, out=logits, backend=backend)
+            score(**given, out=logits, backend=backend)
             return cumla.top_k_per_row(logits, self.topk, **options, out=out, backend=backend)
 
         def check(result: Any) -> float:
@@ -306,8 +266,8 @@ class Selection:
             return 0.0
 
         found = problem_of(
-            self, sizes, by_backend(cumla.indexer_topk, [(*given[:3], self.topk)], [out], workspace=workspace, **seen),
-            read + out.nbytes, check, lambda: out.fill(-7), flop=2 * pairs * HEADS * DIM, fp8=True,
+            self, sizes, calls_of(cumla.indexer_topk, [both], [out], topk=self.topk, workspace=workspace),
+            read + out.nbytes, check, lambda: out.fill(-7), flop=2 * int(seen.sum()) * HEADS * DIM, fp8=True,
         )  # fmt: skip
         return replace(found, impls={**found.impls, "two steps": ("cupy", [two_steps])})
 

@@ -173,10 +173,11 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
     pair = isinstance(kv, (tuple, list))
     if pair and len(kv) != 2:
         raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
+    of_k, of_scales = "kv[0] (k)", "kv[1] (scales)"
     if kv_scales is not None:
         if pair:
             raise ValueError("kv_scales: got an array, but kv is a pair with scales, expected only one of the two")
-        kv, pair = (kv, kv_scales), True
+        kv, pair, of_k, of_scales = (kv, kv_scales), True, "kv", "kv_scales"
     queries = call.borrow("q", q)
     if not pair:
         keys = call.borrow("kv", kv)
@@ -186,25 +187,25 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
         q = call.checked(queries, PLAIN, ("M", "H", HEAD_DIM))
         k = call.checked(keys, (q.dtype,), ("N", HEAD_DIM))
         return q, k, None, call.array("weights", weights, FLOAT32, ("M", "H"))
-    keys, of_keys = call.borrow("kv[0] (k)", kv[0]), call.borrow("kv[1] (scales)", kv[1])
+    keys, of_keys = call.borrow(of_k, kv[0]), call.borrow(of_scales, kv[1])
     if keys.native.shape[1:] == (INDEXER_MXFP4.row_bytes,) and of_keys.native.dtype == np.uint8:
         q = call.checked(queries, UINT8 + PLAIN, ("M", "H", HEAD_DIM))
         k = call.checked(keys, UINT8, ("N", INDEXER_MXFP4.row_bytes))
         scales = call.checked(of_keys, UINT8, ("N", INDEXER_MXFP4.scale_bytes))
-        check_contiguous_scales(scales, INDEXER_MXFP4.scale_bytes)
+        check_contiguous_scales(of_scales, scales, INDEXER_MXFP4.scale_bytes)
         return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
     q = call.checked(queries, UINT8, ("M", "H", HEAD_DIM))
     k = call.checked(keys, UINT8, ("N", HEAD_DIM))
     scales = call.checked(of_keys, FLOAT32, ("N", 1)[: max(of_keys.native.ndim, 1)])
     if scales.ndim == 2:
         scales = scales[:, 0]
-    check_contiguous_scales(scales, INDEXER_FP8.scale_bytes)
+    check_contiguous_scales(of_scales, scales, INDEXER_FP8.scale_bytes)
     return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
 
 
-def check_contiguous_scales(scales: Any, row_bytes: int) -> None:
+def check_contiguous_scales(name: str, scales: Any, row_bytes: int) -> None:
     if scales.strides[0] != row_bytes and len(scales) > 1:
-        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected contiguous scales")
+        raise ValueError(f"{name}: got strides {scales.strides} bytes, expected contiguous scales")
 
 
 @launch_cached

@@ -7,9 +7,12 @@ from typing import Any
 from . import (
     advance,
     blocks,
+    candidates,
     compressor,
     dense_attention,
     dense_cache,
+    indexer,
+    indexer_topk,
     indices,
     latents,
     linear,
@@ -22,7 +25,7 @@ from . import (
 from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
-    sparse_cache, prefill_rows, norm_rope, latents, compressor, linear, dense_cache, blocks, advance, indices,
-    sparse_attention, dense_attention, shards,
+    sparse_cache, prefill_rows, norm_rope, latents, compressor, linear, dense_cache, blocks, advance, indices, indexer,
+    indexer_topk, candidates, sparse_attention, dense_attention, shards,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

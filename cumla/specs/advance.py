@@ -28,14 +28,12 @@ def advance(x: Inputs) -> dict[str, Any]:
 
 SPECS = (
     OperationSpec(
-        advance_step,
-        "advance",
+        advance_step, "advance",
         {
             "input_tokens": Array(SLOTS, "out"), "sampled_token_ids": Array(SLOTS, holds="tokens"),
             "input_positions": Array(SLOTS, "out"), "seq_lens": Array(INT32, "in out", "lengths"),
             "slot_mapping": Array(SLOTS, "out"), "block_tables": Array(INT32, holds="pages"),
         },
-        (Variant("", advance),),
-        checks.advance_step,
+        (Variant("", advance),), checks.advance_step,
     ),
 )  # fmt: skip

@@ -31,19 +31,12 @@ def swap(x: Inputs) -> dict[str, Any]:
 
 SPECS = (
     OperationSpec(
-        copy_blocks,
-        "blocks",
-        {"kv_caches": Array(ANY, "in out"), "src_to_dsts": Array(SLOTS, holds="pages")},
-        (Variant("", copy),),
-        checks.copy_blocks,
-        compiled=False,
+        copy_blocks, "blocks", {"kv_caches": Array(ANY, "in out"), "src_to_dsts": Array(SLOTS, holds="pages")},
+        (Variant("", copy),), checks.copy_blocks, compiled=False,
     ),
     OperationSpec(
-        swap_blocks,
-        "blocks",
+        swap_blocks, "blocks",
         {"src": Array(ANY), "dst": Array(ANY, "in out"), "src_to_dst": Array(SLOTS, holds="pages")},
-        (Variant("", swap),),
-        checks.copy_blocks,
-        compiled=False,
+        (Variant("", swap),), checks.copy_blocks, compiled=False,
     ),
-)
+)  # fmt: skip

@@ -44,7 +44,11 @@ def compress(
         }  # fmt: skip
         return {f"{prefix}{name}": array for name, array in arrays.items()}
 
-    arguments = rows("", layout) | ({} if indexer is None else rows("index_", indexer))
+    arguments = rows("", layout)
+    if indexer is not None:
+        arguments |= rows("index_", indexer)
+        if arguments["index_k_cache"].ndim == 2:  # raw pages, of which no argument says the format
+            arguments["index_k_cache"] = indexer.view(arguments["index_k_cache"], x.size.block_size)
     return {
         **arguments, "state_slot_mapping": x.put(state_slots, np.int64), "state_block_table": x.put(table, np.int32),
         "slot_mapping": x.put(slots, np.int64), "positions": x.put(step.positions, x.choose(positions, np.int32)),
@@ -56,8 +60,7 @@ def compress(
 
 SPECS = (
     OperationSpec(
-        compress_and_insert,
-        "compressor",
+        compress_and_insert, "compressor",
         {
             "kv_score": Array(PROJECTED), "position_bias": Array(FLOAT32), "norm_weight": Array(PROJECTED),
             "state_cache": Array(FLOAT32, "in out", bound=ROUNDED),
@@ -73,7 +76,6 @@ SPECS = (
             Variant("DSV4_BF16, ratio 4", functools.partial(compress, layout=DSV4_BF16)),
             Variant("DSV4_BF16, both", functools.partial(compress, layout=DSV4_BF16, indexer=INDEXER_BF16)),
         ),
-        checks.compress_and_insert,
-        given=(("index_state_cache", "index_k_cache"),),
+        checks.compress_and_insert, given=(("index_state_cache", "index_k_cache"),),
     ),
 )  # fmt: skip

@@ -73,8 +73,7 @@ def decode_scratch(arguments: Mapping[str, Any]) -> int:
 
 SPECS = (
     OperationSpec(
-        mha_varlen,
-        "dense_attention",
+        mha_varlen, "dense_attention",
         {
             "q": Array(HALVES), "k": Array(HALVES), "v": Array(HALVES), "cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS,
             "k_pe": Array(HALVES),
@@ -84,24 +83,16 @@ SPECS = (
             Variant("not causal", functools.partial(packed, causal=False)),
             Variant("accumulate", functools.partial(packed, causal=False, accumulate=True)),
         ),
-        checks.mha_varlen,
-        results=packed_results,
-        bounds=(PREFILL_OUT, PREFILL_LSE),
-        outputs=("out", "lse"),
+        checks.mha_varlen, results=packed_results, bounds=(PREFILL_OUT, PREFILL_LSE), outputs=("out", "lse"),
     ),
     OperationSpec(
-        dense_mla_decode,
-        "dense_attention",
+        dense_mla_decode, "dense_attention",
         {
             "q": Array(HALVES), "k_cache": Array((*HALVES, *BYTES)), "block_table": Array(INT32, holds="pages"),
             "cache_seqlens": Array(INT32, holds="lengths"), "scale": Array(FLOAT32),
         },
         (Variant("bfloat16", decode), Variant("e4m3, one scale", functools.partial(decode, is_fp8=True))),
-        checks.dense_mla_decode,
-        results=decode_results,
-        bounds=(DECODE_OUT, DECODE_LSE),
-        outputs=("out", "lse"),
-        scratch=decode_scratch,
-        plan=DenseDecodePlan,
+        checks.dense_mla_decode, results=decode_results, bounds=(DECODE_OUT, DECODE_LSE), outputs=("out", "lse"),
+        scratch=decode_scratch, plan=DenseDecodePlan,
     ),
 )  # fmt: skip

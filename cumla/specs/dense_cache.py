@@ -44,8 +44,7 @@ def gather(x: Inputs, is_fp8: bool = False) -> dict[str, Any]:
 
 SPECS = (
     OperationSpec(
-        concat_and_cache_mla,
-        "dense_cache",
+        concat_and_cache_mla, "dense_cache",
         {
             "kv_c": Array(FLOATS), "k_pe": Array(FLOATS), "kv_cache": Array((*BYTES, *FLOATS), "out"),
             "slot_mapping": Array(SLOTS, holds="slots"), "scale": Array(FLOAT32),
@@ -54,14 +53,12 @@ SPECS = (
         checks.concat_and_cache_mla,
     ),
     OperationSpec(
-        gather_cache,
-        "dense_cache",
+        gather_cache, "dense_cache",
         {
             "src_cache": Array((*BYTES, *FLOATS)), "dst": Array((*FLOATS, *BYTES), "out"),
             "block_table": Array(INT32, holds="pages"), "cu_seq_lens": Array(INT32, holds="starts"),
             "seq_starts": Array(INT32, holds="lengths"), "scale": Array(FLOAT32),
         },
-        (Variant("e4m3, one scale", functools.partial(gather, is_fp8=True)),),
-        checks.gather_cache,
+        (Variant("e4m3, one scale", functools.partial(gather, is_fp8=True)),), checks.gather_cache,
     ),
 )  # fmt: skip

@@ -26,6 +26,7 @@ class Size:
     decodes     requests of one token
     tokens      of all requests of the step
     rows        rows of tokens: inserted, or keys of prompts
+    keys        packed keys that queries of prompts score; columns of scores
     heads       query heads
     topk        entries of a list
     window      positions of a window
@@ -41,6 +42,7 @@ class Size:
     decodes: int = 0
     tokens: int = 0
     rows: int = 0
+    keys: int = 0
     heads: int = TINY_HEADS
     topk: int = 0
     window: int = 1
@@ -92,7 +94,7 @@ class Step(NamedTuple):
         return np.arange(self.query_lens.sum()) + first[self.requests]
 
 
-TINY = Size(3, 2, tokens=7, rows=9, topk=8, window=8, context=20, block_size=5, pages=7, spare=2)
+TINY = Size(3, 2, tokens=7, rows=9, keys=70, topk=8, window=8, context=20, block_size=5, pages=7, spare=2)
 TINY_STEP = Step(np.array([1, 1, 5]), np.array([12, 2, 20]), np.array([8, 2, 12]))
 PACKED = Step(np.array([3, 0, 70, 5]), np.array([9, 4, 140, 2]), None)
 
@@ -176,6 +178,37 @@ class Inputs:
     def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         """An array for a call to write."""
         return self.put(np.full(shape, UNWRITTEN, dtype))
+
+    # ---- the indexer
+
+    def index_values(self, *shape: int) -> Any:
+        """Bytes of queries or keys, which are e4m3 of at most 1 or pairs of e2m1."""
+        return self.e4m3(*shape, end=0x39)
+
+    def index_weights(self, rows: int, heads: int) -> Any:
+        """float32 [rows, heads], which contain the factors of the heads and of the products."""
+        return self.put(self.numbers(rows, heads) / np.sqrt(heads * 128), np.float32)
+
+    def scales(self, *shape: int) -> Any:
+        """float32, positive."""
+        return self.put(abs(self.numbers(*shape)), np.float32)
+
+    def scores(self, rows: int, columns: int) -> Any:
+        """float32 [rows, columns], many of them equal."""
+        return self.put(self.rng.integers(-20, 20, (rows, columns)), np.float32)
+
+    def ranges(self, rows: int, columns: int) -> tuple[Any, Any]:
+        """int32 [rows] each: the first column that a row sees, and the end; some are empty or not in the row."""
+        return self.entries(columns - 10, rows), self.entries(columns + 5, rows)
+
+    def context_lens(self, requests: int, next_n: int) -> Any:
+        """int32 [requests], or [requests, next_n]: rows that the last query of a request sees, or each."""
+        return self.put(np.resize((13, 2, 0), requests), np.int32)
+
+    def blocks(self, rows: int, count: int, end: int) -> Any:
+        """int32 [rows, count]: different candidate blocks below `end`, ascending; then -1."""
+        columns = np.arange(count)
+        return self.put(np.tile(np.where(columns < count - 1, 2 * columns, -1), (rows, 1)), np.int32)
 
     # ---- caches
 

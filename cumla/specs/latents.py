@@ -40,8 +40,7 @@ def compress(x: Inputs, ratio: int, dtype: Any = np.float32, capacity: int = 2, 
 
 SPECS = (
     OperationSpec(
-        compress_latents,
-        "latents",
+        compress_latents, "latents",
         {
             "kv_score": Array(VALUES), "norm_weight": Array(VALUES), "slot_mapping": Array(SLOTS, holds="slots"),
             "latents": Array(VALUES, "out", bound=ROUNDED), "positions": Array(SLOTS, holds="positions"),
@@ -52,7 +51,6 @@ SPECS = (
             Variant("ratio 1", functools.partial(compress, ratio=1)),
             Variant("ratio 2", functools.partial(compress, ratio=2)),
         ),
-        checks.compress_latents,
-        given=(("state_cache",), ("restart_rows", "restart_positions")),
+        checks.compress_latents, given=(("state_cache",), ("restart_rows", "restart_positions")),
     ),
 )  # fmt: skip

@@ -40,12 +40,9 @@ def results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 SPECS = (
     OperationSpec(
-        fp8_block_linear,
-        "projection",
+        fp8_block_linear, "projection",
         {"x": Array(INPUTS), "weight": Array(BYTES[:1]), "weight_scale": Array(FLOAT32)},
-        (Variant("", product), Variant("groups", functools.partial(product, groups=(2,)))),
-        results=results,
-        bounds=(SUMS,),
-        outputs=("out",),
+        (Variant("", product), Variant("groups", functools.partial(product, groups=(2,)))), results=results,
+        bounds=(SUMS,), outputs=("out",),
     ),
-)
+)  # fmt: skip

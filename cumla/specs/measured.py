@@ -10,12 +10,13 @@ import numpy as np
 from ..arrays.memory import to_host
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
-from ..layout import CacheLayout
+from ..layout import INDEXER_FP8, CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
 from .inputs import Inputs, Size, Step
 
 MOST_VALUES = 1 << 20  # random values, which larger arrays repeat
-HOST_ROWS, DEVICE_ROWS = 1 << 10, 1 << 16  # random rows, which a cache repeats
+HOST_ROWS, DEVICE_ROWS = 1 << 10, 1 << 16  # random rows, which a cache repeats; of index keys
+KEYS_FOR_ROWS = 16  # so many times that: scores of equal keys are equal
 IN_ORDER = 4096  # from so many rows to insert, pages are filled in order, as prompts fill them
 WINDOW = 128
 STAYS = 10  # tokens that an entry of a list stays for, so that the lists of neighbours overlap by 90%
@@ -58,7 +59,32 @@ class Measured(Inputs):
         count = int(np.prod(shape))
         rng = self.xp.random.default_rng(int(self.rng.integers(2**31))) if count > MOST_VALUES else self.rng
         bits = rng.integers(0, 1 << 16, shape, np.uint32)
-        return self.put(((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8))
+        return self.xp.asarray(((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8))
+
+    def index_values(self, *shape: int) -> Any:
+        return self.weights(*shape)
+
+    def scores(self, rows: int, columns: int) -> Any:
+        rng = self.xp.random.default_rng(int(self.rng.integers(2**31)))
+        return rng.standard_normal((rows, columns), np.float32)
+
+    def ranges(self, rows: int, columns: int) -> tuple[Any, Any]:
+        """Every column; with `lengths`, each row sees one more than the row before."""
+        ends = np.full(rows, columns, np.int32)
+        if self.size.lengths:
+            ends -= np.arange(min(rows, columns))[::-1].astype(np.int32)
+        return self.xp.zeros(rows, np.int32), self.put(ends)
+
+    def context_lens(self, requests: int, next_n: int) -> Any:
+        ends = np.full(requests, self.size.context)
+        if self.size.lengths:
+            ends = np.maximum(contexts(self.rng, requests, self.size.context), next_n)
+        return self.put(ends[:, None] - np.arange(next_n)[::-1], np.int32)
+
+    def blocks(self, rows: int, count: int, end: int) -> Any:
+        found, some = np.full((rows, count), -1, np.int32), min(count, end)
+        found[:, :some] = np.sort([self.rng.choice(end, some, replace=False) for _ in range(rows)])
+        return self.put(found)
 
     def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         return self.xp.empty(shape, dtype)
@@ -84,8 +110,11 @@ class Measured(Inputs):
         return self.put((of_page + np.arange(block_size)).reshape(-1)[:count], dtype)
 
     def table(self, requests: int, positions: int) -> Any:
-        columns = -(-positions // self.size.block_size)
-        return self.put(self.rng.integers(0, self.size.pages, (requests, columns)), np.int32)
+        """Different pages, where there are enough."""
+        columns, pages = -(-positions // self.size.block_size), self.size.pages
+        if requests * columns > pages:
+            return self.put(self.rng.integers(0, pages, (requests, columns)), np.int32)
+        return self.put(self.rng.permutation(pages)[: requests * columns].reshape(requests, columns), np.int32)
 
     def pairs(self, pages: int) -> Any:
         return self.put(self.rng.permutation(pages // 2 * 2).reshape(-1, 2))
@@ -160,9 +189,10 @@ class Measured(Inputs):
 @functools.lru_cache(maxsize=2)  # as many as a call attends to
 def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: int) -> RepeatingCache:
     rows = DEVICE_ROWS if backends.takes_device_arrays(backend) else HOST_ROWS
+    rows *= KEYS_FOR_ROWS if layout.head_dim == INDEXER_FP8.head_dim else 1
     few = min(slots, rows) // block_size
     x = Measured(backend, Size())
-    array = layout.allocate(slots // block_size // few * few, block_size, x.xp)
+    array = layout.allocate(slots // block_size, block_size, x.xp)
     base = layout.allocate(few, block_size, x.xp)
     k = x.rows(few * block_size, layout.head_dim)
     if layout.quantized_dim:
@@ -170,7 +200,8 @@ def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: i
     else:
         base[...] = k.view(np.uint16).view(np.uint8).reshape(base.shape)
     for start in range(0, len(array), few):
-        array[start : start + few] = base
+        chunk = array[start : start + few]
+        chunk[...] = base[: len(chunk)]
     on_host = layout.allocate(few, block_size)
     on_host[...] = to_host(base)
     return RepeatingCache(array, on_host, float(abs(k[: 1 << 12].astype(np.float32)).max()))

@@ -40,8 +40,7 @@ def gather(
 
 SPECS = (
     OperationSpec(
-        gather_prefill_rows,
-        "prefill_rows",
+        gather_prefill_rows, "prefill_rows",
         {
             "out": Array(FLOATS, "out"), "swa_cache": Array(CACHE), "swa_block_table": Array(INT32, holds="pages"),
             "seq_lens": Array(INT32, holds="lengths"), "gather_lens": Array(INT32, holds="lengths"),
@@ -52,9 +51,6 @@ SPECS = (
             Variant("DSV4_FP8", functools.partial(gather, layout=DSV4_FP8, compressed_layout=DSV4_FP8)),
             Variant("DSV41_FP8", functools.partial(gather, layout=DSV41_FP8, compressed_layout=DSV41_FP4)),
         ),
-        checks.gather_prefill_rows,
-        bounds=(EQUAL, EQUAL),
-        public=False,
-        compiled=False,
+        checks.gather_prefill_rows, bounds=(EQUAL, EQUAL), public=False, compiled=False,
     ),
 )  # fmt: skip

@@ -43,6 +43,24 @@ class Served(Inputs):
     def weights(self, *shape: int) -> Any:
         return self.filled(0, shape, np.uint8)
 
+    def index_values(self, *shape: int) -> Any:
+        return self.filled(0, shape, np.uint8)
+
+    def index_weights(self, rows: int, heads: int) -> Any:
+        return self.filled(0, (rows, heads), np.float32)
+
+    def scales(self, *shape: int) -> Any:
+        return self.filled(0, shape, np.float32)
+
+    def ranges(self, rows: int, columns: int) -> tuple[Any, Any]:
+        return self.context_lens(rows, 1), self.context_lens(rows, 1)
+
+    def context_lens(self, requests: int, next_n: int) -> Any:
+        return self.filled(0, (requests,), np.int32)
+
+    def blocks(self, rows: int, count: int, end: int) -> Any:
+        return self.filled(-1, (rows, count), np.int32)
+
     def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array that is only read: the first rows of a shared one."""
         key, count = (value, shape[1:], np.dtype(dtype)), shape[0]
@@ -55,10 +73,13 @@ class Served(Inputs):
         return self.xp.empty(shape, dtype)
 
     def new_cache(self, layout: CacheLayout) -> Any:
-        return self.cache(layout)
+        return layout.allocate(self.size.pages, self.size.block_size, self.xp)
 
     def cache(self, layout: CacheLayout, block_size: int | None = None) -> Any:
-        return layout.allocate(self.size.pages, block_size or self.size.block_size, self.xp)
+        key = layout, self.size.pages, block_size or self.size.block_size
+        if key not in self.shared:
+            self.shared[key] = layout.allocate(*key[1:], self.xp)
+        return self.shared[key]
 
     def slots(self, count: int, dtype: Any = np.int64) -> Any:
         return self.xp.arange(count, dtype=dtype)

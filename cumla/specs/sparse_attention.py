@@ -173,38 +173,26 @@ def with_special_values(name: str, arguments: Any, heads: int = SPECIAL_HEADS) -
 
 SPECS = (
     OperationSpec(
-        sparse_mla_decode,
-        "sparse_attention",
+        sparse_mla_decode, "sparse_attention",
         {
             "q": Array(ROWS), "k_cache": Array(CACHE), "indices": ENTRIES, "topk_length": LENGTHS,
             "extra_k_cache": Array(CACHE), "extra_indices": ENTRIES, "extra_topk_length": LENGTHS,
             "attn_sink": Array(FLOAT32),
         },
         (
-            over(DSV4_FP8, DSV4_FP8, name="DSV4_FP8, two caches"),
-            over(V32_FP8),
-            Variant("MLA_BF16", decode_values),
-            over(DSV41_FP8),
-            over(DSV41_FP8, DSV41_FP4),
-            over(DSV41_FP4),
-            over(V32_NOPE_FP8),
-            over(DSV41_FP8_SPLIT),
-            over(DSV41_FP8_SPLIT, DSV41_FP4_SPLIT),
-            over(DSV41_FP4_SPLIT),
+            over(DSV4_FP8, DSV4_FP8, name="DSV4_FP8, two caches"), over(V32_FP8), Variant("MLA_BF16", decode_values),
+            over(DSV41_FP8), over(DSV41_FP8, DSV41_FP4), over(DSV41_FP4), over(V32_NOPE_FP8), over(DSV41_FP8_SPLIT),
+            over(DSV41_FP8_SPLIT, DSV41_FP4_SPLIT), over(DSV41_FP4_SPLIT),
             *(
                 with_special_values(x.name, functools.partial(special_decode, layout=x, two_caches=x is DSV4_FP8))
                 for x in (DSV4_FP8, V32_FP8, MLA_BF16)
             ),
         ),
-        checks.sparse_mla_decode,
-        results=decode_results,
-        bounds=(DECODE_OUT, DECODE_LSE),
-        outputs=("out", "lse"),
+        checks.sparse_mla_decode, results=decode_results, bounds=(DECODE_OUT, DECODE_LSE), outputs=("out", "lse"),
         scratch=decode_scratch,
     ),
     OperationSpec(
-        sparse_mla_prefill,
-        "sparse_attention",
+        sparse_mla_prefill, "sparse_attention",
         {
             "q": Array(ROWS), "kv": Array((*ROWS, *BYTES)), "indices": ENTRIES, "attn_sink": Array(FLOAT32),
             "topk_length": LENGTHS,
@@ -215,22 +203,16 @@ SPECS = (
             with_special_values("512", functools.partial(special_prefill, head_dim=512)),
             with_special_values("576", functools.partial(special_prefill, head_dim=576), Variant.heads),
         ),
-        checks.sparse_mla_prefill,
-        results=prefill_results,
-        bounds=(PREFILL_OUT, PREFILL_LSE, PREFILL_LSE),
-        outputs=("out",),
-        scratch=prefill_scratch,
-        plan=None,
+        checks.sparse_mla_prefill, results=prefill_results, bounds=(PREFILL_OUT, PREFILL_LSE, PREFILL_LSE),
+        outputs=("out",), scratch=prefill_scratch, plan=None,
     ),
     OperationSpec(
-        merge_attn_states,
-        "sparse_attention",
+        merge_attn_states, "sparse_attention",
         {
             "output": Array(FLOATS, "out", bound=MERGE), "prefix_output": Array(FLOATS), "prefix_lse": Array(FLOAT32),
             "suffix_output": Array(FLOATS), "suffix_lse": Array(FLOAT32),
             "output_lse": Array(FLOAT32, "out", bound=MERGE),
         },
-        (Variant("float32", merge),),
-        given=(("output_lse",),),
+        (Variant("float32", merge),), given=(("output_lse",),),
     ),
 )  # fmt: skip

@@ -81,8 +81,7 @@ def of_each(arguments: Any, *layouts: CacheLayout) -> list[Variant]:
 
 SPECS = (
     OperationSpec(
-        quantize_and_insert_k_cache,
-        "sparse_cache",
+        quantize_and_insert_k_cache, "sparse_cache",
         {"k": Array(FLOATS), "k_cache": Array(CACHE, "out"), "slot_mapping": Array(SLOTS, holds="slots")},
         (
             *of_each(insert, DSV4_FP8, V32_FP8),
@@ -92,25 +91,20 @@ SPECS = (
         checks.quantize_and_insert_k_cache,
     ),
     OperationSpec(
-        dequantize_and_gather_k_cache,
-        "sparse_cache",
+        dequantize_and_gather_k_cache, "sparse_cache",
         {
             "out": Array(FLOATS, "out"), "k_cache": Array(CACHE), "seq_lens": Array(INT32, holds="lengths"),
             "gather_lens": Array(INT32, holds="lengths"), "block_table": Array(INT32, holds="pages"),
         },
-        (*of_each(gather, *V41, V32_NOPE_FP8, INDEXER_MXFP4, DSV4_FP8, V32_FP8),),
-        checks.dequantize_and_gather_k_cache,
+        (*of_each(gather, *V41, V32_NOPE_FP8, INDEXER_MXFP4, DSV4_FP8, V32_FP8),), checks.dequantize_and_gather_k_cache,
     ),
     OperationSpec(
-        indexer_k_quant_and_cache,
-        "sparse_cache",
+        indexer_k_quant_and_cache, "sparse_cache",
         {"k": Array(FLOATS), "kv_cache": Array(CACHE, "out"), "slot_mapping": Array(SLOTS, holds="slots")},
-        (Variant("", insert_keys),),
-        checks.quantize_and_insert_k_cache,
+        (Variant("", insert_keys),), checks.quantize_and_insert_k_cache,
     ),
     OperationSpec(
-        cp_gather_indexer_k_quant_cache,
-        "sparse_cache",
+        cp_gather_indexer_k_quant_cache, "sparse_cache",
         {
             "kv_cache": Array(CACHE), "dst_k": Array((*BYTES, *FLOATS), "out"),
             "dst_scale": Array((*BYTES, *FLOAT32), "out"), "block_table": Array(INT32, holds="pages"),

@@ -40,12 +40,14 @@ class Array(NamedTuple):
     way     "in": read, "out": written, "in out": read and written
     holds   what its integers name; "" for other values
     bound   of what is written, against the reference
+    packed  nothing may be between its rows
     """
 
     dtypes: tuple[np.dtype[Any], ...]
     way: Literal["in", "out", "in out"] = "in"
     holds: Holds = ""
     bound: Bound = EQUAL
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class OperationSpec:
     kernels   the file of kernels that it needs
     arrays    its array arguments by name, in order, without the outputs. Those with a default may be absent
     variants  kinds of calls
-    check     the check of cumla.debug; None: it reads nothing that could be wrong
+    check     the check of cumla.debug, or those of all its kernels; None: it reads nothing that could be wrong
     given     groups of written arguments that may be None: those of a group are given together, or none of them; a
               group only with the groups before it
     results   arguments by name -> its results; shapes may be symbolic
@@ -93,7 +95,7 @@ class OperationSpec:
     kernels: str
     arrays: Mapping[str, Array]
     variants: tuple[Variant, ...]
-    check: Callable[[Any], Any] | None = None
+    check: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...] | None = None
     given: tuple[tuple[str, ...], ...] = ()
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     bounds: Sequence[Bound | None] = ()

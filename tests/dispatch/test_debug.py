@@ -196,7 +196,7 @@ WRONG = [
     ("indexer_topk", {}, {"context_lens": changed(0, 900)}, "block_table: request 0 has positions 0 to 899, but"),
     ("candidate_topk", {"candidate_blocks": filled(-1)}, {"context_lens": changed(0, 900)},
      r"block_table: request 0 has positions 0 to 899, but \d+ columns of \d+ cover \d+"),
-    ("get_paged_mqa_logits_metadata", {}, {"context_lens": changed(3, -7)}, "context_lens: request 3 has -7"),
+    ("get_paged_mqa_logits_metadata", {}, {"context_lens": changed(2, -7)}, "context_lens: request 2 has -7"),
     *(("fp8_mqa_logits", {"cu_seqlen_ks": filled(3), "cu_seqlen_ke": filled(9)}, {name: change}, text)
       for name, change, text in (
         ("cu_seqlen_ke", changed(1, 900), r"cu_seqlen_ke: query 1 has 900, expected 3 to \d+"),

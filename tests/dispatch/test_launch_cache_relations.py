@@ -15,8 +15,8 @@ from support.operations import rebuilt
 
 MARGIN, ALIGNMENT = 1 << 14, 64
 NEVER = (  # they allocate memory that is no result
-    "candidate_topk", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-keys", "indexer_topk-slots",
-    "select_candidate_blocks",
+    "candidate_topk", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-cu_seqlen_ks",
+    "indexer_topk-slots", "select_candidate_blocks",
 )  # fmt: skip
 OPERATIONS = [
     name for name in NAMES

@@ -26,6 +26,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(self_test, "PENDING", {})
     yield
     self_tests.FAILED.clear()
+    self_tests.UNKEPT.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cumla.layers import BlockQuantizedWeight, MLACommonImpl
 from cumla.layers.weights import weight_of
 from cumla.models.weights import plain
 from support.lab import BF16
-from support.operations import EXAMPLES, arguments_of, called
+from support.operations import EXAMPLES, arguments_of
 
 OTHER_FLOAT8 = ["float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e8m0fnu"]
 SCALED = {
@@ -22,7 +22,7 @@ SCALED = {
 
 def example(name):
     name = name if name in EXAMPLES else next(key for key in EXAMPLES if key.startswith(name))
-    return called(EXAMPLES[name]), arguments_of(EXAMPLES[name], 0)
+    return EXAMPLES[name].spec.function, arguments_of(EXAMPLES[name], 0)
 
 
 @pytest.mark.parametrize("name", SCALED)

@@ -146,7 +146,7 @@ WRONG = {
         ("topk", -1, V, "topk: got -1"),
         ("row_ends", longer(0, -1), V, "row_ends: got shape"),
     ],
-    "indexer_topk-keys": [
+    "indexer_topk-cu_seqlen_ks": [
         ("topk", True, T, "topk: got True"),
         ("kv", of(np.float32), T, "k.*: got dtype float32"),
     ],

@@ -54,7 +54,7 @@ def test_nothing_is_allocated_in_a_capture(device, name, rng, monkeypatch):
         stream.begin_capture()
         with monkeypatch.context() as patched:
             patched.setattr(dlpack, "empty", refuse)
-            op.run(arguments, tuple(results), scratch)
+            op.write(arguments, tuple(results), scratch)
         graph = stream.end_capture()
     for _ in range(2):
         graph.launch(stream)
@@ -69,4 +69,4 @@ def test_scratch_that_is_too_small_is_refused(device, name, rng):
     arguments = {key: device.put(x) if isinstance(x, np.ndarray) else x for key, x in host.items()}
     results = [device.put(np.zeros(x.shape, x.dtype)) for x in map(device.get, op.function(**arguments))]
     with pytest.raises(ValueError, match="plan: got a workspace of 64 bytes, expected at least"):
-        op.run(arguments, tuple(results), device.put(np.zeros(64, np.uint8)))
+        op.write(arguments, tuple(results), device.put(np.zeros(64, np.uint8)))

@@ -62,7 +62,7 @@ def test_examples(backend, make, name):
         )
         with framework.current(current):
             for _ in range(2):  # in full, and from the launch cache
-                results = operations.called(example)(**dict(arguments), backend=backend)
+                results = example.spec.function(**dict(arguments), backend=backend)
         mine = []
         each([results, *(value for _, value in arguments)], lambda array, mine=mine: mine.append(framework.get(array)))
         assert {place for place, _ in mine} == {device}

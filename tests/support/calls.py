@@ -7,7 +7,7 @@ import numpy as np
 import cumla
 from cumla.specs.inputs import TINY
 from support.lab import BF16
-from support.operations import EXAMPLES, arguments_of, called, rebuilt
+from support.operations import EXAMPLES, arguments_of, rebuilt
 from support.refused import Call
 
 BLOCK, NUM_BLOCKS = TINY.block_size, TINY.pages
@@ -32,21 +32,15 @@ def _few_keys():
     return few | {name: arguments[name][:12] for name in ("kv", "kv_scales")}
 
 
-def _over_keys():
-    arguments = arguments_of(EXAMPLES["fp8_mqa_logits"], 0) | _few_keys() | {"context_lens": None, "block_table": None}
-    return {name: x for name, x in arguments.items() if name != "clean_logits"}
-
-
 # Optional arguments, or arguments that backends round differently, which examples leave out.
 OTHERS = {
     "fused_indexer_q_rope_quant": ("fused_indexer_q_rope_quant-not-quantised", lambda: {"quantize": True}),
     "fused_indexer_q_rope_quant-mxfp4": ("fused_indexer_q_rope_quant-mxfp4_rows", lambda: {"q_format": "mxfp4"}),
     "fp8_mqa_logits-few": ("fp8_mqa_logits", _few_keys),
-    "indexer_topk-keys": ("indexer_topk", _over_keys),
     "fp8_paged_mqa_logits-scheduled": (
         "fp8_paged_mqa_logits", lambda: {"schedule_metadata": int32(6, 2), "max_context_len": 10},
     ),
-    "top_k_per_row-starts": ("top_k_per_row", lambda: {"row_starts": int32(5)}),
+    "top_k_per_row-starts": ("top_k_per_row", lambda: {"row_starts": int32(7)}),
     "build_flashinfer_mixed_sparse_indices-lens": (
         "build_flashinfer_mixed_sparse_indices", lambda: {"decode_compressed_topk_lens": int32(2)},
     ),
@@ -86,7 +80,7 @@ def is_attention(name):
 
 def function_of(name):
     """The operation of the example of this name, or of one of OTHERS."""
-    return called(EXAMPLES[OTHERS.get(name, (name, dict))[0]])
+    return EXAMPLES[OTHERS.get(name, (name, dict))[0]].spec.function
 
 
 def call(name):  # not cached, as callers write to its arrays

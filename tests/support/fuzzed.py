@@ -25,7 +25,7 @@ def random_size(rng):
 
     requests = upto(4)
     return Size(
-        requests, upto(requests), tokens=upto(69), rows=upto(69), heads=upto(70, 1), topk=upto(200),
+        requests, upto(requests), tokens=upto(69), rows=upto(69), keys=upto(699, 1), heads=upto(70, 1), topk=upto(200),
         window=upto(200, 1), context=upto(150, 1), block_size=int(rng.choice((1, 2, 53, 64))), pages=upto(3, 1),
         spare=upto(2),
     )  # fmt: skip
@@ -45,6 +45,15 @@ class Fuzzed(Inputs):
     def slots(self, count, dtype=np.int64):
         slots = self.rng.integers(-2, self.size.pages * self.size.block_size + 2, count)
         return slots.astype(self.choose(np.int64, np.int32))
+
+    def scores(self, rows, columns):
+        """Rows for every kernel of the top-k: short and long, random and sorted."""
+        scores = self.rng.standard_normal((rows, self.choose(columns, 3_000, 20_000, 70_000)), np.float32)
+        return np.sort(scores) if self.rng.random() < 0.3 else scores
+
+    def context_lens(self, requests, next_n):
+        shape = self.choose((requests,), (requests, next_n))
+        return self.rng.integers(0, self.size.context + 1, shape).astype(np.int32)
 
     @functools.cached_property
     def step(self):
@@ -68,7 +77,8 @@ class Fuzzed(Inputs):
             return type(value)(self._given(array, x) for x in value)
         if not isinstance(value, np.ndarray):
             return value
-        return self.placed(value if array.way == "out" else self.any_like(array, value), array.way != "out")
+        value = value if array.way == "out" else self.any_like(array, value)
+        return self.placed(value, array.way != "out", array.packed)
 
     def any_like(self, array, x):
         """Any values of an array: integers that name anything, or as they are; rows of a special value."""
@@ -84,9 +94,9 @@ class Fuzzed(Inputs):
             x[self.rng.random(x.shape[:-1]) < 0.05] = self.choose(*SPECIAL)
         return x
 
-    def placed(self, x, filled):
+    def placed(self, x, filled, packed):
         """An array on the device, perhaps with a gap after each entry of the first axis but the last."""
-        gap = self.choose(0, 1, 8, 16) if x.ndim > 1 and x.size else 0
+        gap = self.choose(0, 1, 8, 16) if x.ndim > 1 and x.size and not packed else 0
         row = int(np.prod(x.shape[1:]))
         count = max(len(x) - 1, 0) * (row + gap) + row if x.size else 0
         memory = (cupy.zeros if filled else cupy.empty)(count, x.dtype)

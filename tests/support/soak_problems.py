@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cumla
-from cumla.specs import SPECS, compressor, dense_attention, sparse_attention
-from cumla.specs.inputs import Size
+from cumla.specs import SPECS, compressor, dense_attention, indexer, indexer_topk, sparse_attention
+from cumla.specs.inputs import TINY, Inputs, Size
 from cumla.specs.measured import Measured
+from cumla.specs.spec import flat
 from support.attention import make_indices, steep
 from support.lab import BF16
 
 BLOCK = 64
-BASE_ROWS = 1 << 12  # random rows of a cache, which are repeated
 
 
 class Problem(NamedTuple):
@@ -34,66 +34,44 @@ class Problem(NamedTuple):
     plan: Callable[[], Any] | None = None
 
 
-class Inputs:
-    """Random arrays on the device. tiny: on an emulated one, which takes a tenth of a second for a few rows."""
+class Make(NamedTuple):
+    """tiny: for an emulated device, which takes a tenth of a second for a few rows."""
 
-    def __init__(self, rng, tiny):
-        import cupy
+    rng: Any
+    tiny: bool
 
-        self.rng, self.tiny, self.cupy = rng, tiny, cupy
-
-    def put(self, array, dtype=None):
-        return self.cupy.asarray(np.ascontiguousarray(array, dtype))
-
-    def normal(self, *shape, dtype=BF16):
-        return self.put(self.rng.standard_normal(shape, np.float32).astype(dtype))
-
-    def lengths(self, most, *shape):
-        return self.put(self.rng.integers(0, most + 1, shape), np.int32)
-
-    def e4m3(self, *shape):
-        return self.put(self.rng.integers(0, 0x7F, shape, np.uint8))
-
-    def pages(self, layout, tokens):
-        """A cache of `tokens` rows."""
-        blocks, base = -(-tokens // BLOCK), min(BASE_ROWS, tokens)
-        cache = layout.allocate(blocks, BLOCK, self.cupy)
-        rows = self.rng.standard_normal((base, layout.head_dim), np.float32)
-        rows = self.put(rows.astype(BF16))
-        for start in range(0, tokens, base):
-            slots = self.put(np.arange(start, min(start + base, tokens)))
-            if layout is cumla.INDEXER_FP8:
-                cumla.indexer_k_quant_and_cache(rows[: len(slots)], cache, slots)
-            else:
-                cumla.quantize_and_insert_k_cache(rows[: len(slots)], cache, slots, BLOCK, layout=layout)
-        return cache
-
-    def table(self, requests, columns, blocks):
-        return self.put(self.rng.integers(0, blocks, (requests, columns)), np.int32)
+    def sized(self, **size):
+        """Inputs of calls; tiny ones are of one size."""
+        if self.tiny:
+            return Inputs("cuda", TINY, int(self.rng.integers(2**31)))
+        return Measured("cuda", Size(**{"heads": 64, "pages": 1 << 10} | size), int(self.rng.integers(2**31)))
 
 
 def problems(rng, tiny):
     """All problems. tiny: for an emulated device."""
-    make = Inputs(rng, tiny)
+    make = Make(rng, tiny)
     return [
         problem for of_op in (sparse_decodes, prefills, scores, choices, compressors, dense) for problem in of_op(make)
     ]
 
 
-def problem_of(op, name, x, spec, arguments, plan=None):
-    """A call of the spec's function, which writes into arrays of its own."""
-    found = spec.results(arguments)
-    names = spec.outputs if len(found) == len(spec.outputs) else [f"{spec.outputs[0]}[{i}]" for i in range(len(found))]
-    outputs = {name: (array.shape, np.dtype(array.dtype)) for name, array in zip(names, found, strict=True)}
-    of_way = {way: [name for name, array in spec.arrays.items() if array.way == way] for way in ("out", "in out")}
-    inputs, states = dict(arguments), {name: arguments[name] for name in of_way["in out"]}
-    for written in of_way["out"]:
-        array = inputs.pop(written)
-        outputs[written] = array.shape, array.dtype
+def problem_of(op, name, function, arguments, plan=None, workspace=0):
+    """A call of an operation, which writes into arrays of its own. workspace: bytes that it takes, also compared."""
+    spec = SPECS[function]
+    states = {name: arguments[name] for name in spec.writes if spec.arrays[name].way == "in out" and name in arguments}
+    written = {name: flat([arguments[name]]) for name in spec.writes if name in arguments and name not in states}
+    results = spec.results(arguments)
+    written |= dict(zip(spec.outputs, [results] if len(spec.outputs) == 1 else [[x] for x in results], strict=True))
+    outputs = {f"{name} {i}": (x.shape, np.dtype(x.dtype)) for name, of in written.items() for i, x in enumerate(of)}
+    outputs |= {"workspace 0": ((workspace,), np.uint8)} if workspace else {}
 
     def call(**given):
-        spec.function(**spec.results_in([given.pop(name) for name in names]), **given)
+        parts = {}
+        for name in outputs:
+            parts.setdefault(name.split()[0], []).append(given.pop(name))
+        spec.function(**given, **{name: tuple(x) if len(x) > 1 else x[0] for name, x in parts.items()})
 
+    inputs = {name: x for name, x in arguments.items() if name not in written and name not in states}
     return Problem(op, name, call, inputs, outputs, states, plan)
 
 
@@ -160,7 +138,7 @@ def decode(make, layout, heads, requests, s_q, topk, extra, ragged, options, hug
     arguments = sparse_attention.decode(x, layout, layout if extra else None) | {"attn_sink": None} | options
     name = f"{layout.name}, {heads} heads, {requests} x {s_q}, {topk} + {extra} keys" + ", ragged" * ragged
     name += ", invariant" * bool(options) + ", tiles computed again" * huge
-    return problem_of("decode", name, x, SPECS["sparse_mla_decode"], arguments, cumla.DecodePlan)
+    return problem_of("decode", name, "sparse_mla_decode", arguments, cumla.DecodePlan)
 
 
 def prefills(make):
@@ -177,88 +155,42 @@ def prefills(make):
         x = Soaked(make.rng, rows=rows, tokens=tokens, heads=heads, topk=topk, lengths=ragged)
         arguments = sparse_attention.prefill(x, dim) | {"attn_sink": None}
         name = f"{heads} heads of {dim}, {tokens} x {topk} keys" + ", ragged" * ragged
-        yield problem_of("prefill", name, x, SPECS["sparse_mla_prefill"], arguments)
-
-
-def scored_keys(make, queries, keys):
-    firsts = make.rng.integers(0, keys // 2, queries)
-    return {
-        "q": make.e4m3(queries, 64, 128), "kv": make.e4m3(keys, 128), "kv_scales": make.normal(keys, dtype=np.float32),
-        "weights": make.normal(queries, 64, dtype=np.float32), "cu_seqlen_ks": make.put(firsts, np.int32),
-        "cu_seqlen_ke": make.put(firsts + make.rng.integers(0, keys, queries), np.int32),
-    }  # fmt: skip
-
-
-def scored_pages(make, cache, requests, next_n, rows):
-    columns = rows // BLOCK
-    return {
-        "q": make.e4m3(requests, next_n, 64, 128), "weights": make.normal(requests * next_n, 64, dtype=np.float32),
-        "context_lens": make.lengths(rows, requests), "block_table": make.table(requests, columns, len(cache)),
-    }  # fmt: skip
+        yield problem_of("prefill", name, "sparse_mla_prefill", arguments)
 
 
 def scores(make):
-    for queries, keys in ((9, 300),) if make.tiny else ((40, 16384), (512, 8192)):
-        inputs = scored_keys(make, queries, keys)
-
-        def call(**arguments):
-            cumla.fp8_mqa_logits(**arguments, clean_logits=True)
-
-        outputs = {"out": ((queries, keys), np.float32)}
-        yield Problem("indexer", f"{queries} queries, {keys} keys", call, inputs, outputs)
-    cache = make.pages(cumla.INDEXER_FP8, 200 if make.tiny else 1 << 16)
-    sizes = ((2, 1, 128), (2, 3, 128)) if make.tiny else ((3, 1, 32768), (128, 1, 4096), (64, 2, 4096), (40, 4, 4096))
-    for requests, next_n, rows in sizes:
-        inputs = {"kv_cache": cache, **scored_pages(make, cache, requests, next_n, rows)}
-
-        def call_paged(**arguments):
-            cumla.fp8_paged_mqa_logits(**arguments, clean_logits=True)
-
-        outputs = {"out": ((requests * next_n, rows // BLOCK * BLOCK), np.float32)}
-        yield Problem("indexer", f"{requests} x {next_n} of pages, {rows} rows", call_paged, inputs, outputs)
+    for queries, keys in ((40, 16384), (512, 8192))[: 1 if make.tiny else 2]:
+        given = indexer.packed_logits(make.sized(tokens=queries, keys=keys))
+        yield problem_of("indexer", f"{queries} queries, {keys} keys", "fp8_mqa_logits", given)
+    for requests, next_n, rows in ((3, 1, 32768), (128, 1, 4096), (64, 2, 4096), (40, 4, 4096))[
+        :: 2 if make.tiny else 1
+    ]:
+        given = indexer.paged(make.sized(requests=requests, context=rows), next_n=next_n) | {"clean_logits": True}
+        yield problem_of("indexer", f"{requests} x {next_n} of pages, {rows} rows", "fp8_paged_mqa_logits", given)
 
 
 def choices(make):
-    def problem(name, inputs, queries, width, topk):
-        def call(**arguments):
-            cumla.indexer_topk(**arguments, topk=topk)
-
-        # The logits are compared, too: for all queries at once.
-        outputs = {"out": ((queries, topk), np.int32), "workspace": ((queries * width * 4,), np.uint8)}
-        return Problem("top-k", f"{topk} of {name}", call, inputs, outputs)
-
-    def mapped(name, inputs, queries, width, topk):
-        def call(slots, lens, **arguments):
-            cumla.indexer_topk(**arguments, topk=topk, slots=(slots, lens))
-
-        outputs = {
-            "out": ((queries, topk), np.int32), "slots": ((queries, topk), np.int32), "lens": ((queries,), np.int32),
-            "workspace": ((queries * width * 4,), np.uint8),
-        }  # fmt: skip
-        return Problem("top-k", f"{topk} of {name}, with slots", call, inputs, outputs)
-
-    for queries, keys, topk in ((9, 300, 20),) if make.tiny else ((40, 16384, 2048), (512, 8192, 512)):
-        yield problem(f"{keys} keys, {queries} queries", scored_keys(make, queries, keys), queries, keys, topk)
-    cache = make.pages(cumla.INDEXER_FP8, 200 if make.tiny else 1 << 16)
-    sizes = ((2, 1, 128, 20),) if make.tiny else ((1, 1, 65536, 2048), (4, 2, 65536, 2048), (128, 1, 8192, 512))
-    for requests, next_n, rows, topk in sizes:
-        inputs = {"kv": cache, **scored_pages(make, cache, requests, next_n, rows)}
-        yield mapped(f"{rows} rows of pages, {requests} x {next_n}", inputs, requests * next_n, rows, topk)
-        yield problem(f"{rows} rows of pages, {requests} x {next_n}", inputs, requests * next_n, rows, topk)
+    """The logits are compared, too: for all queries at once."""
+    for queries, keys, topk in ((40, 16384, 2048), (512, 8192, 512))[: 1 if make.tiny else 2]:
+        x = make.sized(tokens=queries, keys=keys, topk=topk)
+        given, name = indexer_topk.over_keys(x), f"{topk} of {keys} keys, {queries} queries"
+        yield problem_of("top-k", name, "indexer_topk", given, workspace=x.size.tokens * x.size.keys * 4)
+    for requests, next_n, rows, topk in ((1, 1, 65536, 2048), (4, 2, 65536, 2048), (128, 1, 8192, 512)):
+        x = make.sized(requests=requests, context=rows, topk=topk)
+        for with_slots in (True, False):
+            given = indexer_topk.over_pages(x, next_n=next_n, with_slots=with_slots)
+            name = f"{topk} of {rows} rows of pages, {requests} x {next_n}" + ", with slots" * with_slots
+            bytes_of_logits = len(given["weights"]) * given["block_table"].shape[1] * x.size.block_size * 4
+            yield problem_of("top-k", name, "indexer_topk", given, workspace=bytes_of_logits)
 
 
 def compressors(make):
-    """Requests of `tokens` tokens each, from a position in the middle of a window on."""
-    sizes = ((4, 64, 1), (4, 8, 512), (128, 128, 1), (128, 4, 700))  # ratio, requests, tokens
-    for ratio, requests, tokens in ((4, 2, 5), (128, 1, 130)) if make.tiny else sizes:
-        first = 2 * ratio - 1 if tokens == 1 else ratio + ratio // 2
-        x = Soaked(
-            make.rng, requests=requests, tokens=requests * tokens, context=first, lengths=False,
-            pages=-(-requests * tokens // BLOCK),
-        )  # fmt: skip
-        arguments = compressor.compress(x, cumla.DSV4_FP8, cumla.INDEXER_FP8, ratio)
-        name = f"ratio {ratio}, {requests} x {tokens} tokens"
-        yield problem_of("compressor", name, x, SPECS["compress_and_insert"], arguments)
+    """Requests of `each` tokens: one that completes a row, or from the middle of a window on."""
+    for ratio, requests, each in ((4, 64, 1), (4, 8, 512), (128, 128, 1), (128, 4, 700)):
+        before = 2 * ratio - 1 if each == 1 else ratio + ratio // 2
+        x = make.sized(requests=requests, tokens=requests * each, context=before, lengths=False)
+        given = compressor.compress(x, cumla.DSV4_FP8, cumla.INDEXER_FP8, ratio)
+        yield problem_of("compressor", f"ratio {ratio}, {requests} x {each} tokens", "compress_and_insert", given)
 
 
 def dense(make):
@@ -268,8 +200,8 @@ def dense(make):
         make.rng, requests=requests, heads=heads, context=columns * BLOCK - 1, pages=requests * columns // 2,
     )  # fmt: skip
     name, arguments = f"decode, {heads} heads, {requests} x {columns * BLOCK} keys", dense_attention.decode(x)
-    yield problem_of("dense", name, x, SPECS["dense_mla_decode"], arguments, cumla.DenseDecodePlan)
+    yield problem_of("dense", name, "dense_mla_decode", arguments, cumla.DenseDecodePlan)
     sequences, length, heads = (2, 70, 2) if make.tiny else (6, 300, 16)
     x = Soaked(make.rng, requests=sequences, tokens=sequences * length, heads=heads, lengths=False)
     name = f"packed, {heads} heads, {sequences} x {length} tokens"
-    yield problem_of("dense", name, x, SPECS["mha_varlen"], dense_attention.packed(x, causal=True))
+    yield problem_of("dense", name, "mha_varlen", dense_attention.packed(x, causal=True))
