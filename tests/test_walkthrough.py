@@ -15,14 +15,19 @@ BLOCK = re.compile(
     r"```\w+\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-COPIED = ("cumla", "interop", "kernels", "tests", "docs", "pyproject.toml")
+COPIED = ("cumla", "interop", "kernels", "tests", "docs", "benchmarks", "pyproject.toml")
+MOST_FILES = 10
 CHECK = """
-from cumla.bench import caches
+import sys
+sys.path.insert(0, "benchmarks")
+from any_operation import cases
 from cumla.bench.problem import Sizes
 from cumla.specs.self_test import CASES, check_case
 (case,) = (case for case in CASES if case.op == "count_valid_slots")
 print(check_case(case, "cpu", 0))
-problem = caches.CountValidSlots(9).problem(Sizes("cpu"))
+(measured,) = cases("count_valid_slots", {"tokens": 9, "topk": 512})
+assert (measured.op, str(measured)) == ("count_valid_slots", "tokens 9, topk 512")
+problem = measured.problem(Sizes("cpu"))
 for name, (_, calls) in problem.impls.items():
     assert problem.check(calls[0]()) == 0, name
 """
@@ -75,6 +80,10 @@ def run(tree, *arguments):
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_an_operation_is_in_few_files():
+    assert len({block["path"] for block in blocks()}) <= MOST_FILES
 
 
 def test_every_block_is_of_a_file():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import any_operation
 import cache_cases
 import candidate_cases
 import dense_cases
@@ -222,3 +223,19 @@ def test_what_another_library_gets_wrong_is_timed_and_said():
     assert theirs["us"] > 0
     with pytest.raises(AssertionError):
         list(rows.rows_of(Problem("op", "config", {"cumla": impls["peer"]}, 1, check=check), on_device=False))
+
+
+@pytest.mark.parametrize(
+    "op", ["compute_swa_indices_and_lens", "indexer_k_quant_and_cache", "candidate_topk", "compress_latents"]
+)
+def test_any_operation_is_measured_with_the_inputs_of_its_spec(op):
+    size = {"requests": 2, "tokens": 7, "rows": 5, "topk": 16, "context": 70}
+    for case in any_operation.cases(op, size):
+        assert str(case).endswith("requests 2, tokens 7, rows 5, topk 16, context 70")
+        (_, calls), problem = case.problem(Sizes("cpu")).impls["cumla"], case.problem(Sizes("cpu"))
+        assert problem.check(problem.impls["cumla"][1][0]()) >= 0
+        assert len(calls) == 2
+        result = problem.impls["cumla"][1][1]()  # on other inputs
+        problem.clear()
+        with pytest.raises((AssertionError, RunError)):
+            problem.check(result)

@@ -6,6 +6,7 @@ attention for targets with the shared memory of another.
 """
 
 import cumla
+from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -26,7 +27,7 @@ def projection_macros(tokens, rows, splits, stages, fine, aligned, early, finite
     }  # fmt: skip
 
 
-# Every file of csrc/, with the macros of its launchers.
+# Files of csrc/ with the macros of their launchers. What is not listed here or below has no macros.
 SOURCES = [
     (
         "common/cache_insert.cu",
@@ -257,9 +258,6 @@ SOURCES = [
     ),
     ("common/indices.cu", {"ALIGNED": 1}),
     ("common/indices.cu", {"ALIGNED": 0}),
-    ("common/clear.cu", {}),
-    ("common/sparse/plan.cu", {}),
-    ("common/dense/plan.cu", {}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8"}),
     ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),
     *(("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
@@ -295,10 +293,6 @@ SOURCES = [
     ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4", "ALIGNED": 1, "FLOAT64_ONLY": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP4_SPLIT", "ALIGNED": 0, "FLOAT64_ONLY": 1}),
-    ("common/hold.cu", {}),
-    ("common/ordinary_launch.cu", {}),
-    ("common/indexer_metadata.cu", {}),
-    ("common/shards.cu", {}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 1}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 0}),
     ("common/quantize_groups.cu", {"ALIGNED": 1}),
@@ -482,3 +476,11 @@ COMPILATIONS += [
         (1024, 8, 8, "sm_120"),
     ))
 ]  # fmt: skip
+LISTED = {file for file, _, _ in COMPILATIONS}
+PLAIN = sorted({path.relative_to(compiler.CSRC).as_posix() for path in compiler.CSRC.rglob("*.cu")} - LISTED)
+COMPILATIONS += [
+    (file, {}, target)
+    for turn, file in enumerate(PLAIN)
+    for target in targets_of(file)
+    if target != ("sm_86", "sm_89")[turn % 2]
+]
