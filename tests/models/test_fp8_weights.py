@@ -142,6 +142,18 @@ def test_many_tokens_multiply_dequantised_rows(device, rng, monkeypatch, columns
     np.testing.assert_allclose(device.get(out).astype(np.float64), want, rtol=2.0**-7, atol=1e-2)
 
 
+def test_a_large_weight_is_dequantised_in_16_mb():
+    """As docs/reference/models.md says: one row of blocks at a time would take a call each."""
+    codes, scratch = np.zeros((8192, 2048), np.uint8), Scratch()
+    codes[5000] = 0x38  # 1.0
+    weight = stacked([BlockQuantizedWeight(codes, np.full((64, 16), 0.5, np.float32), (128, 128))], BF16, np, scratch)
+    x, out = np.ones((1, 1, 2048), BF16), np.full((1, 1, 8192), np.nan, np.float32)
+    products.multiply_dequantized(x, weight, out, "cpu")
+    assert np.flatnonzero(out).tolist() == [5000]
+    assert out[0, 0, 5000] == 1024
+    assert sum(array.nbytes for array in scratch.arrays()) == 16 << 20
+
+
 @pytest.mark.parametrize(
     ("scales", "are"),
     [
