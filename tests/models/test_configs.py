@@ -265,6 +265,17 @@ def test_the_ramp_of_v41_is_rounded_whatever_truncate_says(ratio):
         np.testing.assert_array_equal(table, tables[0])
 
 
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_ends_of_the_limits_are_read_and_nothing_beyond(name):
+    """The length is one of positions in int32."""
+    least, most = (1, 2**31 - 1) if name == "original_max_position_embeddings" else LIMITS[name]
+    for end, beyond in ((least, np.nextafter(least, -np.inf)), (most, most + 1)):
+        others = {"beta_fast": LIMITS["beta_fast"][1], "beta_slow": LIMITS["beta_slow"][0]}
+        assert read(V32 | yarn(**others | {name: end})).rope_scaling[name] == end
+        with pytest.raises(ValueError, match=rf"rope_scaling\.{name}: got"):
+            read(V32 | yarn(**others | {name: beyond}))
+
+
 LIMITED = {name: st.floats(least, min(most, 1e30)) for name, (least, most) in LIMITS.items()}
 
 
