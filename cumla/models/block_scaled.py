@@ -144,7 +144,7 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
 
 def in_rows(codes: Any) -> Any:
     """Codes [n, K] with contiguous rows that do not overlap, as kernels need them: `codes` itself, or a copy."""
-    rows, columns = codes.shape
+    columns = codes.shape[1]
     row_stride, column_stride = codes.strides
     contiguous = column_stride == 1 or columns == 1
-    return codes if contiguous and (row_stride >= columns or rows == 1) else codes.copy()
+    return codes if contiguous and row_stride >= columns else codes.copy()
