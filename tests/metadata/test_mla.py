@@ -260,6 +260,14 @@ def test_begin_forward_allocates_once(place):
     assert first.dtype == "bfloat16"
 
 
+def test_the_longest_sequence_of_a_graph(place):
+    like = place.put(np.zeros(1, np.int32))
+    for longest, want in ((40, 40), (None, 256)):  # max_model_len
+        state = MLACommonState(MLAConfig(**CONFIG, max_seq_len_to_capture=longest))
+        with state.graph_capture(8, like):
+            assert state.graph_capture_get_metadata_for_batch(4).max_decode_seq_len == want
+
+
 def test_graph_buffers_take_a_smaller_batch(place):
     state, like = MLACommonState(MLAConfig(**CONFIG)), place.put(np.zeros(1, np.int32))
     with pytest.raises(ValueError, match="graph_capture: not entered"):
@@ -376,6 +384,7 @@ def test_advancing_writes_nothing_before_it_fails():
 
     for wrong, error in (
         ({"context_lens_tensor": np.zeros(2, np.int64)}, TypeError),
+        ({"context_lens_tensor": np.frombuffer(bytes(8), np.int32)}, ValueError),  # read-only
         ({"seq_start_loc": np.zeros(2, np.int32)}, ValueError),
         ({"seq_lens_tensor": np.zeros(3, np.int32)}, ValueError),
         ({"seq_lens": [2**31 - 5, 4]}, ValueError),
