@@ -260,6 +260,7 @@ def test_golden_split(case):
         ([0, 0], 2, True, (2, 0, 0, 0)),
         ([0, 2, 2], 2, True, (1, 2, 0, 4)),  # padding goes behind
         ([0, 0, 1, 5], 2, True, (2, 2, 0, 6)),
+        ([0, 1, 1], 1, True, (3, 0, 2, 0)),  # queries of one token are uniform
     ],
 )
 def test_split(query_lens, threshold, uniform, want):
