@@ -110,6 +110,11 @@ def test_lengths_that_do_not_fit_together():
         split_indexer_prefill_chunks(np.array([5, 3, 3]), np.array([2, 2]), 7, 40)
     with pytest.raises(ValueError, match="seq_lens_cpu: got -3 for request 1, expected at least 0"):
         split_indexer_prefill_chunks(np.array([5, -3]), np.array([2, 2]), 7, 40)
+    for name in ("workspace_size", "max_logits_bytes"):
+        with pytest.raises(ValueError, match=f"{name}: got {2**63}, expected at most {2**63 - 1}"):
+            split_indexer_prefill_chunks(
+                np.array([5]), np.array([2]), **{"workspace_size": 7, "max_logits_bytes": 40, name: 2**63}
+            )
 
 
 def one_chunk(starts=(0, 1, 8), seq_lens=(9, 20), requests=slice(0, 2), queries=slice(0, 8), table=TABLE):
