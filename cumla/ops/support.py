@@ -184,12 +184,11 @@ def _without_memory(value: Any) -> Any:
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype under which arrays of a framework's dtype are borrowed: 8-bit floats as bytes."""
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str) and not hasattr(ml_dtypes, name) and not str(dtype).startswith("torch."):
-        return np.dtype(dtype)
-    known = np.dtype(getattr(ml_dtypes, name, name))
-    return np.dtype(np.uint8) if name.startswith("float8") else known
+    """NumPy's dtype of a name, or of a framework's dtype."""
+    if isinstance(dtype, str) or str(dtype).startswith("torch."):
+        name = str(dtype).removeprefix("torch.")
+        dtype = getattr(ml_dtypes, name, name)
+    return np.dtype(dtype)
 
 
 def _variant(backend: str, asked: Asked, device: int) -> str:

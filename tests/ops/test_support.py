@@ -2,6 +2,7 @@
 
 import inspect
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -39,6 +40,19 @@ def test_nothing_is_written_or_allocated():
         "quantize_and_insert_k_cache", k=((3, 512), "float32"), k_cache=cache, slot_mapping=((3,), np.int64), device=-1
     )
     assert (cache == 1).all()
+
+
+@pytest.mark.parametrize("of", [lambda t: t.__name__, lambda t: t, np.dtype], ids=["name", "type", "dtype"])
+def test_of_the_8_bit_floats_e4m3_is_served(of):
+    """As in a call, however a framework writes them: JAX has types, NumPy dtypes."""
+
+    def found(dtype):
+        types = {"x": ((2, 128), "bfloat16"), "weight": ((128, 128), of(dtype)), "weight_scale": ((1, 1), "float32")}
+        return cumla.supports("fp8_block_linear", **types, device=-1)
+
+    assert found(ml_dtypes.float8_e4m3fn)
+    for other in (ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu):
+        assert found(other).reason == f"weight: got dtype {other.__name__}, expected float8_e4m3fn or bytes (uint8)"
 
 
 def test_why_not():
