@@ -141,8 +141,10 @@ def best_blocks(scores):
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("rows", [1, 6, 7, 8, 9, 11, 12, 13, 30])
-def test_candidates_limit_what_a_token_selects(rng, ratio, rows):
+@pytest.mark.parametrize("table_bytes", [selection.TABLE_BYTES, 1], ids=["at once", "one by one"])
+def test_candidates_limit_what_a_token_selects(rng, monkeypatch, ratio, rows, table_bytes):
     """From the first row on that they do not reach, and to complete rows: prefills of so many rows, and a decode."""
+    monkeypatch.setattr(selection, "TABLE_BYTES", table_bytes)
     step = Step(rng, [40, rows * ratio], [1, rows * ratio], ratio)
     source = [rng.standard_normal(len(scores)) for scores in step.scores]  # of the layer that chose the blocks
     blocks = np.array([best_blocks(scores) for scores in source], np.int32)
