@@ -239,6 +239,13 @@ def test_decodes_of_several_tokens(lab, rng):
     model.check(metadata)
 
 
+def test_decodes_are_of_one_token_unless_the_metadata_say_otherwise(lab, rng):
+    model = Model(lab, rng, [90, 3], [1, 1])
+    metadata = model.metadata()
+    metadata.max_decode_query_len = None
+    model.check(metadata)
+
+
 def test_block_quantised_weight(lab, rng):
     weight = BlockQuantizedWeight(
         rng.standard_normal((HEADS * (P + V), L)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
