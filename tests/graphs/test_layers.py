@@ -406,6 +406,14 @@ def test_plans_are_of_one_kind_and_one_device(device, rng):
             call(kind(np.zeros(1 << 20, np.uint8)))
         with pytest.raises(ValueError, match="plan: got a workspace of 64 bytes, expected at least"):
             kind(cupy.zeros(64, np.uint8)).workspace.array("a", 65, np.uint8, q)
+    memory = cupy.zeros(1 << 21, np.uint8)
+    out = memory[: dense_q.nbytes].view(BF16).reshape(2, 1, HEADS, 576)[..., :512]
+    for kind, call in (
+        (cumla.DecodePlan, lambda plan: cumla.sparse_mla_decode(q, cache, indices, plan=plan, out=out)),
+        (DenseDecodePlan, lambda plan: cumla.dense_mla_decode(dense_q, rows, table, lens, plan=plan, out=out)),
+    ):
+        with pytest.raises(ValueError, match=r"got elements that (plan|out) has too"):
+            call(kind(memory))
     if cupy.cuda.runtime.getDeviceCount() > 1:
         with cupy.cuda.Device(1):
             elsewhere = cupy.zeros(1 << 20, np.uint8)
