@@ -239,6 +239,29 @@ def test_caches_may_be_views_of_the_same_pages(lab, rng, kind):
     np.testing.assert_array_equal(lab.get(states)[:first], state)
 
 
+def both(lab, cases, states, caches, cos_sin=None):
+    """compress_and_insert of a layer's two compressors."""
+    first, second = cases
+    compress_and_insert(
+        lab.put(first.kv_score), lab.put(first.bias), lab.put(first.weight), states[0], lab.put(first.state_slots),
+        lab.put(first.table), caches[0], lab.put(first.slots), lab.put(first.positions), lab.put(first.requests),
+        lab.put(first.starts), lab.put(first.cos_sin if cos_sin is None else cos_sin), compress_ratio=first.ratio,
+        backend=lab.backend, index_kv_score=lab.put(second.kv_score), index_position_bias=lab.put(second.bias),
+        index_norm_weight=lab.put(second.weight), index_state_cache=states[1], index_k_cache=caches[1],
+    )  # fmt: skip
+
+
+def test_both_compressors_have_the_columns_of_the_rotation(rng):
+    """A head of 512 values has 192 that rotate; the indexer's of 128 has not."""
+    lab, wide = Lab("cpu", on_device=False), np.zeros((64, 192), np.float32)
+    cases = [Case(rng, layout, "ratio4") for layout in (DSV4_BF16, INDEXER_BF16)]
+    states, caches = [case.state.copy() for case in cases], [cache_of(case.layout, 4, 16) for case in cases]
+    with pytest.raises(ValueError, match=r"cos_sin_cache: got shape .*, expected .* even number of columns up to 128"):
+        both(lab, cases, states, caches, cos_sin=wide)
+    for case, state in zip(cases, states, strict=True):
+        np.testing.assert_array_equal(state, case.state)
+
+
 @pytest.mark.parametrize("formats", [(DSV4_FP8, INDEXER_FP8), (DSV4_BF16, INDEXER_BF16)], ids=["fp8", "bf16"])
 @pytest.mark.parametrize(("kind", "tokens"), [("ratio4", 9), ("ratio4", 140), ("ratio128", 9)])
 @pytest.mark.nowhere(when=lambda c: c.simulated and (c.get("kind") == "ratio128" or c.get("tokens") > 9))  # slow
@@ -251,14 +274,7 @@ def test_both_compressors_of_a_layer_at_once(lab, rng, kind, tokens, formats):
     want = [case.run(lab, cache_of(case.layout, blocks, 16)) for case in cases]
     states = [lab.put(case.state.copy()) for case in cases]
     caches = [lab.put(cache_of(case.layout, blocks, 16)) for case in cases]
-    first, second = cases
-    compress_and_insert(
-        lab.put(first.kv_score), lab.put(first.bias), lab.put(first.weight), states[0], lab.put(first.state_slots),
-        lab.put(first.table), caches[0], lab.put(first.slots), lab.put(first.positions), lab.put(first.requests),
-        lab.put(first.starts), lab.put(first.cos_sin), compress_ratio=first.ratio, backend=lab.backend,
-        index_kv_score=lab.put(second.kv_score), index_position_bias=lab.put(second.bias),
-        index_norm_weight=lab.put(second.weight), index_state_cache=states[1], index_k_cache=caches[1],
-    )  # fmt: skip
+    both(lab, cases, states, caches)
     for (cache, state), got_cache, got_state in zip(want, caches, states, strict=True):
         np.testing.assert_array_equal(np.asarray(lab.get(got_cache)).view(np.uint8), np.asarray(cache).view(np.uint8))
         np.testing.assert_array_equal(lab.get(got_state), state)
