@@ -25,14 +25,14 @@ def _compress_rows(own: CompressorRows, step: Compression) -> None:
         states = np.array(kv_score, np.float32)
     width = states.shape[1]
     parallel_for(len(states), width * TO_COPY, _add_bias, states, step.positions, own.position_bias)
-    step = step._replace(slots=np.asarray(step.slots, np.int64))
-    rows = int(np.count_nonzero(step.slots >= 0))
+    slots, state_slots = (np.asarray(x, np.int64) for x in (step.slots, step.state_slots))
+    step = step._replace(slots=slots, state_slots=state_slots)  # the machine code is for slots of one type
+    rows = int(np.count_nonzero(slots >= 0))
     parallel_for(
         GROUPS, rows * step.compress_ratio * width * TO_POOL // GROUPS, _compress,
         states, state, pages.bytes, geometry_of(pages), own.norm_weight.astype(np.float32), step,
         np.empty((GROUPS, 3, pages.layout.head_dim), np.float32), row_bits(pages.layout.head_dim),
     )  # fmt: skip
-    state_slots = np.asarray(step.state_slots, np.int64)
     parallel_for(GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, state_slots)
 
 

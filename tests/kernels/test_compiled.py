@@ -4,7 +4,10 @@ import collections
 import concurrent.futures
 import contextlib
 import hashlib
+import importlib
+import inspect
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -14,9 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cumla.kernels import self_tests
+import cumla
+from cumla.kernels import cpu, self_tests
 from cumla.kernels.numba_common import compiled
 from cumla.kernels.numba_common import kept as kept_on_disk
+from support.operations import CASES, operation
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -218,6 +223,33 @@ def test_a_number_is_never_converted_to_the_type_of_an_earlier_call():
     assert len(double.overloads) == 4
 
 
+def takes_slots(op):
+    return "slot_mapping" in inspect.signature(getattr(cumla, op)).parameters
+
+
+@pytest.mark.parametrize(
+    ("op", "case"), [x for x in {operation(case): case for case in CASES}.items() if takes_slots(x[0])]
+)
+def test_slots_of_int32_take_the_machine_code_of_int64(op, case, rng):
+    """A warm process compiles nothing for an engine whose slots are of the other type."""
+    modules = [importlib.import_module(f"cumla.kernels.cpu.{x.name}") for x in pkgutil.iter_modules(cpu.__path__)]
+    functions = {
+        (x.__module__, x.__name__): x
+        for module in modules
+        for x in vars(module).values()
+        if type(x) is compiled.Compiled
+    }
+    for function in functions.values():
+        function._reset_overloads()  # of earlier tests
+    given, counts = CASES[case](rng), []
+    for dtype in (np.int64, np.int32):
+        for name in given.keys() & {"slot_mapping", "state_slot_mapping"}:
+            given[name] = given[name].astype(dtype)
+        getattr(cumla, op)(**given, backend="cpu")
+        counts.append({name: len(function.overloads) for name, function in functions.items()})
+    assert counts[0] == counts[1]
+
+
 def test_many_threads_at_once_compile_it_once(monkeypatch):
     asked = []
     fresh = compiled.compiled(lambda x: x + 1)
@@ -243,6 +275,13 @@ def test_what_cannot_be_kept_is_counted(monkeypatch, tmp_path):
     result_file = tmp_path / "file" / "a.verdict"
     self_tests.conclude(self_tests.Fresh("a", "cpu", "", "", result_file), self_tests.RIGHT)
     assert unkept == {f"{tmp_path / 'file'}: Not a directory": 1}
+
+
+def test_a_file_that_cannot_be_replaced_is_an_error_and_leaves_no_other(tmp_path):
+    (tmp_path / "code").mkdir()
+    with pytest.raises(OSError, match="code"):
+        kept_on_disk.write(tmp_path / "code", b"data")
+    assert list(tmp_path.iterdir()) == [tmp_path / "code"]
 
 
 @pytest.mark.slow
