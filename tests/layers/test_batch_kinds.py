@@ -241,6 +241,7 @@ def test_layers_of_v41(backend, kind):
     rings = np.array([request for request, _, _ in kind.scheduled], np.int32)
     metadata = DeepseekV41StepBuilder(serving, backend).build(padded(batch, kind.padding), tables["compressed"], rings)
     spans, tokens = [slice(first, first + count) for _, first, count in kind.spans], batch.num_actual_tokens
+    np.testing.assert_array_equal(metadata.ring_slot_mapping[tokens:], np.full(kind.padding, -1))
     for number, (layer, caches) in enumerate(zip(stack.layers, stack.caches, strict=True)):
         x = np.full((tokens + kind.padding, stack.config.hidden_size), np.nan, np.float32)
         x[:tokens] = np.concatenate([x[:0], *(stack.hidden[0][number, span] for span in spans)])
