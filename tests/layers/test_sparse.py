@@ -146,6 +146,8 @@ def check_step(lab, rng, ratio, seq_lens, query_lens, path, layout=cumla.DSV4_FP
     out = to_float(lab.get(out))
     if path is not None:
         assert ("gather" in observed) == (path == "rows")
+    if lab.backend == "cuda" and "decode" in observed:
+        assert metadata.decode_plan(ratio).made_for is not None  # which the other layers of the step find
 
     token = 0
     for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
