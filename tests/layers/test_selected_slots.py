@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.layers.prefill_path import chunk_paths
 from cumla.layers.selection import IndexerInputs, score_bytes, select_rows
 from cumla.layers.sparse import LayerWorkspace, not_observed
 from cumla.metadata import DeepseekV32IndexerMetadataBuilder
@@ -15,6 +16,7 @@ from layers.test_sparse import batch_of, step_of
 from support.graphs import graph_of
 from support.lab import BF16, Lab
 
+HOST = Lab("cpu", on_device=False)
 TOPK, HEADS = 8, 4
 STEPS = {
     "decodes": ([3, 200, 147], [1, 1, 1]),
@@ -185,3 +187,23 @@ def test_slots_of_decodes_may_be_given(lab, rng):
     wrong = replace(all_rows["compressed"], decode_slots=slots, decode_lens=lens)
     with pytest.raises(ValueError, match=r"compressed.decode_slots: got arrays, expected None at compress_ratio 128"):
         layer.step(**all_rows | {"compressed": wrong}, backend=lab.backend)
+
+
+@pytest.mark.parametrize("short", ["decode_slots", "decode_lens"])
+def test_prefills_attend_apart_where_an_array_has_rows_of_decodes_only(rng, monkeypatch, short):
+    """Slots of prefills that attend in the call of the decodes are written behind the slots of those."""
+    layer, given = selecting_step(rng, HOST, *STEPS["mixed"])
+    given = with_selection(HOST, given)
+    metadata, compressed = given["metadata"], given["compressed"]
+    decodes, tokens = metadata.num_decode_tokens, len(given["q"])
+    slots, lens = cumla.compute_global_topk_indices_and_lens(
+        compressed.topk_indices, metadata.token_to_req_indices, compressed.block_table, compressed.cache.shape[1],
+        metadata.is_valid_token, compact=True, positions=metadata.positions, compress_ratio=4, backend="cpu",
+    )  # fmt: skip
+    arrays = {"decode_slots": slots, "decode_lens": lens}
+    assert decodes < tokens
+    arrays[short] = arrays[short][:decodes]
+    want, _ = observed(layer, given)
+    monkeypatch.setattr("cumla.layers.sparse.chunk_paths", lambda *x: [c._replace(ahead=4) for c in chunk_paths(*x)])
+    got, _ = observed(layer, given | {"compressed": replace(compressed, **arrays)})
+    assert got.tobytes() == want.tobytes()
