@@ -174,6 +174,18 @@ def test_schedule_counts_splits_of_four_pages(lab, lens, num_sms, expected):
     assert lab.get(found).tolist() == expected
 
 
+def test_a_schedule_of_one_multiprocessor(lab):
+    """Two rows, its start and its end; fewer are no schedule of any device."""
+    lens, table = np.array([9, 30], np.int32), np.zeros((2, 4), np.int32)
+    q, weights = np.zeros((2, 1, 2, HEAD_DIM), np.uint8), np.zeros((2, 2), np.float32)
+    given = [lab.put(x) for x in (q, np.zeros((1, 8, 132), np.uint8), weights, lens, table)]
+    schedule = cumla.get_paged_mqa_logits_metadata(given[3], 8, 1, backend=lab.backend)
+    found = cumla.fp8_paged_mqa_logits(*given, schedule, backend=lab.backend)
+    assert lab.get(found)[0, :9].tolist() == [0] * 9
+    with pytest.raises(ValueError, match="schedule_metadata: got 1 rows, expected one more than"):
+        cumla.fp8_paged_mqa_logits(*given, schedule[:1], backend=lab.backend)
+
+
 def test_a_schedule_of_the_longest_pages(lab):
     """Four of them in a split overflow int32."""
     lens = lab.put(np.array([2**31 - 1, 0, 5], np.int32))
