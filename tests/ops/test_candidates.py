@@ -116,6 +116,20 @@ def test_nothing_to_select(lab):
     np.testing.assert_array_equal(lab.get(found), np.full((2, 5), -1))
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_candidate_blocks_reach_as_far_as_int32(backend):
+    q, cache, weights = np.zeros((1, 1, 2, HEAD_DIM), np.uint8), np.zeros((1, 8, 132), np.uint8), np.zeros((1, 2))
+    lens, table = np.ones(1, np.int32), np.zeros((1, 1), np.int32)
+
+    def rows(count, block):  # of which none are selected: no memory for scores
+        given = q, cache, weights.astype(np.float32), np.zeros((1, count), np.int32), 0, lens, table
+        return cumla.candidate_topk(*given, candidate_block_size=block, backend=backend)
+
+    assert rows(1, 2**31 - 1).shape == rows(2, 2**30 - 1).shape == (1, 0)
+    with pytest.raises(ValueError, match="candidate_blocks: got 2 blocks of 1073741824 positions, expected at most"):
+        rows(2, 2**30)
+
+
 @pytest.mark.parametrize(("width", "block"), [(75, 8), (41, 5), (70_000, 8)])
 @pytest.mark.thorough(when=lambda x: x.get("width") == 70_000 and (x.simulated or x.emulated or x.get("with_nan")))
 @pytest.mark.parametrize("with_nan", [False, True])
