@@ -402,7 +402,7 @@ def test_plans_are_of_one_kind_and_one_device(device, rng):
             with pytest.raises(TypeError, match=f"plan: got .*{type(other).__name__}, expected a {kind}$"):
                 call(other)
     for kind, call in ((cumla.DecodePlan, sparse), (DenseDecodePlan, dense)):
-        with pytest.raises(ValueError, match="plan: got memory in host memory, expected it on CUDA device 0"):
+        with pytest.raises(ValueError, match="plan: got memory in host memory, expected memory on CUDA device 0"):
             call(kind(np.zeros(1 << 20, np.uint8)))
         with pytest.raises(ValueError, match="plan: got a workspace of 64 bytes, expected at least"):
             kind(cupy.zeros(64, np.uint8)).workspace.array("a", 65, np.uint8, q)
@@ -417,5 +417,5 @@ def test_plans_are_of_one_kind_and_one_device(device, rng):
     if cupy.cuda.runtime.getDeviceCount() > 1:
         with cupy.cuda.Device(1):
             elsewhere = cupy.zeros(1 << 20, np.uint8)
-        with pytest.raises(ValueError, match="plan: got memory on CUDA device 1, expected it on CUDA device 0"):
+        with pytest.raises(ValueError, match="plan: got memory on CUDA device 1, expected memory on CUDA device 0"):
             dense(DenseDecodePlan(elsewhere))
