@@ -112,8 +112,9 @@ class KnownCall(NamedTuple):
             return [dlpack.empty_torch(shape, dtype, self.device) for shape, dtype in self.outputs]
         if not self.outputs:
             return []
+        array = sys.modules["cupy"].ndarray
         with streams.Current(self.device, stream):
-            return [sys.modules["cupy"].empty(shape, dtype) for shape, dtype in self.outputs]
+            return [array(shape, dtype) for shape, dtype in self.outputs]
 
     def _addresses_of_memory(self, stream: int) -> list[int] | None:
         """Addresses in the stream's workspace; None if it does not have the memory."""
