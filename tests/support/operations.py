@@ -14,7 +14,7 @@ from cumla.specs.self_test import CASES as EVERY_CASE
 from support.lab import BF16
 
 BLOCK, BLOCKS = 4, 6
-NO_OPERATIONS = {"supports", "debug", "register_layout"}  # public functions that compute nothing
+NO_OPERATIONS = {"supports", "debug", "register_layout", "release_memory"}  # public functions that compute nothing
 
 
 def rows(rng, *shape):
