@@ -3,4 +3,4 @@
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))  # as for a script: files import each other by name
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # as in a script: files import each other by name

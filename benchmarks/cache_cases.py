@@ -17,7 +17,7 @@ from cumla.specs import advance, blocks, dense_cache, sparse_cache
 
 @dataclass(frozen=True)
 class DenseGather:
-    """Rows of a dense layer's cache, packed."""
+    """Gathers rows of a dense layer's cache into packed rows."""
 
     requests: int
     length: int
@@ -46,7 +46,7 @@ class DenseGather:
 
 @dataclass(frozen=True)
 class KeyGather:
-    """Keys of an indexer and their scales, packed."""
+    """Gathers an indexer's keys and their scales into packed arrays."""
 
     requests: int
     length: int

@@ -1,4 +1,4 @@
-"""Candidate blocks of V4.1's indexer: their selection, and the choice among them beside that among all positions."""
+"""Candidate blocks of V4.1's indexer: selection of blocks, and top-k over candidates compared with all positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def inputs(case: Any, sizes: Sizes) -> Measured:
 
 @dataclass(frozen=True)
 class CandidateBlocks:
-    """The blocks of each row of scores."""
+    """Selects the candidate blocks of each row of scores."""
 
     rows: int
     columns: int
@@ -65,7 +65,7 @@ class CandidateBlocks:
 
 @dataclass(frozen=True)
 class CandidateTopk:
-    """Scores of candidate positions and the choice among them; "all positions": the scores and choice of everything."""
+    """Scores and top-k of candidate positions; "all positions": scores and top-k of every position."""
 
     batch: int
     context: int
@@ -114,7 +114,7 @@ class CandidateTopk:
 
 @dataclass(frozen=True)
 class CandidateSource:
-    """Scores of all positions, the choice among them and the candidate blocks; "without blocks": the first two."""
+    """Scores of all positions, their top-k and the candidate blocks; "without blocks": scores and top-k only."""
 
     batch: int
     context: int

@@ -1,9 +1,9 @@
-"""What every benchmark shares: options, tables and JSON.
+"""Options, tables and JSON of all benchmarks.
 
-A row is {op, config, impl, us, us_graph, gbps, tflops, limit_us, max_abs_err, checked}: `us_graph` is the time of one
-call inside a CUDA graph of back-to-back calls (median over replays), inputs rotated through several sets so that the L2
-cache does not answer; `us` is the host's time for one call, launch included; `limit_us` the least that an H200's memory
-(4.3 TB/s) and products (790 TFLOP/s) allow. A row of another library names its function and version as `peer`.
+A row is {op, config, impl, us, us_graph, gbps, tflops, limit_us, max_abs_err, checked}. `us_graph` is the time of one
+call inside a CUDA graph of back-to-back calls (median over replays); inputs rotate through several sets, so that they
+are not in the L2 cache. `us` is the host's time for one call, launch included. `limit_us` is the least time that an
+H200's memory (4.3 TB/s) and tensor cores (790 TFLOP/s) allow. `peer` is the function and version of another library.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def arguments(description):
 
 
 def case_arguments(description):
-    """Those of `run`."""
+    """The parser of `run`'s options."""
     parser = arguments(description)
-    parser.add_argument("--kernel", choices=sparse_kernels.KERNELS, help="sparse attention by this one")
+    parser.add_argument("--kernel", choices=sparse_kernels.KERNELS, help="run sparse attention with this kernel")
     return parser
 
 
 class Report:
-    """Rows as they come, a table as it grows, a file at the end."""
+    """Collects rows, prints them as a table, and writes them to a file at the end."""
 
     def __init__(self, args):
         self.args, self.rows = args, []
@@ -53,7 +53,7 @@ class Report:
         return self.args.only in op or self.args.only in config
 
     def add(self, op, config, impl, us_graph, bytes_moved=0, flop=0, max_abs_err=None, checked=True):
-        """A row of what cannot be a case: its time comes from elsewhere."""
+        """Add a row that is not a case's: the caller has measured its time."""
         row = rows.numbers_of(us_graph, bytes_moved, flop) | {"max_abs_err": max_abs_err, "checked": checked}
         self.add_row({"op": op, "config": config, "impl": impl, "us": None, "us_graph": us_graph, **row})
 
@@ -68,7 +68,7 @@ class Report:
         print(f"{row['op']:38} {row['config']:44} {row['impl']:16} {text} {row.get('error', '')}".rstrip(), flush=True)
 
     def fail(self, op, config, impl, error):
-        """A row of what could not be measured."""
+        """Add a row with the error of a failed measurement."""
         text = rows.reason(error)
         self.rows.append({"op": op, "config": config, "impl": impl, "us": None, "us_graph": None, "error": text})
         print(f"{op:38} {config:44} {impl:16} {text}", flush=True)
@@ -79,7 +79,7 @@ class Report:
 
 
 def write(path, record):
-    """Write a record as JSON, a row a line, so that versions of a file can be compared."""
+    """Write a record as JSON, one row per line, so that versions of a file can be compared."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(rows.text(record))
 
@@ -87,9 +87,9 @@ def write(path, record):
 def run(args, cases, backends=(), **extra):
     """Measure cases, one after another, and write a row for each implementation.
 
-    args      of a parser that `case_arguments` made
-    backends  measured in addition to the CUDA sources
-    extra     further entries of the file, by name; functions are called with all rows in the end
+    args      parsed options of `case_arguments`
+    backends  backends to measure in addition to the CUDA sources
+    extra     further entries of the file, by name; functions are called with all rows at the end
     """
     import cupy
 
@@ -102,11 +102,11 @@ def run(args, cases, backends=(), **extra):
             with sparse_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext():
                 for row in rows.rows_of(case.problem(Sizes("cuda", beside=tuple(backends)))):
                     report.add_row(row)
-        except Exception as error:  # the next one may do
+        except Exception as error:  # the next case may succeed
             report.fail(case.op, str(case), "cumla", error)
             failed = True
         cupy.get_default_memory_pool().free_all_blocks()
-        report.finish(**known)  # as far as it has come
+        report.finish(**known)  # writes the rows measured so far
     if len(known) < len(extra):
         report.finish(**{name: x(report.rows) if callable(x) else x for name, x in extra.items()})
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""Prefill with projected K and V, and a dense layer's prefill whose context is gathered in chunks."""
+"""Prefill with projected K and V, and a dense layer's prefill that gathers its context in chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cumla.specs.dense_attention import NOPE, ROPE, V
 
 @dataclass(frozen=True)
 class DensePlan:
-    """The decode of a step's first layer, which also divides the keys by their lengths. The plan's time is the
+    """The decode of a step's first layer, which also divides the keys by the requests' lengths. The plan's time is the
     difference to DenseDecode with lengths, the decode of the other layers."""
 
     heads: int
@@ -47,7 +47,7 @@ class DensePlan:
 
 @dataclass(frozen=True)
 class DensePrefill:
-    """New tokens of a request among themselves, causal, or over a context, which is not."""
+    """Attention of a request's new tokens: causal among themselves, or over a context without a mask."""
 
     heads: int
     new: int
@@ -66,7 +66,7 @@ class DensePrefill:
         samples = np.linspace(0, new - 1, SAMPLES).astype(int)
 
         def check(_: Any) -> float:
-            """Some tokens, each with other heads."""
+            """The error of some tokens, each in different heads."""
             worst = 0.0
             for number, token in enumerate(samples):
                 one, heads = slice(token, token + 1), slice(number % self.heads, None, SAMPLES)
@@ -87,7 +87,7 @@ class DensePrefill:
 
 @dataclass(frozen=True)
 class DenseLayerPrefill:
-    """A dense layer's prefill of one request, its context in one chunk or in several."""
+    """A dense layer's prefill of one request, with its context in one chunk or in several."""
 
     heads: int
     new: int

@@ -1,4 +1,4 @@
-"""Index maps that `cumla bench` does not offer."""
+"""Index maps that `cumla bench` does not measure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Combine:
-    """Selected rows and window rows of prefills, as gathered rows."""
+    """Maps selected rows and window rows of prefills to gathered rows."""
 
     tokens: int
     topk: int
@@ -50,7 +50,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class Mixed:
-    """FlashInfer's map of decodes, or of four prefills."""
+    """FlashInfer's index map for decodes, or for four prefills."""
 
     decodes: int
     prefill_tokens: int

@@ -20,7 +20,7 @@ OF_TOKENS = "positions", "index_q", "index_weights"
 
 @dataclass(frozen=True)
 class QueryQuant:
-    """Queries rotated and quantised; in MXFP4 as many heads as DeepSeek V4.1 has."""
+    """Rotates and quantises queries; MXFP4 queries have DeepSeek V4.1's number of heads."""
 
     tokens: int
     q_format: QueryFormat = "fp8"
@@ -49,7 +49,7 @@ class QueryQuant:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Work ranges of decodes by multiprocessor. The installed peer orders the splits otherwise."""
+    """Work ranges of decodes for each SM. The installed peer orders the splits differently."""
 
     batch: int
 

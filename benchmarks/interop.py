@@ -1,10 +1,10 @@
-"""What it costs to come from a framework: the host's time of a call over the bare launch, and copies.
+"""The cost of calls with a framework's arrays: host time of a call in addition to the bare launch, and copies.
 
     python benchmarks/interop.py [--json benchmarks/results/h200/interop.json] [--only TEXT]
 
-`us` is of one call whose outputs are given, by framework, in turn; decodes also by FlashMLA
-(cumla/bench/framework_calls.py). Copies: memory copies and sets that CUPTI sees while such a call runs; these come
-last, since CUPTI slows launches down from then on.
+`us` is the time of one call with preallocated outputs, for each framework in turn; decodes are also run by FlashMLA
+(cumla/bench/framework_calls.py). Copies are memory copies and sets that CUPTI counts during such a call. They are
+counted last, because CUPTI slows down all later launches.
 """
 
 import common
@@ -14,7 +14,7 @@ from cumla.bench.problem import Sizes
 
 
 def copies(_):
-    """By call and framework, memory copies and sets of a call."""
+    """Memory copies and sets of a call, by call and framework."""
     if not common.has_peer("torch"):
         return {}
     import cupy

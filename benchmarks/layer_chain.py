@@ -1,11 +1,11 @@
-"""The peers' chains for whole layers: what vLLM runs from hidden states to the layer's output, in one graph.
+"""The peers' chains for whole layers: vLLM's operations from hidden states to the layer's output, in one graph.
 
-Products are DeepGEMM's of FP8 weights, with vLLM's quantisation of the activations; inserts, indexer logits, top-k,
-index maps and attention are vLLM's, DeepGEMM's and FlashMLA's, with the lengths that they take. What these libraries
-lack here (or have only in PyTorch's eager operations) is cumla's, and `OURS` names it. As in vLLM, a V4 layer's
-compressors run on a second stream.
+DeepGEMM multiplies by FP8 weights, after vLLM's quantisation of the activations. Inserts, indexer logits, top-k,
+index maps and attention are vLLM's, DeepGEMM's and FlashMLA's, with lengths where they take them. cumla's operations
+replace those that these libraries lack here (or have only as PyTorch's eager operations); `OURS` names them. As in
+vLLM, a V4 layer's compressors run on a second stream.
 
-DeepGEMM compiles a kernel for each product in seconds. `Compilers` does so in processes, beside other work.
+DeepGEMM compiles a kernel for each product in seconds. `Compilers` does so in processes, during other work.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ LATENT, GROUP = 512, 128
 class Compilers:
     """Processes that compile DeepGEMM's kernels into its cache.
 
-    products  (groups, rows, columns), of which each gets a process
-    heads     of indexers, as many
-    batches   tokens
+    products  (groups, rows, columns), a process for each
+    heads     numbers of heads of indexers, a process for each
+    batches   numbers of tokens
     """
 
     def __init__(self, products, heads, batches):
@@ -49,7 +49,7 @@ class Compilers:
         self.processes = [subprocess.Popen([*here, json.dumps(job)], stdout=subprocess.DEVNULL) for job in jobs]
 
     def wait(self, seconds=60):
-        """A kernel whose process failed, or is late, is compiled where it is called."""
+        """Wait for the processes. If one fails or is late, the first call of its kernel compiles it."""
         for process in self.processes:
             try:
                 process.wait(seconds)
@@ -58,7 +58,7 @@ class Compilers:
 
 
 def compile_kernels(job):
-    """By calling them, with zeros."""
+    """Compile a job's kernels by calling them with zeros."""
     gemm = peers.deep_gemm()
     if gemm is None:
         return
@@ -97,11 +97,11 @@ def call_product(gemm, tokens, groups, rows, columns):
 
 
 class Chain:
-    """What both models have in common. Arrays of the layer and its step are shared with torch.
+    """Code common to both models' chains. Arrays of the layer and its step are shared with torch.
 
     step  called without arguments; writes out
 
-    is_ue8m0  whether scales of activations are powers of two, as cumla's are, and not as vLLM makes them on Hopper
+    is_ue8m0  whether scales of activations are powers of two, as in cumla; vLLM's scales on Hopper are not
     """
 
     is_ue8m0 = False
@@ -119,7 +119,7 @@ class Chain:
         self.gemm, self.ops = peers.deep_gemm(), peers.vllm_operations()
         self.mla, self.maps = peers.module(peers.FLASH_MLA), peers.module(peers.VLLM_CACHE)
         if None in (self.gemm, self.ops, self.mla, self.maps):
-            raise ImportError("the peers are not there: DeepGEMM, vLLM's operations and FlashMLA")
+            raise ImportError("the peers are not installed: DeepGEMM, vLLM's operations and FlashMLA")
         self.plan, _ = self.mla.get_mla_metadata()
         self.lens = self.tensor(self.indexer.seq_lens)
         self.lens = self.lens if self.lens.ndim == 2 else self.lens[:, None]
@@ -137,19 +137,19 @@ class Chain:
         return self.torch.empty(shape, dtype=dtype or self.torch.bfloat16, device="cuda")
 
     def tensor(self, array):
-        """An array of the layer or of its metadata as torch's. Shared once: it cannot be done in a capture."""
+        """An array of the layer or of its metadata as a torch tensor, created once: a capture does not allow it."""
         if id(array) not in self.tensors:
             self.tensors[id(array)] = array, peers.tensor(array)
         return self.tensors[id(array)][1]
 
     def memory(self, name, *shape, dtype=None):
-        """The same memory from call to call."""
+        """A tensor at the same address in every call."""
         if (name, shape) not in self.arrays:
             self.arrays[name, shape] = self.empty(*shape, dtype=dtype)
         return self.arrays[name, shape]
 
     def quantized(self, x):
-        """Codes and scales of groups of 128 values, as DeepGEMM takes them."""
+        """Codes and scales of groups of 128 values, in DeepGEMM's layout."""
         torch, (tokens, columns) = self.torch, x.shape
         codes = self.memory("codes", tokens, columns, dtype=torch.float8_e4m3fn)
         padded = self.memory("scales", columns // GROUP, -(-tokens // 4) * 4, dtype=torch.float32)
@@ -168,7 +168,7 @@ class Chain:
         self.gemm.fp8_gemm_nt(quantized, (codes, self.tensor(weight.scales)), out)
 
     def select(self, projected, weights, rope_first):
-        """Slots of the selected rows, and their counts."""
+        """Slots and number of each token's selected rows."""
         heads = self.config.index_n_heads
         q = projected.view(-1, heads, 128)
         fused_indexer_q_rope_quant(
@@ -235,7 +235,7 @@ class V4Chain(Chain):
         return self.out
 
     def multiply_groups(self, o, out):
-        """out [T, G, N] of attention's output [T, heads, 512]: inverse RoPE, quantisation, product."""
+        """out [T, G, N] from attention's output [T, heads, 512]: inverse RoPE, quantisation, product."""
         torch, fp8, weight = self.torch, self.torch.float8_e4m3fn, self.layer.o_a
         groups, _, columns = weight.shape
         values = self.memory("o values", groups, len(o), columns, dtype=torch.uint8)
@@ -276,7 +276,7 @@ class V4Chain(Chain):
 
 
 class V32Chain(Chain):
-    """A layer of DeepSeek V3.2. W_UK and W_UV are bfloat16, as vLLM has them."""
+    """A layer of DeepSeek V3.2. W_UK and W_UV are bfloat16, as in vLLM."""
 
     @staticmethod
     def products(config):
@@ -293,7 +293,7 @@ class V32Chain(Chain):
         low, queries = layer.low_rank, layer.queries
         parts = low.between(0, rank), low.between(rank + 128, low.shape[0])
         codes, scales = (cupy.concatenate([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-        self.low_rank = dataclasses.replace(low, codes=codes, scales=scales)  # as vLLM has them, in a matrix each
+        self.low_rank = dataclasses.replace(low, codes=codes, scales=scales)  # one matrix each, as in vLLM
         self.wk, self.q_b = low.between(rank, rank + 128), queries.between(0, width)
         self.index_q_b = queries.between(width, queries.shape[0])
         dequantized = (weight.dequantized(x.dtype) for weight in (layer.latent, layer.value))

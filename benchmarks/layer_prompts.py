@@ -1,6 +1,6 @@
-"""A prompt in a whole C4A layer, and its products alone, for benchmarks/layers.py.
+"""A prompt in a whole C4A layer, and the layer's products alone, for benchmarks/layers.py.
 
-In FP8 (`cumla`), with weights alone in FP8 (`weights`), and with weights in bfloat16 (`bfloat16`).
+Weights and activations are FP8 (`cumla`), only weights are FP8 (`weights`), or both are bfloat16 (`bfloat16`).
 """
 
 import collections
@@ -23,7 +23,7 @@ from cumla.models.products import multiply, multiply_groups
 from cumla.timing import Gate
 
 TOKENS = 4096
-# Name of a row's implementation: weights, activations.
+# Types of weights and activations, by the name of a row's implementation.
 IMPLS = {"cumla": ("fp8", "fp8"), "weights": ("fp8", "bfloat16"), "bfloat16": ("bfloat16", "bfloat16")}
 PRODUCTS = {"low rank": "low_rank", "q": "q_b", "index q": "index_q_b", "o, first": "o_a", "o, second": "o_b"}
 MOST_OF_WEIGHTS, MOST_OF_ROUNDING = 0.01, 0.15  # relative rms of a layer over the same rows, against bfloat16 weights
@@ -58,7 +58,7 @@ class Prompt:
             calls[name] = functools.partial(layer.step, x, caches, metadata, out=outs[name])
 
         def check(_):
-            """The others' error over the rows that the layer with bfloat16 weights selects."""
+            """Errors of the FP8 layers over the rows that the layer with bfloat16 weights selects."""
             calls["bfloat16"]()
             layer = self.layer_on("cuda", self.model, *IMPLS["bfloat16"])
             rows = layer.scratch.shaped("topk_indices", (TOKENS, config.index_topk), np.int32, x).copy()
@@ -79,7 +79,7 @@ class Prompt:
 
 
 def us_of_parts(step):
-    """Median us of each part of a step, whose work is queued first."""
+    """Median us of each part of a step; the step's work is queued before the device starts it."""
     found = collections.defaultdict(list)
     gate = Gate(LONGEST_HOLD_NS)
     for _ in range(REPEATS):
@@ -106,7 +106,7 @@ def us_of_parts(step):
 
 @dataclasses.dataclass(frozen=True)
 class PromptProduct:
-    """One product, with the rounding of its activations; beside it DeepGEMM's."""
+    """One product, with the rounding of its activations, and DeepGEMM's product of the same arrays."""
 
     model: Any
     layer_on: Any

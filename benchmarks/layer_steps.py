@@ -18,7 +18,7 @@ LAYOUTS = {
 
 
 def serving_of(config, batch, ratio, tokens=None):
-    """For so many requests, and so many tokens a step, by default one each."""
+    """Sizes for `batch` requests and `tokens` tokens a step, by default one per request."""
     return ServingConfig(
         compress_ratios=(ratio,), index_topk=config.index_topk, num_heads=config.num_attention_heads, block_size=PAGE,
         compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=tokens or batch, max_num_seqs=batch,
@@ -31,13 +31,13 @@ def relative_rms(got, want):
 
 
 def fill(cache, layout):
-    """With rows of ordinary numbers."""
+    """Fill a cache with rows of normal values."""
     slots = len(cache) * cache.shape[1] + (1 << 16)
     cache[...] = repeating_cache("cuda", layout, cache.shape[1], slots).array[: len(cache)]
 
 
 class V4Step:
-    """A step's lengths and tables, of which any number of the first requests can be taken."""
+    """A step's lengths and tables, for the first requests in any number."""
 
     def __init__(self, config, batch):
         rng = np.random.default_rng(0)
@@ -49,19 +49,19 @@ class V4Step:
 
     @staticmethod
     def last_pages(batch, size, count):
-        """A table of requests that hold their last pages alone; those before are page 0, which is not read."""
+        """A table of requests that have only their last pages; earlier entries are page 0, which is not read."""
         table = np.zeros((batch, CONTEXT // size), np.int32)
         table[:, -count:] = 1 + np.arange(batch * count).reshape(batch, count)
         return table
 
     def metadata(self, backend, put, requests):
-        """What the layer takes, of the first requests."""
+        """The layer's metadata for the first requests."""
         batch = batch_of(put, [1] * requests, self.lens[:requests], self.window[:requests])
         builder = DeepseekV4StepBuilder(self.serving, backend)
         return builder.build(batch, put(self.compressed[:requests]), {RATIO: put(self.states[:requests])})
 
     def caches(self):
-        """Filled with rows of ordinary numbers."""
+        """Caches filled with rows of normal values."""
         caches = DeepseekV4Caches.allocate(
             RATIO, self.serving, self.window.max() + 1, self.compressed.size, self.states.max() + 1, xp=cupy
         )
@@ -73,7 +73,7 @@ class V4Step:
 
 
 class V4Prompt:
-    """One request's prompt of so many tokens, in a layer of V4."""
+    """One request's prompt of `tokens` tokens, in a layer of V4."""
 
     def __init__(self, config, tokens):
         self.serving, self.tokens = serving_of(config, 1, RATIO, tokens), tokens
@@ -92,7 +92,7 @@ class V4Prompt:
 
 
 class V32Step:
-    """The same of V3.2's layers, whose rows of all positions are in pages of one table."""
+    """A step of V3.2's layers, whose rows of all positions are in pages of one table."""
 
     def __init__(self, config, batch):
         self.serving = serving_of(config, batch, 1)
@@ -100,12 +100,12 @@ class V32Step:
         self.table = np.random.default_rng(0).permutation(batch * CONTEXT // PAGE).astype(np.int32).reshape(batch, -1)
 
     def metadata(self, backend, put, requests):
-        """What the layer takes, of the first requests."""
+        """The layer's metadata for the first requests."""
         batch = batch_of(put, [1] * requests, self.lens[:requests], self.table[:requests])
         return DeepseekV32StepBuilder(self.serving, backend).build(batch)
 
     def caches(self):
-        """Filled with rows of ordinary numbers."""
+        """Caches filled with rows of normal values."""
         caches = DeepseekV32Caches.allocate(self.table.size, PAGE, xp=cupy)
         for name in ("rows", "indexer"):
             fill(getattr(caches, name), LAYOUTS[name])
@@ -113,7 +113,7 @@ class V32Step:
 
 
 def host_caches(caches):
-    """Copies in memory of the host, pages as far from one another as they are on the device."""
+    """Copies in host memory, with the page stride of the device arrays."""
     copies = {name: to_host(cupy.ascontiguousarray(array)) for name, array in vars(caches).items()}
     for name, pages in copies.items():
         if pages.dtype == np.uint8:

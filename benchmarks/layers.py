@@ -2,22 +2,22 @@
 
     python benchmarks/layers.py [--json benchmarks/results/h200/layers.json]
 
-With weights as published, FP8 but those of V4's compressors and of the index weights, and all in bfloat16. Beside the
-layer its products, attention, indexer logits and top-k, each alone in a graph of its own, and the peers' where they can
-be imported; and the peers' chain from hidden states to the layer's output in one graph (layer_chain.py). The layer's
+Weights are as published (FP8, except V4's compressors and the index weights), or all in bfloat16. Measured are the
+layer; its products, attention, indexer logits and top-k, each in its own graph, and the peers' where they can be
+imported; and the peers' chain from hidden states to the layer's output in one graph (layer_chain.py). The layer's
 output is compared with the cpu backend's for some of the requests, over the rows that the device selected; its error is
 the relative rms.
 
 The chain rounds activations to FP8, which changes values and, by near ties of the scores, the rows that it selects. So
-it is compared with the layer three times (`chain`, the relative rms): each with the rows of its own choice; the layer
-over the chain's rows; and over these rows the layer rounding as the chain does, with scales that are powers of two in
-both. What is left then is codes that became neighbours, as products are summed in another order.
+it is compared with the layer three times (`chain`, the relative rms): each over the rows it selects; both over the
+chain's rows; and both over these rows with the chain's rounding and power-of-two scales in the layer, too. The
+remaining difference is e4m3 codes that differ by one step, because products are summed in another order.
 
-A C4A layer's prompt of 4,096 tokens: with activations rounded to FP8 (`cumla`), with FP8 weights alone (`weights`) and
-with bfloat16 weights; its parts (`prompt_parts`), and its products alone. `over_bfloat16` is the layer's gain.
+A C4A layer's prompt of 4,096 tokens is measured with activations rounded to FP8 (`cumla`), with FP8 weights only
+(`weights`) and with bfloat16 weights; its parts are in `prompt_parts`, and `over_bfloat16` is the layer's gain.
 
-`over_chain` is the layer's time over the chain's, by configuration, `over_parts` over the sum of its parts, and
-`over_peers` over the sum of the peers' parts, ours where there is none.
+`over_chain` is the layer's time divided by the chain's, by configuration, `over_parts` by the sum of its parts, and
+`over_peers` by the sum of the peers' parts, with cumla's part where there is no peer.
 """
 
 import dataclasses
@@ -58,22 +58,22 @@ V32 = DeepseekV32Config(
     hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, max_position_embeddings=CONTEXT
 )  # fmt: skip
 BAR, MOST_ERROR = 1.15, 0.02
-# Rounding of products in sequence, 0.027 each, and what the softmax makes of it (measured: 0.044 to 0.052); and codes,
-# 2^-4 apart, that sums in another order made neighbours (0.011 to 0.023).
+# Rounding of consecutive products, 0.027 each, amplified by the softmax (measured: 0.044 to 0.052); and codes that
+# differ by one step, 2^-4, because of sums in another order (0.011 to 0.023).
 MOST_ROUNDING, MOST_REST = 0.12, 0.04
 BATCHES = (32, 128)
 CHAIN_ERRORS: dict[str, dict[str, float]] = {}  # by configuration
-FEW = 4  # requests that are checked
-LAYERS = 20  # of the kind that the model has, about: they use one step's metadata and its plan of the decodes
+FEW = 4  # requests to check
+LAYERS = 20  # approximate layers of a kind in the model: they share one step's metadata and its decode plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A layer's kind.
+    """A kind of layer.
 
     in_fp8    weights that published checkpoints have in FP8
     products  name -> the layer's attribute, the output's type
-    parts     name -> a case of a batch
+    parts     name -> a case for a batch
     is_ue8m0  whether scales of weights are powers of two
     """
 
@@ -131,7 +131,7 @@ def layer_on(backend, model, weights, activations="bfloat16"):
 
 @functools.cache
 def published(model):
-    """Weights on the host: random, of the sizes that layers need."""
+    """Random weights of a layer's sizes, on the host."""
     rng, found = cupy.random.default_rng(0), {}
     for weight in expected_weights(model.config, 0).values():
         name, shape = weight.transformers, weight.shape
@@ -146,7 +146,7 @@ def published(model):
 
 
 def quantized(weight, is_ue8m0):
-    """In blocks of 128 x 128. Values are truncated: bits of a float16 in units of 2^-8 begin with e4m3's."""
+    """Quantise blocks of 128 x 128 values by truncation: the upper bits of a float16, times 2^-8, are e4m3's."""
     rows, columns = (-(-size // 128) for size in weight.shape)
     padded = cupy.zeros((rows * 128, columns * 128), np.float32)
     padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -161,7 +161,7 @@ def quantized(weight, is_ue8m0):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a layer is made of, alone: a product, or one of the model's parts."""
+    """A part of a layer alone: a product, or one of the model's parts."""
 
     name: str
     model: Model
@@ -201,14 +201,14 @@ class Part:
         return Problem(self.op, str(self), {"cumla": ("cupy", calls)}, moved)
 
     def named(self, problem):
-        """A case's, its implementation and the peer's."""
+        """A case's problem, with names for its implementation and the peer's."""
         impls = {name: x for name, x in problem.impls.items() if name == "cumla" or name in problem.functions}
         return dataclasses.replace(problem, op=self.op, config=str(self), impls=impls)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A step of decodes, one of each request, one in four of which completes a row of V4's."""
+    """A step of decodes, one per request; one in four completes a compressed row of V4."""
 
     model: Model
     batch: int
@@ -252,7 +252,7 @@ class Layer:
         return Problem(self.op, str(self), impls, moved, check=check, functions=functions, unchecked=("chain",))
 
     def bytes_of_rows(self):
-        """Rows that are attended to and scored."""
+        """Bytes of the rows that the layer scores and attends to."""
         if self.model.name == "C4A":
             rows, keys = (128 + FLASH.index_topk) * cumla.DSV4_FP8.token_bytes, CONTEXT // RATIO
         else:
@@ -261,7 +261,7 @@ class Layer:
 
 
 def errors_of_chain(model, chain, layer, x, caches, metadata):
-    """The chain against the layer: over rows of its own choice, over the chain's, and rounding as the chain does."""
+    """Errors of the chain against the layer: over the layer's rows, over the chain's, and with the chain's rounding."""
 
     def step(of, rows=None):
         return to_host(of.step(x, caches, metadata, topk_indices=rows)).astype(np.float64)
@@ -289,14 +289,14 @@ def errors_of_chain(model, chain, layer, x, caches, metadata):
 
 
 def over_parts(rows, peers=False):
-    """peers: over the peers' parts, where they were measured."""
+    """The layer's time divided by the sum of its parts. peers: the peers' parts, where they were measured."""
     found = {}
     rows = [row for row in rows if row.get("us_graph")]
     for config in {row["config"]: None for row in rows}:
         us = {}
         for row in rows:
             if row["config"] == config and row["impl"] != "chain" and (row["impl"] == "cumla" or peers):
-                us[row["op"]] = row["us_graph"]  # a peer's row comes after ours
+                us[row["op"]] = row["us_graph"]  # a peer's row follows cumla's
         parts = sum(us.values()) - us.get(Layer.op, 0.0)
         found[config] = us.get(Layer.op, 0.0) / parts if parts else None
     return found
@@ -309,7 +309,7 @@ def over_chain(rows):
 
 
 def over_bfloat16(rows):
-    """By configuration of a prompt: the time with bfloat16 weights over that with activations in FP8."""
+    """Time with bfloat16 weights divided by time with FP8 activations, by configuration of a prompt."""
     times = {(row["config"], row["impl"]): row["us"] for row in rows if row["op"] == layer_prompts.Prompt.op}
     return {config: us / times[config, "cumla"] for (config, impl), us in times.items() if impl == "bfloat16"}
 
@@ -327,7 +327,7 @@ def cases():
 
 
 def compile_ahead():
-    """DeepGEMM's kernels, in processes, and meanwhile a layer's on the host and on the device."""
+    """Compile DeepGEMM's kernels in processes, and at the same time a layer's on the host and on the device."""
     matrices = [product for model in MODELS.values() for product in model.chain.products(model.config)]
     for_prompts = [product for product in layer_chain.V4Chain.products(FLASH) if product[0] == 1]
     heads = {model.config.index_n_heads for model in MODELS.values()}

@@ -1,8 +1,8 @@
 """More than one GPU: attention with its context or heads sharded, and the exchanges between GPUs; on NCCL and on JAX.
 
-Each row is measured on one GPU and on all, in CUDA graphs (JAX: as jitted functions called one after another); a rank
-is a process of its own. Times are the slowest rank's. Results are checked against those of one GPU before they are
-timed. With one GPU everything runs with one rank, which shows the overhead. Rows of --windows say so.
+Each row is measured on one GPU and on all, in CUDA graphs (JAX: as jitted functions called one after another); each
+rank is a process. Times are the slowest rank's. Results are compared with one GPU's before they are timed. With one
+GPU everything runs with one rank, which shows the overhead. Rows of --windows have it in their name.
 """
 
 import json
@@ -18,7 +18,7 @@ import cupy
 import parallel_ranks
 from common import Report, arguments
 
-JAX_SECONDS = 150  # that JAX's part may take
+JAX_SECONDS = 150  # time limit of JAX's part
 
 
 def on_nccl(report, size, only, windows):
@@ -37,7 +37,7 @@ def on_nccl(report, size, only, windows):
             try:
                 kind, what, more = queue.get(timeout=1)
             except Empty:
-                running -= {rank for rank in running if processes[rank].exitcode}  # which died without "end"
+                running -= {rank for rank in running if processes[rank].exitcode}  # ranks that ended without "end"
                 continue
             if kind == "row":
                 report.add(*what, **more)
@@ -58,7 +58,7 @@ def on_nccl(report, size, only, windows):
 
 
 def on_jax(report, size):
-    """In a process of its own, and first: neither then meets what the other leaves on the GPUs."""
+    """Run JAX's part first, in its own process: neither part then finds the other's memory on the GPUs."""
     script = pathlib.Path(__file__).parent / "parallel_jax.py"
     with subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE, text=True) as process:
         late = threading.Timer(JAX_SECONDS, process.kill)
@@ -78,7 +78,7 @@ def on_jax(report, size):
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, help="GPUs to use (all)")
-    parser.add_argument("--no-jax", action="store_true", help="leave JAX out")
+    parser.add_argument("--no-jax", action="store_true", help="skip JAX")
     parser.add_argument("--windows", action="store_true", help="gather in memory that NCCL has registered on all GPUs")
     args = parser.parse_args()
     size = args.ranks or cupy.cuda.runtime.getDeviceCount()

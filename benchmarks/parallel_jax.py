@@ -1,4 +1,4 @@
-"""The JAX part of parallel.py, in a process of its own: prints its rows as JSON, one a line.
+"""The JAX part of parallel.py, in its own process: prints its rows as JSON, one per line.
 
 parallel_jax.py RANKS
 """
@@ -27,7 +27,7 @@ DENSE = {"b4 h128 ctx 262144": (4, 262144, 1.6), "b64 h128 ctx 16384": (64, 1638
 
 
 def us(call):
-    """One call of several that are made one after another."""
+    """Time of one of several consecutive calls."""
     for _ in range(3):
         jax.block_until_ready(call())
     times = []

@@ -1,4 +1,4 @@
-"""What each rank of parallel.py measures, in a process of its own."""
+"""Measurements of a rank of parallel.py, in the rank's process."""
 
 import functools
 import os
@@ -28,19 +28,19 @@ from cumla.specs.measured import repeating_cache
 
 BLOCK = 64
 SCALE = 192**-0.5
-CALLS, REPLAYS = 12, 9  # of a graph; of which the median counts
+CALLS, REPLAYS = 12, 9  # calls of a graph; replays, whose median is the result
 DENSE = {"b4 h128 ctx 262144": (4, 262144, 1.65), "b64 h128 ctx 16384": (64, 16384, 1.5)}  # with the bar
 SIZES = Sizes("cuda")
 
 
 def random(shape, seed, scale=1.0):
-    """bfloat16 on the device; large arrays repeat a million values."""
+    """Random bfloat16 on the device; large arrays repeat a million values."""
     values = SIZES.inputs(seed).rows(*shape)
     return values if scale == 1.0 else (values.astype(np.float32) * np.float32(scale)).astype(BFLOAT16)
 
 
 class Bench:
-    """A rank: its communicator, and times that all ranks agree on."""
+    """A rank's communicator, and times that are the same on all ranks."""
 
     def __init__(self, comm, only, windows, queue):
         self.comm, self.only, self.queue = comm, only, queue
@@ -49,7 +49,7 @@ class Bench:
         self._words = cupy.zeros((comm.size, 1), np.float32)
 
     def us(self, call, calls=CALLS):
-        """One call in a graph of several, on the slowest rank."""
+        """Time of one call in a graph of several, on the slowest rank."""
         for _ in range(2):
             call()
         self.comm.all_gather(self._word, self._words)
@@ -84,7 +84,7 @@ class Bench:
             self.queue.put(("text", text, None))
 
     def check(self, got, want):
-        """The largest difference. Partial results are rounded once more when exchanged: twice the bound."""
+        """The largest difference. An exchange rounds partial results once more: the bound is doubled."""
         error = cupy.abs(got.astype(np.float32) - want.astype(np.float32))
         allowed = 2 * (DECODE_OUT.absolute + DECODE_OUT.relative * cupy.abs(want.astype(np.float32)))
         assert bool((error <= allowed).all()), (
@@ -147,7 +147,7 @@ def dense(bench, config, batch, context, bar):
 
 
 def exchange(bench, batch, bar):
-    """What a decode step with split heads sends, without attention: q gathered, results exchanged and merged."""
+    """The exchanges of a decode step with split heads, without attention: gather q, exchange and merge results."""
     comm, heads = bench.comm, 128
     config = f"b{batch} h{heads}"
     attention = ContextAttention(comm, split_heads=True)
@@ -181,7 +181,7 @@ def exchange(bench, batch, bar):
 
 
 def v4_cache(rows):
-    """DSV4_FP8 pages of so many rows, of which 64 Ki differ."""
+    """DSV4_FP8 pages of `rows` rows, which repeat 64 Ki rows."""
     return repeating_cache("cuda", cumla.DSV4_FP8, BLOCK, rows).array
 
 
@@ -248,7 +248,7 @@ def sparse_v4(bench):
     us_map = bench.us(lambda: localise_indices(next_selected(), requests, local_table, BLOCK, shard, out=(slots, lens)))
     bench.add("localise_indices", config, f"rank of {comm.size}", us_map)
     bench.say(
-        f"  {us - us_of_one:+.1f} us beside one GPU, bar +60; "
+        f"  {us - us_of_one:+.1f} us compared with one GPU, bar +60; "
         f"{local_bytes / whole_bytes:.3f} of the compressed rows' bytes on each"
     )
 
@@ -295,7 +295,7 @@ def prefill(bench):
 
 
 def collectives(bench):
-    """NCCL alone; gathers in place, in memory()."""
+    """NCCL's collectives alone; gathers are in place, in memory()."""
     comm = bench.comm
     for size in (1 << 16, 1 << 19, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
         parts, taken = (cupy.zeros((comm.size, size), np.uint8) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Portable kernels on a stand-in: the same calls with the limits of other devices, beside this device's own kernels.
+"""Portable kernels on this device: the same calls with the limits of other devices, and with this device's kernels.
 
-Rows `sm_80`, `sm_86` and `sm_89` are of kernels that a device of that compute capability gets, run on this one
-(docs/kernels/portable.md says what that shows).
+Rows `sm_80`, `sm_86` and `sm_89` measure the kernels chosen for a device of that compute capability, run on this
+device (docs/kernels/portable.md discusses what this shows).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from cumla.bench.problem import Calls, Problem, Sizes
 from cumla.errors import RunError
 from cumla.layout import MLA_BF16
 
-# Shared memory of 163 and 99 KB; of the latter with e4m3 converted by bits and by the instruction.
+# Shared memory of 163 and 99 KB; with 99 KB e4m3 converted by bit operations and by the instruction.
 CAPABILITIES = (80, 86, 89)
 OF_16_BITS = (80, 86)  # for cases without e4m3
-BY_BITS = (86, 89)  # for those whose kernels take little shared memory: e4m3 by bits and by the instruction
+BY_BITS = (86, 89)  # for kernels with little shared memory: e4m3 by bit operations and by the instruction
 PEERS_DIFFER = 0.02
 
 
 @dataclass(frozen=True)
 class WithLimits:
-    """A case by this device's kernels, and by those of other capabilities.
+    """A case with this device's kernels, and with the kernels for other capabilities.
 
-    beside  of 16-bit rows: also by other libraries
+    beside  whether other libraries run it, too, if its rows are 16-bit
     """
 
     case: Any
@@ -46,7 +46,7 @@ class WithLimits:
         if sizes.backend == "cuda":
             problems |= {f"sm_{x}": self.case.problem(sizes) for x in self.capabilities}
         first = problems["cumla"]
-        ran = [first]  # whose result is checked
+        ran = [first]  # the last problem that ran: its result is checked
 
         def noted(problem: Problem, call: Callable[[], Any]) -> Any:
             ran[0] = problem
@@ -84,7 +84,7 @@ class WithLimits:
         )
 
     def _peers(self, problem: Problem) -> Iterator[tuple[str, str, Calls]]:
-        """Other libraries' implementations on the arrays of a problem: name, function and calls."""
+        """Name, function and calls of other libraries' implementations, on a problem's arrays."""
         given = [_rows_of(self.case, call) for call in problem.impls["cumla"][1]]
         for name, function, peer in (
             ("triton", peers.VLLM_TRITON, peers.triton_sparse), ("torch", peers.TORCH_COMPOSED, peers.torch_sparse),
@@ -97,7 +97,7 @@ class WithLimits:
 
 
 def _compare(ours: Any, theirs: Any, name: str) -> None:
-    """Raises RunError if a peer's result is not ours but for the rounding of its weights to bfloat16."""
+    """Raises RunError if a peer's result differs by more than the rounding of its weights to bfloat16."""
     own = peers.tensor(ours[0] if isinstance(ours, tuple) else ours).float()
     beyond = float((own.reshape(theirs.shape) - theirs.float()).abs().max()) / float(own.abs().max())
     if not beyond < PEERS_DIFFER:
@@ -105,7 +105,7 @@ def _compare(ours: Any, theirs: Any, name: str) -> None:
 
 
 def _rows_of(case: Any, call: Any) -> tuple[Any, Any, Any] | None:
-    """Queries [t, h, d], rows [n, d] and indices [t, topk] of a call; None: not of 16 bits."""
+    """Queries [t, h, d], rows [n, d] and indices [t, topk] of a call; None if rows are not 16-bit."""
     if isinstance(case, sparse.Prefill) and not case.lengths:
         q, rows, indices = (call.keywords[name] for name in ("q", "kv", "indices"))
         return q, rows, indices
@@ -117,7 +117,7 @@ def _rows_of(case: Any, call: Any) -> tuple[Any, Any, Any] | None:
 
 
 def with_limits(capability: int, call: Callable[[], Any]) -> Any:
-    """The call as a device of this capability would make it."""
+    """The call with the kernels for a device of this capability."""
     from cumla.kernels.cuda.device import assumed
     from cumla.kernels.cuda.launch import recorded_launches
 
@@ -126,17 +126,17 @@ def with_limits(capability: int, call: Callable[[], Any]) -> Any:
 
 
 def compiling(cases: list[Any]) -> list[Any]:
-    """The cases, after threads have started to compile what they call: one program after another takes minutes."""
+    """The cases, after threads have started to compile their programs: one after another they take minutes."""
     from cumla.kernels.cuda import compile as compiler
 
     for case in cases:
         compile_ahead(case, Sizes("cuda"))
-    compiler.look_first_in(*compiler.FOLDERS[:-1])  # forgets the placeholders of kernels that were not launched
+    compiler.look_first_in(*compiler.FOLDERS[:-1])  # drops the objects that replaced unlaunched kernels
     return cases
 
 
 def compile_ahead(case: WithLimits, sizes: Sizes) -> None:
-    """Start to compile, in threads, what a case calls; what fails here is compiled when it is called."""
+    """Start to compile a case's programs in threads; if that fails, the first call compiles them."""
     from cumla.kernels.cuda.compile import programs_asked_for
 
     own = case.case.problem(sizes).impls["cumla"][1][0]
@@ -144,7 +144,7 @@ def compile_ahead(case: WithLimits, sizes: Sizes) -> None:
         try:
             with programs_asked_for():
                 call()
-        except AttributeError:  # decodes first ask the device how many clusters a kernel has
+        except AttributeError:  # decodes first query the number of a kernel's clusters
             call()
         except Exception:
             continue

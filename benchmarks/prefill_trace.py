@@ -1,10 +1,10 @@
-"""Clocks between the points that the roles of sm90/prefill/prefill.cu pass: what each waits for, and for how long.
+"""Clocks between trace points of the roles of sm90/prefill/prefill.cu: where a role waits, and for how long.
 
     python benchmarks/prefill_trace.py [--topk 640] [--tiles 7] [--sources DIR]
 
-Compiles the kernel for 64 heads and 512 values with -DTRACE (sm90/prefill/trace.cuh). Rows: a role, two points that
-follow each other, mean clocks, and how often a CTA passes them from its third tile on. Lists have lengths and a sink,
-and overlap by 90% between neighbouring tokens.
+Compiles the kernel for 64 heads and 512 values with -DTRACE (sm90/prefill/trace.cuh). Rows: a role, two consecutive
+points, mean clocks, and the number of times that a CTA passes them from its third tile on. Lists have lengths and a
+sink, and lists of neighbouring tokens overlap by 90%.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def table(words: np.ndarray, names: list[str]) -> dict[tuple[str, str, str], tup
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topk", type=int, default=640)
-    parser.add_argument("--tiles", type=int, default=7, help="of each CTA")
+    parser.add_argument("--tiles", type=int, default=7, help="tiles of each CTA")
     parser.add_argument("--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them")
     args = parser.parse_args()
     if args.sources:

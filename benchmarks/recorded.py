@@ -1,4 +1,4 @@
-"""The cases of each family of records, named as its file in results/. Calls as layers make them come first."""
+"""The cases of each family of records, which has the name of its file in results/. Calls of layers come first."""
 
 import functools
 from dataclasses import replace
@@ -51,7 +51,7 @@ def attention_backends():
 
 
 def with_slots(layout, *args, **options):
-    """A decode over caches of some GiB."""
+    """A decode over caches of several GiB."""
     return replace(Decode(layout, *args, **options), slots=SLOTS[layout.name])
 
 
@@ -226,7 +226,7 @@ KEYS = (INDEXER_FP8, INDEXER_MXFP4)
 
 
 def formats():
-    """Decodes of V4's rows attend to as many as V4.1's do."""
+    """Decodes over V4's rows attend to the same number of rows as decodes over V4.1's."""
     v4, v32, v41, mla = (functools.partial(with_slots, layout) for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, MLA_BF16))
     return [
         *(v41(64, b, 1, 128, 512, 32, lengths=True, ratio=2) for b in (1, 8, 32, 128)),

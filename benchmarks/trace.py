@@ -27,7 +27,7 @@ from cumla.replay.options import HOST_DEFAULTS, choose_backend
 from cumla.replay.trace import requests_of
 from cumla.timing import limit_blas_threads
 
-SAVE_SECONDS = 5.0  # between two writes of the rows: a run that is cut short leaves what it had
+SAVE_SECONDS = 5.0  # between two writes of the rows: an interrupted run leaves the rows it has measured
 
 
 def names(text):
@@ -41,11 +41,11 @@ def numbers(text):
 def parser():
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows and the table")
-    made.add_argument("--steps", type=names, metavar="NAME,...", help="default: what suits the backend")
+    made.add_argument("--steps", type=names, metavar="NAME,...", help="default: the backend's steps")
     made.add_argument("--kinds", type=names, default=tuple(KINDS), metavar="NAME,...", help=", ".join(KINDS))
     made.add_argument("--heads", type=numbers, metavar="N,...", help="default: 64,16,128 on a device, 8 on the CPU")
-    made.add_argument("--layers", type=int, default=8, metavar="N", help="timed at once (default: 8)")
-    made.add_argument("--trace", type=pathlib.Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
+    made.add_argument("--layers", type=int, default=8, metavar="N", help="layers in one timed call (default: 8)")
+    made.add_argument("--trace", type=pathlib.Path, metavar="FILE.jsonl", help="default: the trace in the package")
     made.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
     return made
 

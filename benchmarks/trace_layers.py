@@ -1,6 +1,6 @@
-"""The layers of a trace's steps: caches, a step's arrays, and what cumla runs on them.
+"""The layers of a trace's steps: caches, a step's arrays, and cumla's calls on them.
 
-Arrays are torch's where torch has the device that is measured, otherwise NumPy's or CuPy's. Peers get the same ones.
+Arrays are torch's if torch supports the measured device, otherwise NumPy's or CuPy's. Peers get the same arrays.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from cumla.replay.traffic import attended
 V32 = "v32"
 KINDS = {"window": 1, "c4a": 4, "c128a": 128, V32: 1}  # compress ratio
 WINDOW, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 128, 64, 128, 64
-TOPK = {64: 512}  # of the model with so many heads (Flash); Pro has 128 heads, or a part of them on a device
+TOPK = {64: 512}  # k by number of heads: Flash has 64; Pro has 128, or a part of them on a device
 TOPK_OF_PRO, TOPK_OF_V32 = 1024, 2048
 BASE_ROWS = 1 << 16  # random rows that a cache repeats
-MODEL_LENGTH = 1 << 17  # tokens that an engine is configured for, however long its requests are
+MODEL_LENGTH = 1 << 17  # the engine's maximum length, independent of its requests' lengths
 ANCHOR = 12  # tokens from one random index query to the next: neighbours then select lists that overlap by 90%
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where arrays are.
+    """The device and framework of arrays.
 
-    backend    of cumla
-    framework  of the arrays that calls get: "torch", "cupy" or "numpy"
+    backend    cumla's backend
+    framework  framework of the arguments: "torch", "cupy" or "numpy"
     """
 
     backend: str
@@ -57,7 +57,7 @@ class Place:
 
     @classmethod
     def of(cls, backend: str) -> Place:
-        """torch's tensors on a device, if torch is there and has it."""
+        """Uses torch's tensors if torch is installed and supports the backend's device."""
         xp = backends.array_module(backend)
         if xp is np:
             return cls(backend, "numpy")
@@ -76,15 +76,15 @@ class Place:
         return self.xp is not np
 
     def give(self, array: Any) -> Any:
-        """A NumPy array, or one of `xp`, as calls get it."""
+        """A NumPy array, or an array of `xp`, in the framework of arguments."""
         return dlpack.give(self.xp.asarray(array), self.framework)
 
     def normal(self, seed: int, *shape: int) -> Any:
-        """Normal values, an array of `xp`, float32."""
+        """Normal values in float32, an array of `xp`."""
         return self.xp.random.default_rng(seed).standard_normal(shape, np.float32)
 
     def rows(self, seed: int, *shape: int) -> Any:
-        """Random bfloat16 rows as calls get them, made a part at a time."""
+        """Random bfloat16 rows in the framework of arguments, generated in parts."""
         made, each = self.xp.empty(shape, BF16), max(1, (1 << 28) // int(np.prod(shape[1:])))
         for first in range(0, shape[0], each):
             some = made[first : first + each]
@@ -94,7 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer is: its kind, heads on this device, and rows that a token selects at ratio 4."""
+    """A layer's kind, its heads on this device, and the rows that a token selects at ratio 4."""
 
     kind: str
     heads: int
@@ -110,7 +110,7 @@ class Shape:
 
     @property
     def selects(self) -> bool:
-        """Whether tokens select rows by an indexer."""
+        """Whether an indexer selects rows for each token."""
         return self.kind in ("c4a", V32)
 
     @property
@@ -121,9 +121,9 @@ class Shape:
 class Caches:
     """The caches of several layers of one kind, for `blocks` blocks of 256 positions.
 
-    window      by layer, uint8 [blocks * 4, 64, 584]; of V3.2, all rows, [blocks * 4, 64, 656]
+    window      by layer, uint8 [blocks * 4, 64, 584]; in V3.2 all rows, [blocks * 4, 64, 656]
     compressed  by layer, uint8 [blocks, 64 or 2, 584]; none for window layers and V3.2's
-    index       by layer, uint8 [blocks, 64, 132] (V3.2: [blocks * 4, 64, 132]), where tokens select rows
+    index       by layer, uint8 [blocks, 64, 132] (V3.2: [blocks * 4, 64, 132]), if tokens select rows
     """
 
     def __init__(self, place: Place, kind: str, blocks: int, layers: int) -> None:
@@ -146,7 +146,7 @@ class Caches:
         return place.give(cache)
 
     def _keys(self, pages: int, rows: int, seed: int) -> Any:
-        """No two alike, or scores would be."""
+        """Keys that differ: equal keys would have equal scores."""
         place, cache = self.place, INDEXER_FP8.allocate(pages, rows, self.place.xp)
         total, each = pages * rows, 1 << 18
         for first in range(0, total, each):
@@ -157,11 +157,11 @@ class Caches:
 
 
 class Tokens:
-    """What projections would hand `count` tokens, whatever requests they are of.
+    """Random outputs of the projections for `count` tokens.
 
-    q, kv    [count, h, 512] and [count, 512] bfloat16, as the norm takes them; 576 values in V3.2
-    normed   like q, as attention takes them
-    keys     [count, 128] bfloat16, of the indexer
+    q, kv    [count, h, 512] and [count, 512] bfloat16, inputs of the norm; 576 values in V3.2
+    normed   like q, input of attention
+    keys     [count, 128] bfloat16, the indexer's keys
     cos_sin  [positions, 64] float32
     sink     [h] float32
     """
@@ -178,7 +178,7 @@ class Tokens:
 class StepInputs:
     """One step's arrays for layers of a shape, and cumla's calls for each part of it.
 
-    Each call of `insert`, `select` and `attend` runs all layers, over caches of their own.
+    Each call of `insert`, `select` and `attend` runs all layers; each layer has its own caches.
     """
 
     def __init__(
@@ -221,19 +221,19 @@ class StepInputs:
         if shape.selects:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))
-            if self.decodes:  # and memory for prefills that attend with the decodes
+            if self.decodes:  # also memory for prefills that take the decode path
                 self.decode_slots = place.give(place.xp.full((count, shape.topk), -1, np.int32))
                 self.decode_lens = place.give(place.xp.zeros(count, np.int32))
 
     def build(self) -> None:
-        """The metadata that all layers share."""
+        """Build the metadata that all layers share."""
         table = self.table if self.shape.ratio == 128 else None
         self.metadata = self.builder.build(0, self.batch, c128a_block_table=table)
         if self.index_builder is not None:
             self.index_metadata = self.index_builder.build(0, self.batch, block_table=self.index_table)
 
     def new_plan(self) -> None:
-        """The next decode plans anew, as the first layer of a step does."""
+        """Make the next decode compute its plan, as the first layer of a step does."""
         for name, plan in self.builder.build_tile_scheduler(self.metadata.num_decode_tokens).items():
             setattr(self.metadata, f"tile_sched_{name}", plan)
 
@@ -245,11 +245,11 @@ class StepInputs:
             )  # fmt: skip
 
     def inserted(self) -> Iterator[tuple[Any, Callable[[Any], Any] | None]]:
-        """The caches of a layer that `insert` writes; with the values of pages, where peers write other bytes."""
+        """The caches of a layer that `insert` writes; with a function of pages' values if peers write other bytes."""
         yield dlpack.borrow(self.caches.window[0], "cache"), None
 
     def select(self) -> None:
-        """What the last layer selects is what all of them attend to, on both sides. Ours has decodes' slots, too."""
+        """Select rows, and cumla also decodes' slots. On both sides all layers attend to the last layer's selection."""
         metadata, slots = self.metadata, None
         given = (
             metadata.positions, metadata.token_to_req_indices, self.index_table, self.selected, metadata.is_valid_token,
@@ -269,7 +269,7 @@ class StepInputs:
                 )
 
     def attend(self, new_plan: bool = True, path: str | None = None) -> None:
-        """path is that of prefills, as SparseMLALayer.step takes it."""
+        """path: the path of prefills, as in SparseMLALayer.step."""
         if new_plan:
             self.new_plan()
         for i, cache in enumerate(self.caches.window):
@@ -291,7 +291,7 @@ class StepInputs:
         return self._memory[key]
 
     def _index_queries(self) -> tuple[Any, Any]:
-        """Queries that go from one random query to the next within ANCHOR tokens, and weights of the heads."""
+        """Queries that move from one random query to the next within ANCHOR tokens, and the heads' weights."""
         place, xp = self.place, self.place.xp
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         first, rest = np.divmod(self.positions, ANCHOR)
@@ -307,7 +307,7 @@ class StepInputs:
         q = xp.empty((count, INDEX_HEADS, INDEX_DIM), BF16)
         for head in range(INDEX_HEADS):
             q[:, head] = (base * gains[head]).astype(BF16)
-        table, zeros = xp.zeros((0, ROPE_DIM), np.float32), xp.zeros(count, np.int64)  # not rotated, nor are keys
+        table, zeros = xp.zeros((0, ROPE_DIM), np.float32), xp.zeros(count, np.int64)  # without rotation, like keys
         q, weights = fused_indexer_q_rope_quant(
             zeros, q, table, xp.broadcast_to(weights, (count, INDEX_HEADS)).copy(), backend=place.backend
         )
@@ -320,13 +320,13 @@ class StepInputs:
         return int(self.metadata.num_decode_tokens)
 
     def attended(self) -> tuple[np.ndarray, np.ndarray]:
-        """Window rows and others that each token attends to."""
+        """Number of window rows and of other rows that each token attends to."""
         if self.shape.kind == V32:
             return np.zeros_like(self.positions), np.minimum(self.positions + 1, self.shape.topk)
         return attended(self.positions, self.shape.ratio, WINDOW, self.shape.topk)
 
     def work(self, part: str) -> tuple[int, int]:
-        """Bytes that a layer's part has to read and write at least, and FLOP."""
+        """Least bytes that a layer's part reads and writes, and its FLOP."""
         count, n, heads, ratio = len(self.positions), self.decodes, self.shape.heads, self.shape.ratio
         width, row = self.shape.layout.head_dim, self.shape.layout.token_bytes
         if part == "insert" and self.shape.kind == V32:
@@ -351,7 +351,7 @@ class StepInputs:
         return rows * row + count * heads * 2 * (width + 512), int(listed.sum()) * 2 * heads * (width + 512)
 
     def overlap(self) -> float | None:
-        """The part of its list that a prefill token shares with the next one, in the mean."""
+        """Mean fraction of a prefill token's list that the next token's list contains."""
         if self.selected is None or len(self.positions) - self.decodes < 2:
             return None
         prefills = dlpack.borrow(self.selected, "selected")[self.decodes :]
@@ -360,7 +360,7 @@ class StepInputs:
 
 
 def shared(xp: Any, a: Any, b: Any) -> float:
-    """The part of the entries of a's rows that b's rows have as well; -1 is no entry, and none is there twice."""
+    """The fraction of entries in a's rows that b's rows contain; -1 is no entry, and a row has no entry twice."""
     both = xp.sort(xp.concatenate([a, b], axis=1), axis=1)
     same = ((both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)).sum()
     return float(same) / max(int((a >= 0).sum()), 1)

@@ -1,4 +1,4 @@
-"""The peers' chains for a step of a trace: what vLLM runs on the tensors that cumla gets."""
+"""The peers' chains for a step of a trace: vLLM's operations on the tensors that cumla gets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trace_steps import Steps
 
 from cumla.bench import peers
 
-PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
-WORKSPACE_BYTES = 1 << 20  # of the top-k operations
+PREFILL_REQUESTS = 4  # requests of a chunk: vLLM's PREFILL_CHUNK_SIZE
+WORKSPACE_BYTES = 1 << 20  # workspace of the top-k operations
 
 
 def functions() -> dict[str, str]:
-    """The peers' functions and versions of each part, as rows name them."""
+    """The peers' functions and versions, by part, as they are recorded in rows."""
     found = peers.gather_of_vllm()
     gather = "none" if found is None else found.name
     return {
@@ -29,10 +29,10 @@ def functions() -> dict[str, str]:
 
 
 class PeerStep:
-    """The same parts of the same step as StepInputs has, by the peers. A part whose peer is absent raises ImportError.
+    """The peers' calls for the parts of a StepInputs. A part whose peer is absent raises ImportError.
 
-    FlashMLA's decode takes 64 or 128 heads, so queries and outputs of fewer are padded, as vLLM's insert writes them;
-    its prefill takes 8, 16 and 32 as they are.
+    FlashMLA's decode takes 64 or 128 heads, so queries and outputs with fewer heads are padded, as vLLM's insert writes
+    them; its prefill takes 8, 16 and 32 heads without padding.
     """
 
     def __init__(self, ours: StepInputs) -> None:
@@ -84,7 +84,7 @@ class PeerStep:
         self.schedule: Any = None
 
     def make_schedule(self) -> None:
-        """Once a step."""
+        """Compute the paged logits' schedule, once a step."""
         multiprocessors = self.torch.cuda.get_device_properties(0).multi_processor_count
         page = self.ours.caches.index[0].shape[1]
         self.schedule = peers.deep_gemm().get_paged_mqa_logits_metadata(self.lens, page, multiprocessors)
@@ -164,9 +164,9 @@ class PeerStep:
         )  # fmt: skip
 
     def _rows_of_prefills(self) -> Any:
-        """Plan the chunks of the prefills, and memory for the rows of the largest one.
+        """Plan the prefills' chunks, and allocate memory for the rows of the largest chunk.
 
-        Chunks are (first request, one past the last, N, M): a request has M rows, of which window rows begin at N.
+        Chunks are (first request, one past the last, N, M): a request has M rows; its window rows begin at N.
         """
         ours = self.ours
         first, requests, ratio = ours.metadata.num_decodes, ours.batch.num_reqs, ours.shape.ratio
@@ -206,7 +206,7 @@ class PeerStep:
 
 
 def missing(part: str, kind: str, steps: Steps) -> str | None:
-    """Which peer a part lacks, or None."""
+    """The peer that a part lacks, or None."""
     if part == "select" and peers.deep_gemm() is None:
         return "DeepGEMM (pip install vllm)"
     for name in (peers.FLASH_MLA, peers.VLLM_CACHE) if part == "attention" else ():
@@ -214,4 +214,4 @@ def missing(part: str, kind: str, steps: Steps) -> str | None:
             return f"{name} (pip install vllm)"
     if part != "attention" or (kind == V32 and steps.mixed):
         return None if peers.vllm_operations() is not None else f"{peers.VLLM_OPERATIONS[0]} (pip install vllm)"
-    return "nvidia-cutlass-dsl, by which vLLM gathers" if steps.mixed and peers.gather_of_vllm() is None else None
+    return "nvidia-cutlass-dsl, which vLLM's gather needs" if steps.mixed and peers.gather_of_vllm() is None else None

@@ -1,9 +1,9 @@
-"""`cumla bench trace`: steps of a request trace, the peers' chain against cumla's for each part of a layer.
+"""Rows of benchmarks/trace.py: steps of a request trace, the peers' chain against cumla's for each part of a layer.
 
-A part of 8 layers is timed at once, over the caches of 8 layers or of fewer in turn; times are of one layer. Decodes
-are planned once for the 8 layers, on both sides. Steps of decodes run in a CUDA graph. Mixed steps are queued after a
-kernel that holds the device, which measures the device alone, and run once more with the host's time. Parts of both
-sides are timed in turn. A part that fails leaves a row that says why.
+A call runs a part of 8 layers, over the caches of 8 layers or of fewer in turn; times are those for one layer. Decodes
+are planned once for the 8 layers, on both sides. Steps of decodes run in a CUDA graph. Mixed steps are queued behind a
+kernel that blocks the device, which excludes host time, and are run again with host time. Parts of both sides are
+timed alternately. A part that fails leaves a row with its error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from cumla.replay.trace import TraceRequest
 PARTS = ("insert", "select", "attention")
 PURE = ("decode8", "decode16", "decode64", "decode256", "mtp2", "mtp4")
 MIXED = ("mixed64x2048", "mixed64x8192", "mixed128x2048", "mixed128x8192")
-# Outputs of both sides: bfloat16 weights on each, of values up to `largest`; and lists that differ where scores tie.
+# Bounds of differences: both sides round weights to bfloat16, and select different rows of equal scores.
 ABSOLUTE, RELATIVE, LISTS_DIFFER, BYTES_DIFFER = 2e-3, 6.02 / 128, 2e-3, 1e-3
 ROUNDED_TWICE = 2.2 / 16  # e4m3 values of one number under different scales
-COMPARED = 1024  # tokens at a time
-PLANNED_LAYERS = 8  # that share a plan of decodes; V4 has some 20 of a kind
+COMPARED = 1024  # tokens per comparison
+PLANNED_LAYERS = 8  # layers that share a decode plan; V4 has about 20 layers of a kind
 
 Row = dict[str, Any]
 Impls = dict[str, Callable[[], Any]]
@@ -41,7 +41,7 @@ Impls = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What is measured. Heads, steps and requests are None for what suits the backend."""
+    """Options of a measurement. None for heads, steps or requests: the backend's default."""
 
     backend: str
     kinds: tuple[str, ...] = tuple(KINDS)
@@ -64,21 +64,21 @@ class TraceOptions:
 
 
 def measured(options: TraceOptions, requests: Sequence[TraceRequest]) -> Iterator[Row]:
-    """Rows as they come: an implementation of a part of a layer in a step."""
+    """Yields a row for each implementation of a part of a layer in a step."""
     place = Place.of(options.backend)
     for name in options.all_steps:
         steps = steps_of(name, requests, options.seed)
         for kind in options.kinds:
             try:
                 yield from of_kind(place, kind, steps, options)
-            except Exception as error:  # memory, say: the next one may do
+            except Exception as error:  # such as a lack of memory: the next kind may succeed
                 yield failed("caches", f"{kind} h{options.all_heads[0]} {name}, lengths", "cumla", error)
             if place.on_device:
                 place.xp.get_default_memory_pool().free_all_blocks()
 
 
 def of_kind(place: Place, kind: str, steps: Steps, options: TraceOptions) -> Iterator[Row]:
-    """Rows of steps that share caches, which go when they end."""
+    """Rows of steps that share caches; the caches are freed at the end."""
     caches = Caches(place, kind, steps.blocks, options.layers)
     for heads in options.all_heads:
         shape = Shape.of(kind, heads)
@@ -88,7 +88,7 @@ def of_kind(place: Place, kind: str, steps: Steps, options: TraceOptions) -> Ite
             try:
                 inputs = step_inputs(place, shape, caches, tokens, steps, step)
                 yield from StepRows(inputs, steps, config, number == 0).rows()
-            except Exception as error:  # the next one may do
+            except Exception as error:  # the next step may succeed
                 yield failed("step", config, "cumla", error)
         del tokens
 
@@ -103,9 +103,9 @@ def failed(part: str, config: str, impl: str, error: Exception) -> Row:
 
 
 class StepRows:
-    """What is measured of one step.
+    """Measurements of one step.
 
-    once  whether what a step has once, for all layers, is measured as well
+    once  whether to time per-step work, too: metadata, plans and schedules that all layers share
     """
 
     def __init__(self, inputs: StepInputs, steps: Steps, config: str, once: bool) -> None:
@@ -123,7 +123,7 @@ class StepRows:
             except Exception as problem:
                 yield failed("step", self.config, "peers", problem)
         if inputs.shape.selects:
-            inputs.select()  # what attention reads
+            inputs.select()  # attention reads the selection
         for part in PARTS:
             if part == "select" and not inputs.shape.selects:
                 continue
@@ -153,7 +153,7 @@ class StepRows:
             yield from self._timed("index schedule", {"peers": peer.make_schedule}, layers=1)
 
     def _call(self, side: StepInputs | PeerStep, part: str) -> Callable[[], Any]:
-        """A part of all layers; attention of as many as share a plan, over the caches that there are in turn."""
+        """A part of all layers; attention runs PLANNED_LAYERS layers, over the available caches in turn."""
         call: Callable[[], Any] = getattr(side, CALLS[part])
         again = self._each(part) // self.layers - 1
         if not again:
@@ -167,13 +167,13 @@ class StepRows:
         return repeated
 
     def _each(self, part: str) -> int:
-        """Layers that a call runs."""
+        """Number of layers that a call runs."""
         if part != "attention" or not self.inputs.place.on_device:
             return self.layers
         return self.layers * -(-PLANNED_LAYERS // self.layers)
 
     def _plans(self, impls: Impls, peer: PeerStep | None) -> Iterator[Row]:
-        """What the decodes' plan takes: a step with it less one without."""
+        """Time of the decodes' plan: a step with the plan minus a step without it."""
         sides = {"cumla": self.inputs} | ({"peers": peer} if peer is not None and "peers" in impls else {})
         new: Impls = {f"{name} new": side.attend for name, side in sides.items()}
         kept: Impls = {f"{name} kept": functools.partial(side.attend, False) for name, side in sides.items()}
@@ -185,7 +185,7 @@ class StepRows:
     # ---- comparing
 
     def _compare_insert(self, peer: PeerStep) -> tuple[float, str | None]:
-        """Queries by value, pages that are written by their bytes, or by value where both sides scale differently."""
+        """Compare queries by value, and written pages by bytes, or by value if both sides' scales differ."""
         inputs, xp = self.inputs, self.inputs.place.xp
         slots = dlpack.borrow(inputs.batch.slot_mapping, "slots")
         error, beyond = 0.0, None
@@ -207,7 +207,7 @@ class StepRows:
         return error, beyond
 
     def _compare_select(self, peer: PeerStep) -> tuple[float, str | None]:
-        """The part of the lists that differs; rows of equal scores may be chosen otherwise."""
+        """Fraction of the lists' entries that differ; both sides may select different rows of equal scores."""
         self.inputs.select()
         peer.select()
         ours, theirs = (dlpack.borrow(x, "selected") for x in (self.inputs.selected, peer.selected))
@@ -230,7 +230,7 @@ class StepRows:
             if len(impls) == 1:
                 yield failed(part, self.config, next(iter(impls)), problem)
                 return
-            for name, call in impls.items():  # calls that a graph can capture are measured alone
+            for name, call in impls.items():  # calls that a graph can capture are timed separately
                 yield from self._timed(part, {name: call}, facts, layers)
             return
         for name, found in times.items():
@@ -260,7 +260,7 @@ class StepRows:
 
 
 def difference(ours: Any, theirs: Any, largest: float, relative: float = RELATIVE) -> tuple[float, str | None]:
-    """The largest difference of outputs, and what to say if it is beyond what values up to `largest` allow."""
+    """The largest difference of outputs, and a message if it exceeds the bound for values up to `largest`."""
     ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
     worst, beyond = 0.0, False
     for first in range(0, len(ours), COMPARED):

@@ -1,7 +1,7 @@
-"""Steps of continuous batching over a request trace, by name: which tokens of which requests run in them.
+"""Steps of continuous batching over a request trace, by name: the scheduled tokens of each request.
 
 decode64          64 requests drawn from the trace, each at a random position of its output
-mtp2x64           the same requests, whose last two positions run as one decode; 64 if no number is given
+mtp2x64           the same requests; their last two positions run as one decode. Without a number: 64 requests
 mixed128x8192     ten steps spread over a run of the scheduler: up to 128 requests, 8,192 tokens a step
 """
 
@@ -29,9 +29,9 @@ NAME = re.compile(r"decode(?P<decode>\d+)|mtp(?P<tokens>\d+)(x(?P<mtp>\d+))?|mix
 class Steps:
     """Steps of one kind.
 
-    steps   each a list of what is scheduled, over blocks 0 to `blocks` - 1
-    tokens  of a decode
-    blocks  of 256 positions that the caches of these steps have
+    steps   for each step the scheduled tokens of requests, over blocks 0 to `blocks` - 1
+    tokens  tokens of a decode
+    blocks  blocks of 256 positions in the caches of these steps
     """
 
     name: str
@@ -41,7 +41,7 @@ class Steps:
 
     @property
     def mixed(self) -> bool:
-        """Whether prompts run beside the decodes."""
+        """Whether prompts run in the same steps as decodes."""
         return self.name.startswith("mixed")
 
     @property
@@ -58,7 +58,7 @@ class Steps:
 
 
 def parsed(name: str) -> re.Match[str]:
-    """The numbers of a name. Raises InputError for one that means nothing."""
+    """The numbers of a name. Raises InputError for an unknown name."""
     found = NAME.fullmatch(name)
     if found is None or any(number is not None and not int(number) for number in found.groupdict().values()):
         raise InputError(f"--steps: got {name!r}, expected names such as decode64, mtp2x64 or mixed64x2048")
@@ -66,7 +66,7 @@ def parsed(name: str) -> re.Match[str]:
 
 
 def steps_of(name: str, requests: Sequence[TraceRequest], seed: int = 0) -> Steps:
-    """The steps of a name. Raises InputError for one that means nothing."""
+    """The steps of a name. Raises InputError for an unknown name."""
     found = parsed(name)
     rng = np.random.default_rng(seed)
     if found["running"]:
@@ -95,9 +95,9 @@ def _decodes(requests: Sequence[TraceRequest], count: int, tokens: int, rng: np.
 
 
 def _mixed(requests: Sequence[TraceRequest], running: int, budget: int) -> list[list[Scheduled]]:
-    """Ten steps spread over those with prompts and decodes, as long as requests wait: the end of a run is no load.
+    """Ten steps, evenly spread over the steps with prompts and decodes while requests wait: later steps have less load.
 
-    The requests arrive at once and are repeated, so that twice as many come as run at a time.
+    The requests arrive at once and are repeated: their number is at least twice `running`.
     """
     together = list(repeated(requests, max(2, -(-2 * running // len(requests)))))
     largest = max(-(-request.total_length // BLOCK_TOKENS) for request in requests)
@@ -105,13 +105,13 @@ def _mixed(requests: Sequence[TraceRequest], running: int, budget: int) -> list[
     found: list[list[Scheduled]] = []
     while (step := scheduler.next_step()) and (scheduler.waiting or not found):
         if step[-1].count > 1 and (step[0].count == 1 or not found):
-            found.append(step)  # what a step holds stays: blocks are a request's for good
+            found.append(step)  # a step's entries do not change later: a request's blocks are never reassigned
         scheduler.finish_step(step)
     return [found[int((i + 0.5) * len(found) / MIXED_STEPS)] for i in range(min(MIXED_STEPS, len(found)))]
 
 
 def repeated(requests: Sequence[TraceRequest], times: int) -> Iterator[TraceRequest]:
-    """The requests so many times over, all at time 0; each time has hash ids of its own, so that none are shared."""
+    """The requests `times` times, all at time 0; each time with other hash ids, so that no blocks are shared."""
     most = 1 + max((max(request.hash_ids, default=0) for request in requests), default=0)
     for round_ in range(times):
         for request in requests:
@@ -120,7 +120,7 @@ def repeated(requests: Sequence[TraceRequest], times: int) -> Iterator[TraceRequ
 
 
 def _packed(name: str, steps: Sequence[Sequence[Scheduled]], tokens: int, rng: np.random.Generator) -> Steps:
-    """The steps over as few blocks as any of them needs, anywhere among these."""
+    """The steps over the least number of blocks that fits all of them, with blocks in random order."""
     needed = [sorted({block for s in step for block in s.sequence.blocks}) for step in steps]
     blocks = max(map(len, needed))
     packed = []

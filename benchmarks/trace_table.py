@@ -1,4 +1,4 @@
-"""The table of a trace's rows: us of a layer by part, cumla beside the peers, and ratios."""
+"""The table of a trace's rows: us of a layer by part, for cumla and the peers, and ratios."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from trace_rows import PARTS, PLANNED_LAYERS, Row
 
 PLAN = "plan"
-WIDTH = 10  # of a column of times
+WIDTH = 10  # width of a column of times
 
 
 class Group(NamedTuple):
-    """Steps that are one line of the table."""
+    """Steps that share a line of the table."""
 
     kind: str
     heads: str
@@ -22,9 +22,9 @@ class Group(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A group's mean us by part and side, and what both sides take where both were measured.
+    """A group's mean us by part and side, and the sums of both sides over parts that both have.
 
-    unplanned  the ratio without the decodes' plan, which more layers share in a model; None if it is not known
+    unplanned  the ratio without the decodes' plan, which more layers share in a model; None if unknown
     """
 
     group: Group
@@ -74,7 +74,7 @@ def _line(group: Group, steps: Sequence[dict[tuple[str, str], float]]) -> Line:
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """Lines of text. A ratio above 1 is cumla's gain; * marks those where a part has no peer."""
+    """Lines of text. A ratio above 1 is cumla's gain; * marks ratios without the parts that have no peer."""
     found = lines(rows)
     heads = "".join(f"{part:>{WIDTH}}{'(peers)':>{WIDTH}}" for part in PARTS)
     text = [f"{'us of a layer':34}{heads}{'ratio':>8}  by step"]
@@ -97,13 +97,13 @@ def _cell(us: float | None) -> str:
 
 
 def _total(name: str, some: Sequence[Line]) -> str:
-    """Ratio of the sums, a step of each line weighing alike."""
+    """Ratio of the sums over lines, with equal weight for each line."""
     cumla, peers = (sum(getattr(line, side) / line.number for line in some) for side in ("cumla", "peers"))
     return f"{name:34}{'':{2 * len(PARTS) * WIDTH}}{f'{peers / cumla:.3f}' if cumla else '-':>8}"
 
 
 def record(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The table as a file has it."""
+    """The table's entry in a file of results."""
     return [
         {**line.group._asdict(), "steps_measured": line.number, "ratio": line.ratio, "ratios": line.ratios,
          "ratio_without_plans": line.unplanned,

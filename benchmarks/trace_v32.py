@@ -1,6 +1,6 @@
-"""V3.2's layers in a trace's steps: rows in one cache, of which tokens select 2,048; cumla's calls and vLLM's chain.
+"""V3.2's layers in a trace's steps: tokens select 2,048 rows of one cache. cumla's calls and vLLM's chain.
 
-There are no lengths in FlashMLA's decode of these rows: absent entries are -1.
+FlashMLA's decode of these rows takes no lengths: absent entries are -1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cumla.ops.dense_cache import concat_and_cache_mla
 from cumla.ops.sparse_cache import dequantize_and_gather_k_cache, indexer_k_quant_and_cache
 
 LATENT = 512
-UPCONVERTED_HEADS = 32  # from which on vLLM attends with prompts over rows gathered as bfloat16, else as with decodes
+UPCONVERTED_HEADS = 32  # from this number on, vLLM gathers prompts' rows as bfloat16; with fewer it reads pages
 SCALE = V32_FP8.head_dim**-0.5
 V32_FUNCTIONS = {
     "insert": f"vLLM {peers.VLLM}: concat_and_cache_mla, indexer_k_quant_and_cache",
@@ -30,11 +30,11 @@ V32_FUNCTIONS = {
 
 
 class V32Inputs(StepInputs):
-    """cumla's calls: all tokens attend over pages, as in V3.2 layers, decodes by the slots that selection writes."""
+    """cumla's calls: all tokens attend over pages, as in V3.2 layers; decodes use the slots that selection writes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        if self.decodes:  # a part of the arrays that the map of the other tokens writes
+        if self.decodes:  # views of the arrays that the other tokens' index map writes
             slots, lens = (
                 dlpack.borrow(getattr(self.workspace, name), name)[: self.decodes]
                 for name in ("topk_indices", "topk_lens")
@@ -48,7 +48,7 @@ class V32Inputs(StepInputs):
             indexer_k_quant_and_cache(self.keys, index, slots, backend=backend)
 
     def inserted(self) -> Iterator[tuple[Any, Callable[[Any], Any] | None]]:
-        """Scales are powers of two, as the newest vLLM writes them, but those of 0.26 are not."""
+        """Compared by value: cumla's and the newest vLLM's scales are powers of two, vLLM 0.26's are not."""
         cache = dlpack.borrow(self.caches.window[0], "cache")
 
         def values(pages: Any) -> Any:
@@ -112,7 +112,7 @@ class V32Peers(PeerStep):
         )  # fmt: skip
 
     def _rows_of_prefills(self) -> Any:
-        """Plan chunks of requests, (first, one past the last, first row of each and the end), and memory for them."""
+        """Plan request chunks, (first, one past the last, each request's first row and the end), and their memory."""
         ours, first = self.ours, self.ours.metadata.num_decodes
         self._chunks: list[Any] = []
         ends = ours.batch.seq_lens_cpu

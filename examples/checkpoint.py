@@ -1,7 +1,7 @@
 """The weights of a checkpoint outside attention, under transformers' names and checked against the configuration.
 
 Checkpoints name a layer's experts "mlp.experts.gate_up_proj" or, one by one, "mlp.experts.7.up_proj.weight" as in
-transformers, or "ffn.experts.7.w3.weight" as in the authors' code. FP8 matrices have their scales in further tensors.
+transformers, or "ffn.experts.7.w3.weight" as in the authors' code. Scales of FP8 matrices are separate tensors.
 """
 
 import re
@@ -22,12 +22,12 @@ PUBLISHED = (
     (r"\.w3\.", ".up_proj."),
 )  # fmt: skip
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-OPTIONAL = ("gate.e_score_correction_bias", "gate.tid2eid")  # of routers: by score, and by table
+OPTIONAL = ("gate.e_score_correction_bias", "gate.tid2eid")  # tensors of routers: by score, and by table
 ATTENTION = (".self_attn.", ".attn.")
 
 
 def check_served(config: Mapping[str, Any], **served: Any) -> None:
-    """Raise ValueError for an entry of config.json with a value that the examples do not support."""
+    """Raise ValueError if the examples do not support the value of an entry of config.json."""
     for name, value in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, **served}.items():
         choices = value if isinstance(value, tuple) else (value,)
         if config.get(name, choices[0]) not in choices:
@@ -37,7 +37,7 @@ def check_served(config: Mapping[str, Any], **served: Any) -> None:
 def load(tensors: Mapping[str, Any], config: dict, xp: Any) -> dict[str, Any]:
     """float32 arrays by transformers' names, experts in one array; tables of experts unchanged.
 
-    Raises KeyError or ValueError for a weight that is missing, unknown or of another shape than `config` says.
+    Raises KeyError or ValueError for a weight that is missing, unknown, or whose shape differs from `config`.
     """
     found = dict(_merged(dict(_outside_attention(tensors, config)), config.get("n_routed_experts", 0)))
     embedding = found.get("model.embed_tokens.weight")
@@ -56,7 +56,7 @@ def load(tensors: Mapping[str, Any], config: dict, xp: Any) -> dict[str, Any]:
 
 
 def transformers_name(name: str) -> str:
-    """The transformers' name of a weight outside attention, under any of its names."""
+    """transformers' name of a weight outside attention, which may have any of its names."""
     name = name.removeprefix("model.")
     for published, own in PUBLISHED:
         name = re.sub(published, own, name)
@@ -64,7 +64,7 @@ def transformers_name(name: str) -> str:
 
 
 def _outside_attention(tensors: Mapping[str, Any], config: dict) -> Iterator[tuple[str, Any]]:
-    """Layers that predict further tokens ("mtp.0", or numbers after the last layer's) are left out."""
+    """Skips layers that predict further tokens ("mtp.0", or numbers after the last layer's)."""
     for name in tensors:
         layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
         if any(part in name for part in ATTENTION) or name.startswith(("mtp.", "model.mtp.")):

@@ -42,7 +42,7 @@ class Model:
         tensors = Checkpoint(folder)
         attention = DeepseekV4Config.from_dict(config)
         window, ratios = attention.sliding_window, attention.compress_ratios
-        # A row reads the states of its own positions, at ratio 4 also those of the previous row.
+        # A row reads the states of its own positions, at ratio 4 also of the previous row's.
         states = {f"state{r}": (STATE_BLOCK_SIZES[r], 2 * r) for r in (4, 128)}
         self.groups = {"window": (PAGE, window), "compressed": (COMPRESSED_PAGE, None), **states}
         self.num_pages = {name: requests * -(-longest // size) + 1 for name, (size, _) in self.groups.items()}
@@ -119,7 +119,7 @@ class Model:
     def hyper_connection(self, streams: Any, prefix: str) -> tuple[Any, Any, Any]:
         """The weights of a block's output for each stream, the mix of the streams, and the block's input.
 
-        The mix is made doubly stochastic by normalising rows and columns alternately.
+        Alternate normalisation of rows and columns makes the mix doubly stochastic.
         """
         xp, count, eps = self.xp, streams.shape[1], self.config.get("hc_eps", 1e-6)
         base, scale = self.weights[prefix + "base"], self.weights[prefix + "scale"]

@@ -1,13 +1,13 @@
-"""A toy of DeepSeek V4.1 around cumla's attention layers, with drafts: from a checkpoint folder to generated tokens.
+"""A toy DeepSeek V4.1 around cumla's attention layers, with drafts: from a checkpoint folder to generated tokens.
 
     python examples/deepseek_v41.py [FOLDER] [--device cupy] [--cache-format fp8] [--plot parts.png]
 
-Attention is V4.1's, with layers of every kind: window only, owners of rows of ratio 2 and 1, layers that select again,
-among candidate blocks, and layers that take another's selection. What is around it is simple: plain residuals where the
-model has hyper-connections and engrams, dense MLPs where it has experts.
+Attention is V4.1's, with layers of every kind: window only, owners of rows of ratio 2 and 1, layers that select again
+among candidate blocks, and layers that use another layer's selection. The rest is simple: plain residuals instead of
+hyper-connections and engrams, dense MLPs instead of experts.
 
-Draft layers guess several tokens at once (DSpark): they attend to what the model's last layers computed for the tokens
-before, and within the block of guesses. The next step verifies the guesses together with the token before them.
+Draft layers guess several tokens at once (DSpark): they attend to the last layers' hidden states of earlier tokens,
+and within the block of guesses. The next step verifies the guesses together with the token before them.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Model:
         layers, drafts = attention.num_hidden_layers, config.get("num_nextn_predict_layers", 0)
         self.block = config["dspark_block_size"] if drafts else 0
         longest += self.block
-        # The block's first token sees the whole window before it. A request has one ring for its whole life.
+        # The block's first token sees the whole window before it. A request's ring does not change until it ends.
         self.groups = {
             "window": (PAGE, attention.sliding_window), "compressed": (COMPRESSED_PAGE, None), "ring": (longest, None)
         }  # fmt: skip
@@ -97,7 +97,7 @@ class Model:
             return self.builder.build(batch, tables["compressed"], tables["ring"][:, 0])
 
     def forward(self, tokens: np.ndarray, metadata: Any, last: np.ndarray) -> np.ndarray:
-        """Logits of the tokens at `last`, float32 on the host. Keeps what draft layers attend to."""
+        """Logits of the tokens at `last`, float32 on the host. Stores the hidden states for draft layers."""
         xp, weights, observe, targets = self.xp, self.weights, self.stopwatch, []
         with observe("embedding"):
             h = weights["model.embed_tokens.weight"][xp.asarray(tokens)]
@@ -123,7 +123,7 @@ class Model:
             return self.logits(h[xp.asarray(last)], "model.norm.weight")
 
     def draft(self, tokens: list[int], batch: Any) -> np.ndarray:
-        """Guesses [requests, block] of the tokens after each of `tokens`, of requests whose blocks are `batch`."""
+        """Guesses [requests, block] of the tokens after each of `tokens`; `batch` has the requests' blocks."""
         xp, weights, observe = self.xp, self.weights, self.stopwatch
         with observe("draft"):
             blocks = np.full((len(tokens), self.block), self.config["dspark_noise_token_id"])
@@ -151,7 +151,7 @@ class Model:
 class DraftingServer(Server):
     """Greedy generation in which a decode verifies guesses: the same tokens in fewer steps.
 
-    proposed, accepted  guesses
+    proposed, accepted  number of guesses
     """
 
     def __init__(self, model: Model, *args: Any, **options: Any) -> None:
@@ -165,7 +165,7 @@ class DraftingServer(Server):
         super().step()
 
     def propose(self) -> None:
-        """Append guesses to the tokens of requests that decode, as far as there are pages for them."""
+        """Append guesses to the tokens of decoding requests, as far as free pages suffice."""
         block = self.model.block
         decoding = [
             request for request in self.running
@@ -182,7 +182,7 @@ class DraftingServer(Server):
             self.proposed += request.drafts
 
     def take(self, request: Request, count: int, logits: np.ndarray) -> None:
-        """Accept guesses up to the first wrong one, which the right token replaces; later ones are dropped.
+        """Accept guesses up to the first wrong one, which the correct token replaces; later ones are dropped.
 
         Rows of dropped tokens stay in caches and rings until the next step writes their positions again.
         """

@@ -21,7 +21,7 @@ COLUMNS = LONGEST // BLOCK_SIZE
 
 
 class Loop:
-    """The batch's arrays, whose addresses do not change, and one step."""
+    """The batch's arrays, at fixed addresses, and one step."""
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend

@@ -3,8 +3,8 @@
     python examples/mini_engine.py [numpy | cupy] [backend]
 
 The model is an embedding, one attention layer and a projection to the vocabulary, with random weights. Each output of
-the engine is compared with that of the whole sequence in one prefill. No request is preempted: its pages are reserved
-when it is admitted.
+the engine is compared with the output of one prefill of the whole sequence. No request is preempted: its pages are
+reserved when it is admitted.
 """
 
 import importlib
@@ -59,7 +59,7 @@ class Request:
 
 
 class Engine:
-    """Pages that no request uses keep their rows, for prompts with the same prefix, until they are reused."""
+    """Unused pages retain their rows for prompts with the same prefix, until they are reused."""
 
     def __init__(self, model):
         self.model, self.waiting, self.running, self.steps = model, [], [], 0
@@ -126,7 +126,7 @@ def main(device: str = "numpy", backend: str | None = None) -> None:
     xp = importlib.import_module(device)
     model, rng = Model(xp, backend), np.random.default_rng(1)
     engine, system_prompt = Engine(model), rng.integers(VOCAB, size=150)
-    lengths = ((60, 9), (17, 30), (100, 4), (31, 12), (1, 20), (200, 5))  # of users' prompts, and of their answers
+    lengths = ((60, 9), (17, 30), (100, 4), (31, 12), (1, 20), (200, 5))  # lengths of users' prompts and answers
     requests = [Request([*system_prompt.tolist(), *rng.integers(VOCAB, size=n).tolist()], m) for n, m in lengths]
     engine.waiting = list(requests)
     while engine.waiting or engine.running:

@@ -1,4 +1,4 @@
-"""Random weights that a seed and their names determine: those of the tiny checkpoints and of cumla's golden data."""
+"""Random weights determined by a seed and their names, for tiny checkpoints and cumla's golden data."""
 
 from __future__ import annotations
 

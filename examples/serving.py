@@ -39,14 +39,14 @@ class Request:
 
 
 class Pages:
-    """The free pages of each group, and the requests that have the others."""
+    """The free pages of each group, and the requests that own the other pages."""
 
     def __init__(self, groups: dict[str, tuple[int, int | None]], num_pages: dict[str, int]) -> None:
         self.groups = groups
         self.free = {name: list(range(num_pages[name] - 1, -1, -1)) for name in groups}
 
     def reserve(self, request: Request, end: int) -> bool:
-        """Pages for positions up to `end`; False, with nothing taken, if there are too few."""
+        """Take pages for positions up to `end`; if there are too few, take none and return False."""
         missing = {name: -(-end // size) - len(request.pages.get(name, [])) for name, (size, _) in self.groups.items()}
         if any(count > len(self.free[name]) for name, count in missing.items()):
             return False
@@ -77,7 +77,7 @@ class Server:
     """Greedy generation for several requests at once: each step decodes all running requests and continues prompts.
 
     batch_tokens   tokens of a step; a longer prompt is prefilled in chunks
-    decode_tokens  most tokens of a request that the model's metadata takes as a decode
+    decode_tokens  most tokens of a request that the model's metadata treats as a decode
     """
 
     decode_tokens = 1
@@ -90,7 +90,7 @@ class Server:
         self.preempted = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
-        """All requests, finished: `tokens` is prompt and answer, `logits` the logits that chose each new token."""
+        """All requests, finished: `tokens` is prompt and answer, `logits` has the logits of each new token."""
         if not all(prompts):
             raise ValueError("prompts: got one without tokens, expected at least one token each")
         requests = [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
@@ -102,11 +102,11 @@ class Server:
     def step(self) -> None:
         scheduled = self.schedule()
         if not scheduled:
-            raise RuntimeError("a request does not fit into the pages there are")
+            raise RuntimeError("a request needs more pages than there are")
         scheduled.sort(key=lambda x: x[1] > self.decode_tokens)  # decodes first
         batch, tables = self.batch(scheduled)
         tokens = np.concatenate([r.tokens[r.computed : r.computed + count] for r, count in scheduled]).astype(np.int32)
-        # The last row of each request chooses its next token; of drafts, the row before each of them does, too.
+        # A request's last row determines its next token; with drafts, so does the row before each draft.
         counts = [min(r.drafts + 1, count) for r, count in scheduled]
         ends = batch.query_start_loc_cpu[1:]
         rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
@@ -119,7 +119,7 @@ class Server:
                 self.running.remove(request)
 
     def take(self, request: Request, count: int, logits: np.ndarray) -> None:
-        """Note that `count` tokens are computed, and take the next one if they are the last."""
+        """Record `count` computed tokens, and append the next token after the last of them."""
         request.computed += count
         if request.computed == len(request.tokens) and not request.done:
             request.logits.append(logits[-1])
@@ -145,7 +145,7 @@ class Server:
         return scheduled
 
     def preempt(self, request: Request) -> None:
-        """Free its pages for others; later it starts again, with its generated tokens as part of the prompt."""
+        """Free a request's pages; later it starts again, with its generated tokens as part of the prompt."""
         self.pages.release(request)
         self.running.remove(request)
         request.computed = 0
@@ -244,9 +244,9 @@ def main(
     server_class: type[Server] = Server,
 ) -> Server:  # fmt: skip
     parser = argparse.ArgumentParser(description=f"Greedy generation with a {name} checkpoint, without torch.")
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint; a tiny one if left out")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint (default: a tiny one)")
     parser.add_argument("--device", choices=("numpy", "cupy"), default="numpy")
-    parser.add_argument("--backend", help="of cumla, such as numba_cuda; without, the device's fastest")
+    parser.add_argument("--backend", help="such as numba_cuda (default: the device's fastest)")
     parser.add_argument("--cache-format", choices=formats, default=formats[0])
     parser.add_argument("--prompts", type=positive, default=3, help="prompts of random tokens, of different lengths")
     parser.add_argument("--longest", type=positive, default=200, help="tokens of the longest prompt")

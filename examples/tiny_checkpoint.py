@@ -2,7 +2,7 @@
 
     python examples/tiny_checkpoint.py v4 FOLDER        or v32, v41
 
-seeded_weights.py has the rule.
+seeded_weights.py draws the weights.
 """
 
 import argparse
@@ -46,12 +46,12 @@ V41 = {  # layers of every kind, and two draft layers
     "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
                      "original_max_position_embeddings": 65536},
 }  # fmt: skip
-HASH_LAYERS = 3  # of V4, by default
-DENSE_LAYERS = 3  # of V3.2, by default
+HASH_LAYERS = 3  # default for V4
+DENSE_LAYERS = 3  # default for V3.2
 
 
 def write(folder: pathlib.Path, config: dict, seed: int) -> None:
-    """Write a checkpoint of this configuration."""
+    """Write a checkpoint with this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     arrays = seeded_weights(shapes_outside_attention(config) | attention_shapes(config), seed)
@@ -74,7 +74,7 @@ def is_v41(config: dict) -> bool:
 def mlp_types(config: dict) -> list[str]:
     """The type of each layer: "dense", "moe", or "hash_moe", whose experts are selected by a table.
 
-    All layers of the toy of V4.1 are dense.
+    All layers of the toy V4.1 are dense.
     """
     if is_v41(config):
         return ["dense"] * config["num_hidden_layers"]
@@ -133,7 +133,7 @@ def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def draft_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Shapes of the toy's draft layers outside attention, and of what they share."""
+    """Shapes of the toy's draft layers outside attention, and of weights that draft layers share."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     joined = hidden * len(config["dspark_target_layer_ids"])
     shapes: dict[str, tuple[int, ...]] = {

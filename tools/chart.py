@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Draw docs/speed.svg, the chart of README and the site, from the records in benchmarks/results/.
 
-    tools/chart.py            write it
-    tools/chart.py --check    exit status 1 if the file is not what the records give
+    tools/chart.py            write the file
+    tools/chart.py --check    exit status 1 if the file differs from the records' chart
 
-A bar is the peer's time divided by cumla's: how many times as fast cumla is. The line at 1 is the peer.
+A bar is the peer's time divided by cumla's, the factor by which cumla is faster. The line at 1 is the peer.
 """
 
 import html
@@ -19,7 +19,7 @@ WIDTH, LEFT, RIGHT, ROW, MOST = 620, 252, 46, 25, 2.5  # MOST: the axis ends the
 
 
 class Panel(NamedTuple):
-    """title, what 1.0 is, and (label, ratio) of each bar."""
+    """A title, the peer (1.0), and (label, ratio) of each bar."""
 
     title: str
     peer: str
@@ -31,13 +31,13 @@ def read(name):
 
 
 def calls(name, op, configs):
-    """Ratios of single calls: FlashMLA's time over cumla's, in a CUDA graph."""
+    """Ratios of single calls: FlashMLA's time divided by cumla's, in a CUDA graph."""
     times = {(row["config"], row["impl"]): row["us_graph"] for row in read(name)["rows"] if row["op"] == op}
     return [(label, times[config, "flash_mla"] / times[config, "cumla"]) for label, config in configs]
 
 
 def steps(rows):
-    """Ratios of attention layers in steps of decodes: vLLM's kernels over cumla's."""
+    """Ratios of attention layers in decode steps: time of vLLM's kernels divided by cumla's."""
     table = {(line["kind"], line["heads"], line["steps"]): line["ratio"] for line in read("trace_decode")["table"]}
     return [(label, table[key]) for label, key in rows]
 
@@ -116,7 +116,7 @@ def main():
     if not sys.argv[1:]:
         FILE.write_text(drawn)
     elif not FILE.exists() or FILE.read_text() != drawn:
-        sys.exit(f"{FILE.relative_to(ROOT)} is not what benchmarks/results gives: run tools/chart.py")
+        sys.exit(f"{FILE.relative_to(ROOT)} differs from the chart of benchmarks/results: run tools/chart.py")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def arrows() -> tuple[collections.Counter[tuple[str, str]], list[str]]:
 
 
 def circles() -> list[str]:
-    """Files that import one another in a circle, for types alone too; packages' __init__ files do not count."""
+    """Files that import one another in a circle, also for types only; packages' __init__ files do not count."""
     known = modules()
     files = {module: path for module, path in known.items() if path.stem != "__init__"}
     used = {module: imports(module, path, known) & files.keys() - {module} for module, path in files.items()}
@@ -118,7 +118,7 @@ def strays() -> list[str]:
         return []
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = {path.split("/")[0] for path in tracked.split("\0") if path}
-    return [f"{name} is tracked and is not of ROOT_FILES" for name in sorted(names - ROOT_FILES)]
+    return [f"{name} is tracked and is not in ROOT_FILES" for name in sorted(names - ROOT_FILES)]
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 """Rewrite the tables of results in Markdown pages from the records in benchmarks/results.
 
 A table belongs to a record if the paragraph above it begins with "Record: `benchmarks/results/FOLDER/FILE.json`". Its
-first column has the record's configurations; the heading of that column names the operation, or else each row begins
-with it. The other headings are implementations ("cumla", "FlashMLA": microseconds) or quotients of two
+first column has the record's configurations; the column's heading is the operation, or each row begins with
+the operation. The other headings are implementations ("cumla", "FlashMLA": microseconds) or quotients of two
 ("FlashMLA / cumla").
 
 tools/record_tables.py docs/kernels/*.md
@@ -22,7 +22,7 @@ Times = dict[tuple[str, str], dict[str, float]]
 
 
 def times_of(record: pathlib.Path) -> Times:
-    """Microseconds by (operation, configuration) and implementation: inside a CUDA graph where the record has them."""
+    """Microseconds by (operation, configuration) and implementation: inside a CUDA graph if the record has it."""
     times: Times = {}
     for row in json.loads(record.read_text())["rows"]:
         times.setdefault((row["op"], row["config"]), {})[row["impl"]] = row.get("us_graph") or row["us"]
@@ -30,7 +30,7 @@ def times_of(record: pathlib.Path) -> Times:
 
 
 def rewritten(page: str) -> str:
-    """The page with the figures that its records have. Raises KeyError for a row or column that a record lacks."""
+    """The page with its records' figures. Raises KeyError for a row or column that a record lacks."""
     return TABLE.sub(lambda found: found[0].replace(found[2], table(found[2], times_of(ROOT / found[1]))), page)
 
 

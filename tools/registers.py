@@ -40,7 +40,7 @@ def compiled(text: str, file: str, target: str) -> tuple[str, bytes]:
 
 
 def spills(cubin: pathlib.Path, text: str) -> list[str]:
-    """Lines of the source whose code loads (LDL) or stores (STL) registers in local memory, and how often."""
+    """Source lines whose code loads (LDL) or stores (STL) registers in local memory, and the number of instructions."""
     run = subprocess.run(["nvdisasm", "-g", cubin], capture_output=True, text=True, check=True)
     lines, line, found = text.split("\n"), 0, collections.Counter()
     for row in run.stdout.split("\n"):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Build sdist and wheel such that two builds of a commit give equal bytes.
+"""Build sdist and wheel reproducibly: two builds of a commit have equal bytes.
 
 python tools/release.py FOLDER    (needs the package `build`)
 
-Times of files are the commit's (SOURCE_DATE_EPOCH, if that is set). The wheel is built from the sdist. setuptools
-writes the times of the build into sdists, so those are packed again: files in order, with one time, owner and mode.
+Files have the commit's time (SOURCE_DATE_EPOCH, if that is set). The wheel is built from the sdist. setuptools
+writes build times into sdists, so sdists are packed again: files in order, with one time, owner and mode.
 """
 
 import gzip
@@ -16,7 +16,7 @@ import sys
 import tarfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-FIRST_TIME = 315532800  # 1980, the earliest that a wheel can hold
+FIRST_TIME = 315532800  # 1980, the earliest time that a wheel can have
 
 
 def commit_time() -> int:
@@ -27,7 +27,7 @@ def commit_time() -> int:
 
 
 def pack_again(path: pathlib.Path, time: int) -> None:
-    """Replace a .tar.gz by one of the same files that says nothing of when and by whom it was made."""
+    """Replace a .tar.gz by one with the same files, without the build's time and user."""
     packed = io.BytesIO()
     with tarfile.open(path) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):

@@ -13,7 +13,7 @@ from cumla.dispatch.backends import BACKENDS
 
 
 def operations() -> dict[str, list[str]]:
-    """By file of kernels, the functions that every backend has: those of the reference that cumla calls."""
+    """Functions that every backend has, by file of kernels: the reference's functions that cumla calls."""
     package = pathlib.Path(cumla.__file__).parent
     called = {name for path in package.rglob("*.py") for name in re.findall(r"\bkernels\.(\w+)\(", path.read_text())}
     found = {}

@@ -2,8 +2,8 @@
 """Check that a built site's pages are valid HTML and load nothing from another host: fonts, scripts, styles, pictures.
 
 Every page is parsed as browsers parse it (html5lib). Markup that a browser would have to repair, duplicate ids of a
-page and missing pictures are errors. CI has no browser: PyPI's packages for one download it from elsewhere when they
-run. Where Debian's chromium is installed, this takes a screenshot:
+page and missing pictures are errors. CI has no browser: PyPI's browser packages download the browser when they run.
+With Debian's chromium installed, this takes a screenshot:
 
 chromium --headless=new --hide-scrollbars --window-size=400,2000 --screenshot=PNG file://PAGE
 
@@ -43,7 +43,7 @@ class Page(html.parser.HTMLParser):
 
 
 def invalid(path: pathlib.Path, page: Page) -> list[str]:
-    """What is wrong with a page, with the line where it is one of the parser's."""
+    """The errors of a page; the parser's errors have line numbers."""
     parser = html5lib.HTMLParser()
     parser.parse(path.read_text())
     wrong = [f"line {line}: {code} {data or ''}" for (line, _), code, data in parser.errors]

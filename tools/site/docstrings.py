@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: their columns of arguments become lists of definitions."""
+"""Docstrings as Markdown: columns of arguments become definition lists."""
 
 import re
 
@@ -24,11 +24,11 @@ def _block(block: str) -> str:
         if found is not None:
             entries.append((found[1], [found[2]]))
         elif column and line[:1].strip() and line[column - 1 : column] == " " and not line[: column - 1].count("  "):
-            entries.append((line[: column - 1], [line[column:]]))  # the longest name, followed by a single space
+            entries.append((line[: column - 1], [line[column:]]))  # the longest name is followed by a single space
         elif entries and line.startswith(" "):
             entries[-1][1].append(line.strip())
         elif entries:
-            return "```text\n" + block + "\n```"  # something else in columns
+            return "```text\n" + block + "\n```"  # columns without definitions
         else:
             before.append(line)
     text = _escaped("\n".join(before)) if before else ""
@@ -39,7 +39,7 @@ def _block(block: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape Markdown's characters outside of code."""
+    """Escape Markdown's characters outside code."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_\[\]<>|])", r"\\\1", part).replace(r"\<", "&lt;") for part in parts[::2]]
     return "`".join(parts)

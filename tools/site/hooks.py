@@ -1,7 +1,7 @@
 """MkDocs hooks: drawings of formats and tables of recorded results, inserted where a page names them.
 
 {{ layout NAME }}                     a format's row and page
-{{ times DEVICE/FILE | OP | TEXT }}   times of one operation; TEXT: of configurations that have it
+{{ times DEVICE/FILE | OP | TEXT }}   times of one operation; TEXT: in configurations that contain it
 {{ steps DEVICE/FILE }}               the steps of a request trace
 """
 

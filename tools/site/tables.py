@@ -25,7 +25,7 @@ def heading(record: dict[str, Any], path: pathlib.Path) -> str:
 
 
 def times(path: pathlib.Path, op: str, config: str = "") -> str:
-    """Rows of one operation whose configuration has a text: a column an implementation, and how cumla compares."""
+    """Rows of one operation whose configuration contains a text: a column per implementation, and cumla's rank."""
     record = json.loads(path.read_text())
     rows: dict[str, dict[str, float]] = collections.defaultdict(dict)
     impls: dict[str, None] = {}
@@ -55,7 +55,7 @@ def times(path: pathlib.Path, op: str, config: str = "") -> str:
 
 
 def steps(path: pathlib.Path) -> str:
-    """The table of a request trace's steps: vLLM's kernels' time over cumla's, by layer and step."""
+    """The table of a request trace's steps: time of vLLM's kernels divided by cumla's, by layer and step."""
     record = json.loads(path.read_text())
     kinds = list(dict.fromkeys(line["kind"] for line in record["table"]))
     cells: dict[str, dict[str, str]] = collections.defaultdict(dict)
