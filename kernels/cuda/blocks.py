@@ -29,9 +29,9 @@ def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:
 
 
 def copy_blocks_across(src: Any, dst: Any, src_to_dst: np.ndarray) -> None:
-    """Pages from host to device memory or back, each as one asynchronous copy.
+    """Copy pages from host to device memory or back, each by one asynchronous copy.
 
-    A page is large and contiguous: gathering pages in a buffer first would gain nothing.
+    A page is large and contiguous: a buffer that gathers pages first would gain nothing.
     """
     import cupy
 

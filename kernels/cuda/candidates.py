@@ -24,7 +24,7 @@ from .launch import MAX_BLOCKS, pointer, strides
 THREADS = 256
 SEGMENT = constant("common/candidates.cu", "SEGMENT")  # blocks of a row
 FEW_QUERIES = 4
-MAXIMUM_OF = 8  # logits whose maximum sm90/indexer/logits.cu writes
+MAXIMUM_OF = 8  # sm90/indexer/logits.cu writes the maximum of this number of logits
 TILE = constant("common/candidate_logits.cu", "KEYS")  # positions
 
 
@@ -51,7 +51,7 @@ def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, ca
 
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
-    # MXFP4 keys arrive as fast as they are scored: for many queries another kernel finds the maxima sooner.
+    # MXFP4 keys are loaded as fast as they are scored: for many queries a separate kernel for the maxima is faster.
     fused = block == MAXIMUM_OF and (given.pages.layout is not INDEXER_MXFP4 or len(given.weights) <= FEW_QUERIES)
     if scores_of_pages(given, maxima if fused else None):
         top_k_per_row(maxima, Rows(), candidates)
@@ -98,7 +98,7 @@ def kernel_for_candidates(given: CandidateScores, device: int) -> str:
 
 
 def kernel_for_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any, device: int) -> str:
-    """The same for paged_logits_and_blocks."""
+    """The kernel of paged_logits_and_blocks: "hopper" or "portable"."""
     return kernel_for_pages(given.q, given.pages, BOX_ROWS, device)
 
 

@@ -1,4 +1,4 @@
-"""CUDA C++ sources to kernels: includes expanded here, compiled and cached on disk by CuPy, by content."""
+"""Compiles CUDA C++ sources: this module expands includes, and CuPy caches compiled programs on disk by content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layouts_header() -> str:
 
 
 def _registered_layouts(defines: dict[str, str | int]) -> str:
-    """The structs of the registered layouts that macros name: other programs stay as they are, on disk, too."""
+    """The structs of the registered layouts that macros name: other programs' texts and cached files do not change."""
     named = (LAYOUTS.get(str(value)) for value in dict.fromkeys(defines.values()))
     return "".join(_layout_struct(layout) + "\n" for layout in named if layout is not None and layout not in BUILT_IN)
 
@@ -55,14 +55,14 @@ def _layout_struct(layout: CacheLayout) -> str:
 
 
 def look_first_in(*folders: pathlib.Path) -> None:
-    """From now on take sources from `folders` if they have them: for experiments that compare versions of a kernel.
+    """From now on take sources from `folders` first: for experiments that compare versions of a kernel.
 
-    Compiled kernels are forgotten. Calls that the launch cache has recorded are not, and keep their kernels: compare
-    versions within `recorded_launches`, where every call runs in full.
+    Compiled kernels are dropped. Calls in the launch cache keep their kernels: compare versions within
+    `recorded_launches`, where every call runs in full.
     """
     FOLDERS[:] = [*folders, CSRC]
     for name, module in list(sys.modules.items()):
-        if name.startswith(__package__ + ".") and name != Kernel.__module__:  # whose state stays
+        if name.startswith(__package__ + ".") and name != Kernel.__module__:  # the Kernel's module keeps its state
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
@@ -92,12 +92,12 @@ Program = tuple[str, tuple[str, ...], int]  # text, options, device
 
 
 class _Build(threading.Thread):
-    """Compiles and loads a program. Not a daemon: the interpreter waits for it at its end, not in the compiler."""
+    """Compiles and loads a program. Not a daemon: at exit the interpreter waits for the thread to end."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(name="cumla compiler")
         self._program = program
-        self.module: Any = None  # None where it failed: who needs the program tries again, and has the error
+        self.module: Any = None  # None after an error: the caller that needs the program compiles again, and raises it
 
     def run(self) -> None:
         import cupy
@@ -109,7 +109,7 @@ class _Build(threading.Thread):
             self.module = module
 
 
-_cores = threading.BoundedSemaphore(os.cpu_count() or 1)  # compilers at a time: each takes hundreds of megabytes
+_cores = threading.BoundedSemaphore(os.cpu_count() or 1)  # concurrent compilations: each takes hundreds of megabytes
 _builds: dict[Program, _Build] = {}
 _loaded: set[Program] = set()
 
@@ -133,9 +133,9 @@ def _is_emulated() -> bool:
 
 
 def start(file: str, arch: str | None = None, **defines: str | int) -> None:
-    """Begin to compile csrc/<file>, which `kernel` will be asked for soon, in a thread of its own.
+    """Begin to compile csrc/<file> in its own thread, before `kernel` needs it.
 
-    A first call needs several programs: each takes NVRTC seconds, and it compiles them in parallel.
+    A first call needs several programs: each takes seconds, and NVRTC compiles them in parallel.
     """
     if _is_emulated():
         return
@@ -146,7 +146,7 @@ def start(file: str, arch: str | None = None, **defines: str | int) -> None:
 
 
 def _module(program: Program) -> Any:
-    """The program, compiled now unless a thread does so already."""
+    """The program; compiles it now unless a thread has begun to."""
     import cupy
 
     build = _builds.pop(program, None)
@@ -160,7 +160,7 @@ def _module(program: Program) -> Any:
 
 
 class _NotLaunched:
-    """Stands for a kernel within `programs_asked_for`: calls do nothing."""
+    """Replaces a kernel within `programs_asked_for`: calls do nothing."""
 
     max_dynamic_shared_size_bytes = 0
 
@@ -173,11 +173,11 @@ class _NotLaunched:
 
 @contextlib.contextmanager
 def programs_asked_for() -> Iterator[set[Any]]:
-    """Within it this thread launches nothing. The programs that its calls ask for, which threads compile meanwhile."""
+    """A context in which this thread launches nothing. Yields the programs its calls need, which threads compile."""
     programs: set[Any] = set()
     token = asked.set(programs)
     try:
-        with recorded_launches():  # a call that launches nothing is not to be repeated
+        with recorded_launches():  # the launch cache must not record calls that launch nothing
             yield programs
     finally:
         asked.reset(token)
@@ -188,7 +188,7 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     """The kernel `name` of csrc/<file>.
 
     arch     a target such as "sm_90a" instead of the device's own
-    defines  macros, one compilation for each set of values
+    defines  macros; each set of values is compiled once
     """
     programs = asked.get()
     if programs is not None:
@@ -202,7 +202,7 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     if result_file is None or not result_file.exists():
         announce_compilation()
     before = time.perf_counter()
-    with relaxed_capture():  # otherwise no code could be loaded while this thread captures a graph
+    with relaxed_capture():  # code cannot be loaded otherwise while this thread captures a graph
         raw = _module(program).get_function(name)
     log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - before)
     made = Kernel(raw, packing(text, name, defines), parameters(text, name))
@@ -214,11 +214,11 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
 
 
 def _result_file(text: str, options: tuple[str, ...]) -> pathlib.Path | None:
-    """The file of the self-test's result for this text, compiler and kind of device, beside CuPy's compiled code."""
+    """The file of the self-test's result for this text, compiler and kind of device, in CuPy's cache folder."""
     import cupy
 
     identity = repr((text, options, nvrtc_version(), _arch(), cupy.__version__))
-    # CuPy's own folder. It takes a relative path, too, but a result from the current directory may be anyone's.
+    # CuPy's cache folder. CuPy accepts a relative path, too, but anyone may have written to the current directory.
     place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
     if not place.is_absolute() or not place.is_dir():
         return None
@@ -238,10 +238,10 @@ def _arch() -> int:
 
 
 def _note(made: Kernel, name: str, file: str, defines: dict[str, str | int], result_file: pathlib.Path | None) -> None:
-    """Queue the kernel's self-test, unless there is a result."""
+    """Queue the kernel's self-test, unless its result is cached."""
     remedy = (
         "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "
-        "again; until then backend='numba_cuda' goes another way"
+        "again; until then backend='numba_cuda' uses another compiler"
     )
     what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())
     compiler = f"NVRTC {nvrtc_version()} for compute capability {_arch() / 10}"

@@ -10,17 +10,17 @@ from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
 MOST_AHEAD = 8  # positions that a thread loads before it uses the first
-# CTAs that split a long window's channels, and groups in each that split its positions: for few rows, and for many (an
-# H200 runs 30 clusters of 8 at a time, two CTAs per SM, or 60 of 4). Rows are bit-identical.
+# CTAs that split a long window's channels, and groups in each that split its positions: for few rows, and for many (at
+# a time an H200 runs 30 clusters of 8 with two CTAs per SM, or 60 clusters of 4). Rows are bit-identical.
 CLUSTER_OF_FEW, CLUSTER_OF_MANY = (8, 16), (4, 8)
 MOST_CLUSTERS_OF_FEW = 16
 SOURCE = "common/compressor.cu"
 MOST_THREADS, MOST_GROUPS = 512, 8  # per CTA
-MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a pooling CTA, at most 128; of a cluster for many rows
+MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a pooling CTA (at most 128), and of a cluster for many rows
 MOST_SAVED_TOGETHER = 4  # tokens of a warp
 # Pooling CTAs (or clusters) up to which each takes one token.
 FEW_OF_SHORT, FEW_OF_LONG = 256, 16
-FEW_SAVING = 128  # saving CTAs for long windows: they run at the same time as the pooling ones
+FEW_SAVING = 128  # saving CTAs for long windows: they run at the same time as the pooling CTAs
 
 
 def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression) -> None:

@@ -1,7 +1,7 @@
-"""Numbers that the CUDA sources declare, for what launches them: threads, tile sizes, shared memory, costs.
+"""Constants of the CUDA sources that launchers use: threads, tile sizes, shared memory, costs.
 
-Each stands in the source alone, as in `constexpr int KEYS = 64, ROW = 2 * LAYOUT::head_dim;`, and is evaluated here
-with the macros that the program is compiled with.
+A constant is declared in the source only, as in `constexpr int KEYS = 64, ROW = 2 * LAYOUT::head_dim;`; this module
+evaluates it with the macros that the program is compiled with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\s*((?:0x[0-9a-f]+|\d+)(?=[uU]?\b)|\w+(?:::\w+)?|<<|>>|[<>
 
 Macro = int | str | CacheLayout
 Operator = Callable[[int, int], int]
-# By how closely they bind.
+# Operators by precedence.
 _OPERATORS: dict[str, tuple[int, Operator]] = {
     "||": (1, lambda a, b: bool(a or b)), "&&": (2, lambda a, b: bool(a and b)),
     "==": (3, operator.eq), "!=": (3, operator.ne),
@@ -36,7 +36,7 @@ _OPERATORS: dict[str, tuple[int, Operator]] = {
 
 
 def numbers_of(layout: CacheLayout) -> dict[str, int]:
-    """What the sources know of a format, LAYOUT::name."""
+    """The constants of a format in the sources, LAYOUT::name."""
     return {
         "head_dim": layout.head_dim,
         "quantized_dim": layout.quantized_dim,
@@ -55,11 +55,11 @@ def numbers_of(layout: CacheLayout) -> dict[str, int]:
 
 
 def constant(file: str, name: str, **macros: Macro) -> int:
-    """A number that csrc/<file>, or what it includes, declares, where it is compiled with these macros.
+    """The value of a constant that csrc/<file> or an included file declares, compiled with these macros.
 
     macros  numbers, formats, or names of types or other macros
 
-    Raises KeyError if it, or what it is computed from, is not declared.
+    Raises KeyError if the constant, or a name in its expression, is not declared.
     """
     return _constant(file, name, tuple(macros.items()))
 
@@ -71,7 +71,7 @@ def _constant(file: str, name: str, macros: tuple[tuple[str, Macro], ...]) -> in
 
 @functools.cache
 class _Source:
-    """What a source and those that it includes declare: expressions, functions of one number, macros' defaults."""
+    """Declarations of a source and its included files: expressions, functions of one number, macros' defaults."""
 
     def __init__(self, file: str) -> None:
         self.expressions: dict[str, str] = {}
@@ -90,7 +90,7 @@ class _Source:
                 for one in _NEXT.split(declared):
                     self.expressions.__setitem__(*one.split(" =", 1))
             self.functions.update((name, (given, body)) for name, given, body in _FUNCTION.findall(text))
-            self.defaults.update(_DEFINED.findall(text))  # a file's own come before those that it includes
+            self.defaults.update(_DEFINED.findall(text))  # a file's definitions precede those in the files it includes
 
         add(file)
 
@@ -121,7 +121,7 @@ class _Expression:
         return self.at < len(self.tokens) and self.tokens[self.at] in tokens
 
     def value(self, closer_than: int = 0) -> int:
-        """The value of what follows, as far as its operators bind more closely than `closer_than`."""
+        """The value of the next tokens, up to an operator that does not bind more closely than `closer_than`."""
         left = self.operand()
         while self.next_is(*_OPERATORS) and _OPERATORS[self.tokens[self.at]][0] > closer_than:
             closeness, apply = _OPERATORS[self.take()]

@@ -20,8 +20,8 @@ from .tma import NO_MAP, Words, box_rows, map_of_pages
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
-HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: sizes of sm90/dense/mha_varlen.cu
-HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/, beside that of all tokens' blocks
+HOPPER_HEAD_DIMS = (192, 64, 128)  # head sizes of sm90/dense/mha_varlen.cu: q, its RoPE part, v
+HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/, in addition to the limit of all tokens' blocks
 
 
 def mha_varlen(given: PackedAttention) -> None:
@@ -123,7 +123,7 @@ def kernel_for_decode(given: DenseDecode, device: int) -> str:
 
 
 def is_countable(given: DenseDecode) -> bool:
-    """Whether the kernels' integers of 32 bits can count the blocks of all tokens."""
+    """Whether 32-bit integers of the kernels can count the blocks of all tokens."""
     blocks = given.block_table.shape[1] * given.pages.block_size // BLOCK
     return given.q.shape[0] * given.q.shape[1] * (blocks + 1 + TOKEN_COST) < 1 << 31
 
@@ -137,7 +137,7 @@ def portable_tile(device: int) -> tuple[int, int]:
 
 
 def hopper_decode(device: int, value: str, groups: int) -> tuple[Kernel, int, int]:
-    """Hopper's decode kernel for so many groups of heads, its shared memory and its threads."""
+    """Hopper's decode kernel for `groups` groups of heads, its shared memory and its threads."""
     memory = "sm90/dense/decode/memory.cuh"
     shared_bytes = constant(memory, "SHARED_BYTES")
     found = large_kernel(
@@ -158,9 +158,9 @@ def portable_decode(device: int, value: str, cache: str, aligned: bool, block_si
 
 
 def portable_sizes(limit: int) -> tuple[dict[str, int], int]:
-    """The macros for sm80/dense/decode.cu that fit `limit` bytes of shared memory, and how much they take.
+    """The macros for sm80/dense/decode.cu that fit `limit` bytes of shared memory, and the bytes that they need.
 
-    Raises ValueError if none does.
+    Raises ValueError if none fits.
     """
     for keys, stages, registers in PORTABLE_SIZES:
         sizes = {"KEYS": keys, "STAGES": stages, "Q_REGISTERS": registers}
@@ -171,7 +171,7 @@ def portable_sizes(limit: int) -> tuple[dict[str, int], int]:
 
 
 def merge_shape(splits: int) -> tuple[int, int, int]:
-    """For dense_decode_merge.cu: parts loaded together, sets of threads, and MAX_SETS, for about `splits` parts."""
+    """Sizes of dense_decode_merge.cu for about `splits` parts: parts loaded together, sets of threads, MAX_SETS."""
     if splits <= 4:
         return 4, 1, 1
     sets = min(-(-splits // 8), 8)
@@ -188,16 +188,16 @@ def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
     return (0 if tensor_map is NO_MAP else rows), tensor_map
 
 
-HEADS = constant("sm90/dense/decode/memory.cuh", "HEADS")  # of a tile, by either kernel
-# Keys of a block; blocks of a range and of a token's part, at least; the cost of a token's start.
+HEADS = constant("sm90/dense/decode/memory.cuh", "HEADS")  # heads of a tile, in either kernel
+# Keys of a block; least blocks of a range and of a token's part; the cost of a token's start.
 BLOCK, MIN_RANGE, MIN_PART, TOKEN_COST = (
     constant("common/dense/work.cuh", name) for name in ("BLOCK", "MIN_RANGE", "MIN_PART", "TOKEN_COST")
 )
-# Keys of a step, stages of the ring, and registers of a thread of the scores that hold queries: the fastest first.
+# Keys of a step, stages of the ring, and registers of a score thread that hold queries; the fastest size first.
 PORTABLE_SIZES = ((32, 4, 96), (32, 3, 96), (16, 4, 112))
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
-RANGE_BYTES = PART_BYTES = 16  # of a division: a range's begin and end; a token's parts
-MERGING_CTAS = 12  # an SM, that merge one set
+RANGE_BYTES = PART_BYTES = 16  # bytes in a division: a range's begin and end; a token's parts
+MERGING_CTAS = 12  # merging CTAs per SM if there is one set of threads
 PLAN_FILE, MERGE_FILE = "common/dense/plan.cu", "common/dense_decode_merge.cu"
 
 
@@ -211,14 +211,14 @@ def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
 def large_kernel(
     device: int, shared_bytes: int, file: str, name: str, arch: str | None = None, **defines: str | int
 ) -> Kernel:
-    """A kernel with more shared memory on `device`, which is the current one, than launches get by default."""
+    """A kernel with more shared memory than launches get by default, on the current device, `device`."""
     found = kernel(file, name, arch, **defines)
     found.max_dynamic_shared_size_bytes = shared_bytes
     return found
 
 
 def partial_results(plan: DenseDecodePlan, rows: int, like: Any) -> tuple[Any, Any]:
-    """float32 [rows * 512] and [rows] at least, in the plan's workspace.
+    """float32 arrays of at least rows * 512 and `rows` elements, in the plan's workspace.
 
     Raises RuntimeError if they would have to be allocated while a CUDA graph is being captured.
     """
@@ -234,7 +234,7 @@ def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divis
     """
     ranges, capture = lengths["ranges"], capture_id()
     outside, inside = DenseDecodePlan.arrays
-    # Both at once, so that a capture allocates nothing. Graphs have their own division, which no eager call uses.
+    # Allocates both, so that a capture allocates nothing. Graphs have their own division, which no eager call uses.
     arrays = {
         name: plan.workspace.array(name, (RANGE_BYTES * ranges + PART_BYTES * entries) // 4, np.int32, like)
         for name in (outside, inside)
@@ -253,7 +253,7 @@ def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divis
 
 
 def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
-    """Bytes that the partial results of a dense_mla_decode of these sizes need at most, on a device of `sms` SMs."""
+    """Most bytes that partial results of a dense_mla_decode of these sizes need, on a device of `sms` SMs."""
     tokens = batch * s_q
     if not tokens * heads:
         return 0

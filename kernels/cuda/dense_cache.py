@@ -11,7 +11,7 @@ from .sparse_cache import WARPS, insert
 
 
 def scale_arguments(scale: Any | None) -> tuple[Any, ...]:
-    """A scale as an array or a number, as (pointer or null, value)."""
+    """A scale, an array or a number, as the kernels' (pointer or null, value)."""
     if scale is None or isinstance(scale, generic):
         return 0, float32(1) if scale is None else scale
     return scale.data.ptr, float32(1)

@@ -1,6 +1,6 @@
-"""Properties of a device by which launchers choose kernels: none asks for a name.
+"""Properties of a device, from which launchers choose kernels; a device's name is not used.
 
-`assumed` replaces them with another device's, so that tests and benchmarks see what that device would get.
+`assumed` replaces them with another device's, so that tests and benchmarks run the kernels chosen for that device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Limits(NamedTuple):
 
     capability       compute capability, 90 for 9.0
     shared_bytes     shared memory that a CTA can have
-    sm_shared_bytes  shared memory of a multiprocessor
+    sm_shared_bytes  shared memory of an SM
     """
 
     capability: int
@@ -43,11 +43,11 @@ _assumed: contextvars.ContextVar[Limits | None] = contextvars.ContextVar("assume
 
 @contextlib.contextmanager
 def assumed(capability: int) -> Iterator[Limits]:
-    """For tests and benchmarks: within the context every device counts as one of this capability, one of LIMITS.
+    """For tests and benchmarks: a context in which every device has this capability, one of LIMITS.
 
-    Launchers choose what that device would get, within its shared memory; kernels are compiled for the device that runs
-    them, but convert e4m3 as the assumed one does (ASSUMED_ARCH). Calls that the launch cache has recorded keep their
-    kernels: use it within `recorded_launches`.
+    Launchers choose kernels and sizes for that device and its shared memory. Kernels are compiled for the device that
+    runs them, but convert e4m3 as the assumed device does (ASSUMED_ARCH). Calls in the launch cache keep their
+    kernels: use the context within `recorded_launches`.
 
     Raises ValueError for a capability that LIMITS lacks.
     """
@@ -67,12 +67,12 @@ def assumed_capability() -> int | None:
     return None if found is None else found.capability
 
 
-# Within `programs_asked_for` of compile.py: the programs that calls have asked for, which they do not launch.
+# Within `programs_asked_for` of compile.py: the programs that calls need, which they do not launch.
 asked: contextvars.ContextVar[set[Any] | None] = contextvars.ContextVar("asked", default=None)
 
 
 def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
-    """As functools.cache, for each assumed capability; what stands for a kernel that is not launched is not kept."""
+    """Like functools.cache, for each assumed capability; objects that replace unlaunched kernels are not cached."""
     cached = functools.cache(lambda limits, *args, **keywords: function(*args, **keywords))
 
     @functools.wraps(function)
@@ -101,7 +101,7 @@ def _limits(device: int) -> Limits:
 
 @functools.cache
 def device_sms(device: int) -> int:
-    """Multiprocessors of a device."""
+    """SMs of a device."""
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])

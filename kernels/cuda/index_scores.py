@@ -1,4 +1,4 @@
-"""Launches of sm80/index_scores.cu and prompt_scores.cu: scores of queries of 16 bits and fewer on every device."""
+"""Launches sm80/index_scores.cu and prompt_scores.cu: scores of queries with 16 bits or fewer, on every device."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ from .launch import C_NAMES, is_aligned, pointer, strides
 
 SOURCE = "sm80/index_scores.cu"
 WARPS, TILE = (constant(SOURCE, name) for name in ("WARPS", "KEYS"))
-REGISTER_HEADS = {32: 3, 64: 2}  # heads whose operands stay in registers, with the CTAs on an SM
-CTAS = 3  # of others
+REGISTER_HEADS = {32: 3, 64: 2}  # heads whose operands stay in registers: CTAs per SM
+CTAS = 3  # CTAs per SM for other numbers of heads
 PROMPTS = "sm80/prompt_scores.cu"  # e4m3 keys that neighbouring queries of PROMPT_HEADS heads share
 PROMPT_HEADS, LEAST_PROMPT = 64, 16
 GROUP, PROMPT_TILE, PROMPT_THREADS, PROMPT_BYTES = (
     constant(PROMPTS, name, HEADS=PROMPT_HEADS) for name in ("QUERIES", "KEYS", "THREADS", "SHARED_BYTES")
 )
-PROMPT_WAVES = 4  # of CTAs, at least
-MOST_BY_LENGTHS = 1024  # queries, whose lengths each warp reads
-MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
+PROMPT_WAVES = 4  # least number of waves of CTAs
+MOST_BY_LENGTHS = 1024  # most queries for which each warp reads all lengths
+MANY_PARTS = 16  # most work ranges of a query: each is then long enough to hide its start
 NO_CANDIDATES = (0, 0, *division(1))  # blocks, their stride, and positions of a block
 
 
@@ -42,7 +42,7 @@ def index_scores(
     seen        the kernel's starts, ends, lens_stride, per_query and next_n
     keys        a paged cache; or packed keys [N, ..] and their scales, or None
     candidates  candidate blocks, their stride and the positions of a block; logits then have a column for each position
-                of a block, with `fill` where the query sees none
+                of a block, and `fill` at positions that the query does not see
     """
     device, query = q.data.device_id, "uint8" if q.dtype.name == "uint8" else C_NAMES[q.dtype.name]
     columns = logits.shape[1]
@@ -109,14 +109,14 @@ def prompt_scores(
 
 
 def layout_of_packed(k: Any) -> CacheLayout:
-    """The format of packed keys: bytes are e4m3, or e2m1 with half as many."""
+    """The format of packed keys of one-byte elements: 128 e4m3 bytes, or 64 bytes of e2m1 pairs."""
     if k.dtype.name != "uint8":
         return INDEXER_BF16
     return INDEXER_FP8 if k.shape[1] == INDEXER_FP8.row_bytes else INDEXER_MXFP4
 
 
 def query_parts(queries: int, columns: int, ctas: int) -> int:
-    """Work ranges of a query, several waves of warps where there are many; 0: one for each warp, by lengths."""
+    """Work ranges of a query: several waves of warps for many queries; 0: a range for each warp, by lengths."""
     if queries <= min(MOST_BY_LENGTHS, ctas * WARPS // 4):
         return 0
     return min(-(-columns // TILE), MANY_PARTS)

@@ -20,7 +20,7 @@ MAX_GRID_Y = 65_535
 VALUES = {"uint8": "uint8", "bfloat16": "bf16", "float32": "float"}
 NO_TABLE = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0, 1)
-LANES_PER_HEAD = 16  # of common/indexer_queries.cu: each has eight values
+LANES_PER_HEAD = 16  # in common/indexer_queries.cu; a lane has eight values
 QUERY_THREADS = constant("common/indexer_queries.cu", "THREADS")
 KEY_THREADS = constant("common/indexer_keys.cu", "THREADS")
 
@@ -117,7 +117,7 @@ def lengths_of(given: PagedScores) -> tuple[Any, ...]:
 
 
 def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
-    """Whether the largest of each eight logits of a row have been written to `maxima` as well, if they are given."""
+    """Write scores. Returns whether the kernel has also written each eight logits' maximum to `maxima`, if given."""
     q, pages, weights, _, block_table, _, logits = given
     next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(given)
     table, inputs = table_arguments(block_table), pages_for_hopper(q, pages, BOX_ROWS)
@@ -134,7 +134,7 @@ def candidates_on_hopper(
     q: Any, weights: Any, seen: tuple[Any, ...], pages: Pages, table: tuple[Any, ...], logits: Any,
     candidates: tuple[Any, ...], fill: float,
 ) -> bool:  # fmt: skip
-    """Whether Hopper's kernel has scored candidate blocks: arguments of index_scores."""
+    """Score candidate blocks by Hopper's kernel if it can; returns whether it did. Arguments as in index_scores."""
     fits = candidates_fit_hopper(len(weights), pages, candidates[2])
     inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if fits else None
     if inputs is None:
@@ -157,7 +157,7 @@ def score(
     room: int,
     logits: Any,
 ) -> None:
-    """Scores by kernels for every GPU: q [B, n, H, 128]; keys in pages, or packed keys and their scales."""
+    """Scores by the portable kernels: q [B, n, H, 128]; keys in pages, or packed keys and their scales."""
     if q.dtype.name != "float32":
         index_scores(q, weights, seen, keys, table, logits, compressed_width=room)
         return
@@ -182,7 +182,7 @@ def score(
 
 
 def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged: bool) -> None:
-    """-inf where a query does not see a key."""
+    """Write -inf for keys that a query does not see."""
     kernel("common/indexer_logits.cu", "clean_logits", PAGED=int(paged), LAYOUT="INDEXER_F32")(
         (min(-(-logits.shape[1] // 512), MAX_BLOCKS), min(len(logits), MAX_GRID_Y)),
         (128,),
@@ -194,12 +194,12 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 # ---- scores on Hopper
 
 HEADS = (32, 64)  # heads of a query that the kernel supports
-PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
-MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
-BOX_ROWS = 64  # most rows of a page that are copied at once
+PACKED_COLUMNS = 128  # columns of a product with packed keys: heads of several queries
+MANY_QUERIES = 64  # from this number of queries on, groups of eight leave little idle
+BOX_ROWS = 64  # most rows of a page in one copy
 NO_CANDIDATES = (0, 0, 0.0)
-CANDIDATE_ROWS = 8  # of the candidate blocks that it scores
-FEW_CANDIDATE_QUERIES = 31  # up to which it scores e4m3 keys: with more, index_scores is nearer the memory's pace
+CANDIDATE_ROWS = 8  # rows of the candidate blocks that the kernel supports
+FEW_CANDIDATE_QUERIES = 31  # most queries for e4m3 keys: with more, index_scores is nearer the memory bandwidth
 HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
@@ -222,12 +222,12 @@ KERNEL_FOR: dict[str, Callable[..., str]] = {
 
 
 def candidates_fit_hopper(queries: int, pages: Pages, block: int) -> bool:
-    """Whether Hopper's kernel scores so many queries' candidate blocks of `block` rows, if their pages allow."""
+    """Whether Hopper's kernel scores candidate blocks of `block` rows for `queries` queries, if the pages allow it."""
     return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or queries <= FEW_CANDIDATE_QUERIES)
 
 
 def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words], tuple[Any, ...]] | None:
-    """Queries, maps and pages by boxes that divide `rows` rows; None if another kernel has to score them."""
+    """Queries, tensor maps and pages for boxes that divide `rows` rows; None if another kernel has to score them."""
     layout, next_n, heads = pages.layout, q.shape[1], q.shape[2]
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
     in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
@@ -243,7 +243,7 @@ def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words],
 
 
 class HopperSize:
-    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, groups of queries, candidates."""
+    """Sizes of sm90/indexer/logits.cu: queries in a product, products of MXFP4 keys, groups of queries, candidates."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class HopperSize:
 
 
 def queries_at_once(heads: int, next_n: int, mxfp4: bool) -> HopperSize:
-    """Sizes for queries of a request, which read its keys once if they are no more than 6 (of 64 e4m3 heads 4)."""
+    """Sizes for a request's queries; up to 6 queries (4 of 64 e4m3 heads) read the request's keys once."""
     if mxfp4:
         of_product = min(next_n, 64 // heads)
         return HopperSize(heads, of_product, min(-(-next_n // of_product), 6 // of_product), mxfp4=True)
@@ -276,7 +276,7 @@ def queries_at_once(heads: int, next_n: int, mxfp4: bool) -> HopperSize:
 
 
 def query_map(q: Any) -> Words:
-    """The map of queries [n, H, 128], or NO_MAP if heads are not contiguous."""
+    """The tensor map of queries [n, H, 128], or NO_MAP if heads are not contiguous."""
     heads = q.shape[1]
     if q.strides[1] != DIM or not len(q):
         return NO_MAP
@@ -298,7 +298,7 @@ def score_on_hopper(
     maxima: Any | None = None,
     candidates: tuple[Any, ...] | None = None,
 ) -> None:
-    """candidates: candidate blocks, their stride and the logit of a position that is not seen."""
+    """candidates: candidate blocks, their stride and the logit of positions that the query does not see."""
     device = q.data.device_id
     largest = (0, 0, 0) if maxima is None else (maxima, strides(maxima)[0], maxima.shape[1])
     run = large_kernel(

@@ -8,7 +8,7 @@ from .constants import constant
 
 THREADS, COLUMNS = (constant("common/indexer_metadata.cu", name) for name in ("THREADS", "COLUMNS"))
 WARPS = THREADS // 32
-ITEMS_PER_THREAD = 4  # rows of a prefill request per thread before more CTAs help
+ITEMS_PER_THREAD = 4  # rows of a prefill request per thread; more rows take more CTAs
 MOST_SPLITS = 256
 NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of common/indexer_metadata.cu
 

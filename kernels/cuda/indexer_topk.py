@@ -1,6 +1,6 @@
-"""The indexer's top-k: four kernels, and which of them selects from how many rows of how many columns.
+"""The indexer's top-k: four kernels, and the sizes for which each is used.
 
-    kernel     where a row is              taken for (132 multiprocessors, aligned rows)
+    kernel     where a row is stored       used for (132 SMs, aligned rows)
     registers  registers of 1 to 8 CTAs    rows that all run at a time, up to 16,384 columns; of up to 57 rows also
                                            longer ones, by clusters; short rows in any number
     bound      registers of 1 to 8 CTAs,   rows that all run at a time and do not fit in the registers above: longer
@@ -8,7 +8,7 @@
     wide       read several times          other rows, k above 16 times the threads of a CTA
     stream     read once                   all other rows
 
-Their sources are common/indexer_topk_KERNEL.cu. The first kernel whose sizes fit is taken, in this order.
+Their sources are common/indexer_topk_KERNEL.cu. The first kernel that supports the sizes is used, in this order.
 docs/kernels/topk.md has the table by rows and columns.
 """
 
@@ -66,9 +66,9 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
 def kernel_for_rows(
     num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool, of_requests: bool
 ) -> tuple[str, Any]:
-    """The kernel for so many rows, and its sizes.
+    """The kernel for `num_rows` rows of `width` columns, and its sizes.
 
-    sms          multiprocessors of the device
+    sms          SMs of the device
     most_blocks  CTAs that a cluster may have; 1: the device has no clusters
     aligned      rows start at multiples of 16 bytes
     of_requests  rows belong to requests, whose lengths differ
@@ -84,7 +84,7 @@ def kernel_for_rows(
 
 
 class RegistersSize(NamedTuple):
-    """Sizes of common/indexer_topk_registers.cu: threads of a CTA, reads of four columns of a thread, CTAs of a row."""
+    """Sizes of common/indexer_topk_registers.cu: threads of a CTA, a thread's reads of four columns, CTAs of a row."""
 
     threads: int
     reads: int
@@ -106,15 +106,15 @@ class RegistersSize(NamedTuple):
 
 @functools.lru_cache(256)
 def registers_size(num_rows: int, width: int, sms: int, most_blocks: int, aligned: bool) -> RegistersSize | None:
-    """Sizes for rows that all run at the same time, or in two waves, or are short; None for others."""
+    """Sizes if all rows run at once or in two waves, or are short; otherwise None."""
     if num_rows > sms:
         short = RegistersSize(256, 2)
-        if aligned and most_blocks > 1 and width <= short.columns:  # measured on Hopper alone
+        if aligned and most_blocks > 1 and width <= short.columns:  # measured on Hopper only
             return short
         few_waves = num_rows <= 4 * sms and ONE_BLOCK // 4 < width <= ONE_BLOCK // 2
-        return RegistersSize(512, 4) if aligned and few_waves else None  # two of which run on a multiprocessor
+        return RegistersSize(512, 4) if aligned and few_waves else None  # an SM runs two of these CTAs
     blocks = 1
-    if width > ONE_BLOCK and aligned:  # columns one by one take more registers
+    if width > ONE_BLOCK and aligned:  # single-column reads take more registers
         blocks = next((n for n in (8, 4, 2) if n <= most_blocks and num_rows * n * 1.15 <= sms), 1)
     for threads, reads in ((512, 2), (512, 4) if blocks in (2, 4) else (1024, 2), (1024, 4)):
         size = RegistersSize(threads, reads, blocks)
@@ -147,7 +147,7 @@ def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
     """Threads per CTA of common/indexer_topk_stream.cu: 256 take fewer instructions in all, 512 read one row faster.
 
     of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
-                 decides the time. For prompts' rows it was measured with k 2,048 alone
+                 decides the time. For prompts' rows only k 2,048 was measured
     """
     few_waves = (of_requests or topk > 1024) and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
     return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
@@ -156,10 +156,10 @@ def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
 class BoundSize(NamedTuple):
     """Sizes of common/indexer_topk_bound.cu.
 
-    threads    of a CTA
+    threads    threads of a CTA
     blocks     CTAs of a row
-    reads      of four columns, that a thread has in flight
-    rounds     of such reads; a single round stays in registers
+    reads      reads of four columns that a thread has in flight
+    rounds     rounds of reads; a single round stays in registers
     estimated  1: the bound is estimated from a sample
     """
 
@@ -185,7 +185,7 @@ class BoundSize(NamedTuple):
         return constant(BOUND, "SHARED_BYTES", **sizes)
 
     def finds(self, topk: int) -> bool:
-        """Whether a CTA can bound its fraction of k: without an estimate, eight lanes publish at most eight values."""
+        """Whether a CTA can bound its part of k: without an estimate, eight lanes publish at most eight values."""
         if self.estimated:
             return topk <= min(2 * self.threads, MOST_ESTIMATED)
         share = topk / self.blocks
@@ -200,8 +200,8 @@ MOST_ESTIMATED = 2048  # k up to which the columns above an estimated bound fit 
 
 @functools.lru_cache(256)
 def bound_size(num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool) -> BoundSize | None:
-    """Sizes for rows that all run at the same time; None if they are too many, or too long."""
-    if width > ONE_BLOCK // 2 and num_rows <= sms < num_rows * 4 * 1.15:  # a CTA a row, for which an estimate is faster
+    """Sizes if all rows run at once; None if there are too many rows, or they are too long."""
+    if width > ONE_BLOCK // 2 and num_rows <= sms < num_rows * 4 * 1.15:  # one CTA per row: an estimate is faster
         reads = max(2, 1 << (-(-width // 4096) - 1).bit_length())
         size = BoundSize(1024, 1, reads, 1, estimated=1)
         if reads <= (8 if aligned else 4) and size.finds(topk):
@@ -214,9 +214,9 @@ def bound_size(num_rows: int, width: int, topk: int, sms: int, most_blocks: int,
         for threads in (512, 1024) if blocks > 1 else (1024,):
             reads = max(2, 1 << (-(-width // (4 * threads * blocks)) - 1).bit_length())
             size = BoundSize(threads, blocks, reads)
-            if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
+            if reads <= (8 if aligned else 4) and size.finds(topk):  # single-column reads take more registers
                 return size
-        # Rows that do not fit in registers; a single CTA would be no faster than common/indexer_topk_stream.cu.
+        # The rows do not fit in registers; a single CTA would be no faster than common/indexer_topk_stream.cu.
         rounds = max(2, 1 << (-(-width // (32 * 1024 * blocks)) - 1).bit_length())
         size = BoundSize(1024, blocks, 8, rounds)
         if blocks > 1 and rounds <= MOST_ROUNDS and size.finds(topk):

@@ -18,7 +18,7 @@ def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]
 
 @functools.cache
 def division(block_size: int) -> tuple[int, int, int]:
-    """A block size, and the multiplier and shift by which `BlockSize` of common/pages.cuh divides by it."""
+    """A block size, and the multiplier and shift with which `BlockSize` of common/pages.cuh divides by it."""
     log = (block_size - 1).bit_length()
     return block_size, -(-(2 ** (31 + log)) // block_size), log
 
@@ -65,7 +65,7 @@ def takes_four(given: CombinedIndices) -> bool:
 
 
 def combined_arguments(given: CombinedIndices) -> tuple[Any, ...]:
-    """CombinedRows of common/combined_rows.cuh."""
+    """Members of `CombinedRows` (common/combined_rows.cuh)."""
     local, rows = given.topk_indices, given.combined_indices
     return (
         local, strides(local)[0], given.query_start_loc, given.seq_lens, given.gather_lens, rows, strides(rows)[0],

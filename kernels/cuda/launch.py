@@ -1,6 +1,6 @@
-"""How a kernel is launched, and helpers of all launchers.
+"""Launches kernels; helpers of all launchers.
 
-CuPy's own RawKernel inspects the type of every argument in each call. Here the kernel's parameter list, parsed once
+CuPy's RawKernel inspects the type of every argument in each call. Here the kernel's parameter list, parsed once
 from its source, defines how arguments are packed, and one driver call takes the packed block: several times cheaper.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 
 MAX_BLOCKS = 4096  # for grids that stride over rows: enough CTAs to fill any device
 C_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "float", "int32": "int", "int64": "int64"}
-# The same by dtype; NumPy takes over a microsecond to make a dtype's name.
+# C_NAMES by dtype: NumPy takes over a microsecond to format a dtype's name.
 C_TYPES = {np.dtype(getattr(ml_dtypes, name, name)): c_name for name, c_name in C_NAMES.items()}
 
 # How an argument of each C type is packed, as in `struct`.
@@ -63,7 +63,7 @@ def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struc
 
 
 def _codes(text: str, c_type: str) -> str:
-    """The codes of a value of a C type; for a struct, those of its members, which must fill whole words of 8 bytes."""
+    """The codes of a value of a C type; for a struct, its members' codes, which must fill whole words of 8 bytes."""
     if c_type in PACKING:
         return PACKING[c_type]
     body = re.search(rf"\nstruct {c_type} {{\n(.*?)\n}};", text, re.DOTALL)
@@ -80,12 +80,12 @@ def _codes(text: str, c_type: str) -> str:
 
 
 class Kernel:
-    """A CUDA kernel, called as CuPy's RawKernel is: `kernel(grid, block, arguments, shared_mem=bytes)`.
+    """A CUDA kernel, called like CuPy's RawKernel: `kernel(grid, block, arguments, shared_mem=bytes)`.
 
     arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct is passed
                as its members, in order
-    overlap    whether it may start before the previous kernel of the stream has ended (programmatic
-               dependent launch, sm_90 and later). The kernel must then wait itself (`griddepcontrol.wait`)
+    overlap    whether the kernel may start before the previous kernel of the stream has ended (programmatic
+               dependent launch, sm_90 and later). The kernel must then wait (`griddepcontrol.wait`)
                before it accesses memory
 
     Raises CuPy's CUDADriverError if the driver refuses the launch. A grid without CTAs does nothing.
@@ -148,7 +148,7 @@ class Kernel:
             raise cupy.cuda.driver.CUDADriverError(status)
 
     def arguments(self, **named: Any) -> tuple[Any, ...]:
-        """Arguments by the names of the kernel's parameters, in their order; for a struct the tuple of its members.
+        """Arguments, named as the kernel's parameters, in the parameters' order; a struct is a tuple of its members.
 
         Raises TypeError if one is missing or unknown.
         """
@@ -165,7 +165,7 @@ class Kernel:
         return tuple(found)
 
     def handle(self, device: int) -> int:
-        """The driver's function, loaded on `device`, which is the current one."""
+        """The driver's function, loaded on the current device, `device`."""
         function = self._functions.get(device)
         if function is None:
             if self._most_shared:
@@ -239,7 +239,7 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of `size` CTAs of a kernel the current device runs at a time."""
+    """Number of clusters of `size` CTAs of a kernel that the current device runs at a time."""
     import cupy
 
     attribute = CLUSTER_DIMENSION | size << 64 | 1 << 96 | 1 << 128  # its value: three 32-bit words
@@ -257,8 +257,8 @@ def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) ->
 class _Thread(threading.local):
     """State of one thread.
 
-    memory   its _LaunchMemory, as other threads may launch while the driver reads it, and addresses in there; None
-             before its first launch
+    memory   the thread's _LaunchMemory, as other threads may launch while the driver reads it, and addresses in it;
+             None before the thread's first launch
     recorded_launches  the launches since `recorded_launches` began
     """
 

@@ -48,7 +48,7 @@ def insertion_macros(into: Insertion) -> dict[str, str | int]:
 
 
 def insertion_arguments(into: Insertion) -> tuple[Any, ...]:
-    """Positions, their rotation, and the cache; the slots come before."""
+    """Arguments after the slots: positions, their rotation, and the cache."""
     table, pages = into.cos_sin, into.pages
     rotation = into.positions, table, strides(table)[0], len(table), table.shape[1], into.eps
     return *rotation, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size

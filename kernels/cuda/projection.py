@@ -1,4 +1,4 @@
-"""Matrix products with float32 sums: by cuBLAS; of e4m3 weights with scales of blocks by a kernel for few tokens."""
+"""Matrix products with float32 sums: cuBLAS, and for few tokens a kernel that multiplies block-scaled e4m3 weights."""
 
 import ctypes
 import functools
@@ -18,16 +18,16 @@ DATA_TYPES = {"float32": 0, "bfloat16": 14, "float16": 2}
 COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
-WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
+WORKSPACE_BYTES = 32 << 20  # cuBLAS's default on Hopper
 
 # sm80/projection.cu and sm90/projection.cu
-SOURCE = "sm80/block_scaled.cuh"  # of both
+SOURCE = "sm80/block_scaled.cuh"  # included by both
 TILES = (8, 16, 32, 64, 128)  # tokens
-MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
+MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # most and least rows of a tile of weights, most CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
 MOST_STAGES, BARRIER_BYTES = 8, 128
-ENOUGH = 0.7  # of the SMs with a CTA: others wait for memory anyway
-TWO_CTAS = 32  # tokens of a tile up to which two CTAs fit on an SM: by their registers, and so by their memory
+ENOUGH = 0.7  # fraction of SMs that need a CTA: more CTAs would only wait for memory
+TWO_CTAS = 32  # most tokens of a tile for which an SM runs two CTAs: registers limit them, and memory is sized for two
 PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks or quantize_groups takes at a time
 
 # sm90/fp8_product.cu
@@ -46,7 +46,7 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
 
     batch, m, k = a.shape
     n = b.shape[2]
-    # cuBLAS is column-major: its operands are the transposes, in the other order.
+    # cuBLAS is column-major: its operands are the transposes, in reversed order.
     b_operation, b_leading = operand(b)
     a_operation, a_leading = operand(a)
     data_type, out_type = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
@@ -66,7 +66,7 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
 
 
 def operand(matrices: Any) -> tuple[int, int]:
-    """cuBLAS's view of matrices [n, rows, columns]: the operation, and the elements between rows (or columns)."""
+    """Matrices [n, rows, columns] as cuBLAS's operand: the operation, and the elements between rows (or columns)."""
     _, rows, columns = matrices.shape
     _, row_stride, column_stride = strides(matrices)
     if column_stride == 1 or columns == 1:
@@ -75,9 +75,9 @@ def operand(matrices: Any) -> tuple[int, int]:
 
 
 def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[Any, ...]) -> None:
-    """The same in a CUDA graph capture, where CuPy calls no cuBLAS: with memory that was allocated before.
+    """batched_product in a CUDA graph capture, where CuPy calls no cuBLAS: it uses memory that was allocated before.
 
-    Captured products of a device use the same memory, so graphs that contain some must not run at the same time.
+    Captured products of a device share this memory, so graphs that contain products must not run at the same time.
     Raises RuntimeError if cuBLAS refuses.
     """
     library = cublas_library(handle)
@@ -94,7 +94,7 @@ def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[A
 def workspace(device: int, beside: bool) -> Any:
     """Memory for captured products, which the first product outside a capture allocates.
 
-    beside  whether it is for products on side streams, which may run at the same time as the callers' streams
+    beside  whether the products run on side streams, at the same time as products on the callers' streams
 
     Raises RuntimeError in a capture if no product ran before.
     """
@@ -110,7 +110,7 @@ def workspace(device: int, beside: bool) -> Any:
 
 @functools.cache
 def cublas_library(handle: int) -> Any:
-    """The cuBLAS that CuPy has loaded, with the functions that are called directly."""
+    """The cuBLAS library that CuPy has loaded, with types for the functions that this module calls."""
     from cupy.cuda import cublas
 
     library = ctypes.CDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")
@@ -156,7 +156,7 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
 
 
 def columns_of_block(given: BlockScaledProduct) -> int:
-    """Columns of a block as far as the weight has them: fewer values, fewer programs."""
+    """Columns of a block, limited to the weight's columns: fewer macro values need fewer programs."""
     return min(given.block_columns, -(-given.x.shape[2] // CHUNK) * CHUNK)
 
 
@@ -182,10 +182,10 @@ class Tiles(NamedTuple):
 def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int) -> Tiles:
     """Tiles that occupy the device (docs/kernels/weights.md).
 
-    uniform  scales are powers of two, one a chunk, and no code is NaN
+    uniform  scales are powers of two, one per chunk, and no code is NaN
 
-    On Hopper tiles have 64 rows, of which two warpgroups multiply every second chunk, or more for large weights. The
-    portable kernel multiplies a few tokens best by tiles of few rows, whose columns a CTA's warps divide.
+    On Hopper tiles have 64 rows, and two warpgroups take alternate chunks; large weights have larger tiles. The
+    portable kernel is fastest for a few tokens with tiles of few rows, whose columns a CTA's warps divide.
     """
     sms = device_sms(device)
     tile = next((size for size in TILES if size >= tokens), TILES[-1])
@@ -219,9 +219,9 @@ def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, h
 
 
 def cluster_size(tiles: int, chunks: int, few: bool, sms: int) -> int:
-    """CTAs that divide the columns of a tile on Hopper: at least 4 chunks each.
+    """CTAs that divide the columns of a tile on Hopper, each with at least 4 chunks.
 
-    Clusters of two occupy every SM, larger ones cannot, as the SMs that a cluster may have are not a multiple of them.
+    Clusters of two occupy every SM. Larger clusters cannot: the SMs of a GPC are not always a multiple of their size.
 
     few  two CTAs fit on an SM
     """
@@ -232,15 +232,15 @@ def cluster_size(tiles: int, chunks: int, few: bool, sms: int) -> int:
 
 
 def depth_of(tile_rows: int) -> int:
-    """Columns of a stage before Hopper: the warps that are not needed along the rows take further ones."""
+    """Columns of a stage before Hopper: warps beyond a tile's rows take further columns."""
     return constant(SOURCE, "DEPTH", ROWS=tile_rows)
 
 
 def ring_stages(tile: int, tile_rows: int, in_turn: bool, device: int) -> int:
-    """Stages of a ring that fit; on Hopper warps take chunks in turn."""
+    """Number of ring stages that fit in shared memory; on Hopper warpgroups take chunks in turn."""
     most = shared_bytes_per_block(device)
     if tile <= TWO_CTAS and tile_rows <= MOST_ROWS:
-        most = min(most, (most + 1024) // 2 - 1024)  # of each CTA's memory the driver takes 1 KB
+        most = min(most, (most + 1024) // 2 - 1024)  # the driver reserves 1 KB per CTA
     stage_bytes = constant(SOURCE, "STAGE_BYTES", TOKENS=tile, ROWS=tile_rows, CHUNKS_IN_TURN=int(in_turn))
     return min((most - BARRIER_BYTES) // stage_bytes, MOST_STAGES)
 
@@ -256,7 +256,7 @@ def product_kernel(
     power_of_two: bool,
     device: int,
 ) -> tuple[Kernel, int, int]:
-    """The kernel for such tiles, its threads, and the shared memory that it needs."""
+    """The kernel for these tiles, its threads, and its shared memory in bytes."""
     file, arch = ("sm90/projection.cu", "sm_90a") if tiles.hopper else ("sm80/projection.cu", None)
     macros: dict[str, int | str] = {
         "TOKENS": tiles.tokens, "ROWS": tiles.rows, "SPLITS": tiles.splits,
@@ -284,12 +284,12 @@ def fp8_product(
     values: Any, x_scales: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any,
     out_scales: Any = None,
 ) -> bool:  # fmt: skip
-    """out [n, M, N] = x W^T of values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
+    """out [n, M, N] = x W^T for values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
 
-    out_scales  [n, M, N / 128], if out is to be rounded to e4m3 as in quantize_groups
+    out_scales  [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
 
-    The last axis of each is contiguous. A scale of x times a scale of the weight counts as 0 below 2^-126.
-    Returns False, and writes nothing, for what sm90/fp8_product.cu does not take.
+    The last axis of each array is contiguous. A scale of x times a scale of the weight counts as 0 below 2^-126.
+    Returns False, and writes nothing, for arguments that sm90/fp8_product.cu does not support.
     """
     (groups, tokens, columns), rows = values.shape, weight.shape[1]
     device = out.device.id
@@ -322,9 +322,9 @@ def fp8_product(
 
 
 def map_of_matrices(array: Any, tile: int) -> Words:
-    """A map of [n, rows, K], by boxes of `tile` rows of 128 bytes.
+    """A tensor map of [n, rows, K], in boxes of `tile` rows of 128 bytes.
 
-    NO_MAP unless rows are at multiples of 16 bytes, do not overlap, and follow one another.
+    NO_MAP unless rows are at multiples of 16 bytes, do not overlap, and are in ascending order.
     """
     (groups, rows, columns), unit = array.shape, array.dtype.itemsize
     group_stride, row_stride = (unit * stride for stride in strides(array)[:2])

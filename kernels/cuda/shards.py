@@ -8,7 +8,7 @@ from .constants import constant
 from .indices import table_arguments
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-THREADS = constant("common/shards.cu", "THREADS")  # per CTA; as many in common/merge_partials.cu
+THREADS = constant("common/shards.cu", "THREADS")  # per CTA, also in common/merge_partials.cu
 
 
 def launch(name: str, threads: int, arguments: tuple[Any, ...]) -> None:

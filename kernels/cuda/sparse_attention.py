@@ -18,7 +18,7 @@ from .sparse import work as sparse_work
 from .sparse.division import Division
 from .sparse.work import AttentionCall
 
-ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # of sm90/prefill_fp8_rows.cu and common/sparse/expand_rows.cu; CTAs an SM
+ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # sm90/prefill_fp8_rows.cu, common/sparse/expand_rows.cu: rows a CTA, CTAs an SM
 
 
 def sparse_mla_decode(given: SparseDecode) -> None:
@@ -49,7 +49,7 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
     if fast is None:
         sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
-    # Whole tiles, several per CTA, and no memory beside the arguments: tiles are flagged in max_logits and lse.
+    # Whole tiles, several per CTA, and no memory but the arguments: tiles are flagged in max_logits and lse.
     work = work._replace(tile_heads=fast.tile_heads)
     division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
     problem = work.packed_arguments(None, division)
@@ -59,12 +59,12 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
 
 
 def row_bytes_of(kv: Any) -> Any:
-    """uint8 [s_kv, 2 d] over 16-bit rows."""
+    """A uint8 view [s_kv, 2 d] of 16-bit rows."""
     return type(kv)((len(kv), kv.shape[1] * kv.dtype.itemsize), "uint8", kv.data, (kv.strides[0], 1))
 
 
 def _expanded(pages: Pages, workspace: Any) -> Pages:
-    """Rows in bfloat16, as pages of one token."""
+    """The rows of `pages` in bfloat16, as pages of one token."""
     count, width = pages.num_slots, pages.layout.head_dim
     rows = type(workspace)((count, 2 * width), "uint8", workspace.data)
     _convert(kernel("common/sparse/expand_rows.cu", "expand_rows", LAYOUT=pages.layout.name), pages, rows)
@@ -72,7 +72,7 @@ def _expanded(pages: Pages, workspace: Any) -> Pages:
 
 
 def _convert(function: Kernel, pages: Pages, *results: Any) -> None:
-    """Launch a kernel in which a warp takes every so many rows."""
+    """Launch a kernel whose warps take rows in a grid-stride loop."""
     device, count = pages.bytes.device.id, pages.num_slots
     grid = (max(1, min(-(-count // ROWS_OF_CTA), CONVERTING_CTAS * device_sms(device))),)
     arguments = pages.bytes, pages.bytes.strides[0], int32(pages.block_size), int32(count), *results
@@ -80,7 +80,7 @@ def _convert(function: Kernel, pages: Pages, *results: Any) -> None:
 
 
 def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
-    """Prefill over the call's rows, converted to e4m3 first. Tiles out of range are computed from the call's."""
+    """Prefill over the call's rows, converted to e4m3 first. Tiles out of range are recomputed from the call's rows."""
     (segment,) = work.segments
     pages, count = segment.pages, segment.pages.num_slots
     e4m3, scales = type(pages.bytes)((count, V_DIM), "uint8", workspace.data), workspace.data.ptr + count * V_DIM

@@ -18,7 +18,7 @@ STREAMED_ROWS = 8_192  # gathered rows above which they would evict each other f
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
-    if pages.layout == INDEXER_FP8:  # whose exponents have the usual floor
+    if pages.layout == INDEXER_FP8:  # its exponents have the usual minimum
         insert_indexer_keys(k, pages, slot_mapping, power_of_two_scales)
         return
     rope = k.data.ptr + pages.layout.quantized_dim * k.dtype.itemsize
@@ -93,7 +93,7 @@ def gather_macros(out: Any, num_rows: int) -> dict[str, Any]:
 
 
 def gather_arguments(given: GatheredRows) -> tuple[Any, ...]:
-    """GatheredRows of common/gathered_rows.cuh."""
+    """Members of `GatheredRows` (common/gathered_rows.cuh)."""
     out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
     request_stride, token_stride, _ = strides(out)
     return (

@@ -1,4 +1,4 @@
-"""Tensor maps, with which the tensor memory accelerator copies boxes of an array (csrc/sm90/hopper.cuh)."""
+"""Tensor maps: descriptors of arrays from which the tensor memory accelerator copies boxes (csrc/sm90/hopper.cuh)."""
 
 import ctypes
 import functools
@@ -6,7 +6,7 @@ import math
 
 UINT16, SWIZZLE_128B, L2_PROMOTION_256B = 1, 3, 3  # values of cuda.h
 MAP_WORDS = 16  # words of 8 bytes
-SWIZZLE_ROWS = 8  # the swizzle's period in rows; a box has a multiple of it
+SWIZZLE_ROWS = 8  # the swizzle's period in rows; a box's rows are a multiple of it
 Words = tuple[int, ...]
 NO_MAP: Words = (0,) * MAP_WORDS
 
@@ -21,10 +21,10 @@ def box_rows(block_rows: int, page_rows: int) -> int:
 def map_of_pages(
     address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int | None = None
 ) -> Words:
-    """The words of a TensorMap of 16-bit values [pages][page_rows][row_bytes / 2] by boxes of 64 values of `rows` rows.
+    """The words of a TensorMap of 16-bit values [pages][page_rows][row_bytes / 2], in boxes of `rows` rows, 64 values.
 
     row_stride  bytes from row to row; None: row_bytes
-    The first word is the address, which may be replaced by another. NO_MAP if the driver rejects such a map. The device
+    The first word is the address; a caller may replace it. NO_MAP if the driver rejects the map. The device
     is not accessed: this may be called while a CUDA graph is captured.
     """
     stride = row_bytes if row_stride is None else row_stride

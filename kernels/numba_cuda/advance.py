@@ -23,7 +23,7 @@ def advance_kernel(batch):
             token = np.int64(batch.sampled_token_ids[i])
             if batch.input_tokens.itemsize == 4 and not -INT32_MAX - 1 <= token <= INT32_MAX:
                 token = np.int64(-1)
-            position = np.int64(batch.seq_lens[i])  # the first one after the sequence
+            position = np.int64(batch.seq_lens[i])  # the first position after the sequence
             slot = np.int64(lookup_slot(batch.block_tables, i, position, batch.block_size))
             batch.seq_lens[i] = min(position + 1, INT32_MAX)
         batch.input_tokens[i] = token

@@ -1,4 +1,4 @@
-"""Attention of a tile of queries over successive tiles of keys: the parts common to its kernels.
+"""Attention of a tile of queries over successive tiles of keys: functions common to the attention kernels.
 
 A thread block holds the queries in shared memory and the sums of their outputs in registers. For each tile of keys it
 loads the rows into shared memory, computes the products (products.py), converts them to weights, and adds the values
@@ -26,9 +26,9 @@ class Tile(NamedTuple):
 
     groups    groups of 64 values in a query or key
     v_groups  groups in a value
-    own_v     whether values have rows of their own; otherwise they are the first groups of the keys
-    weighted  whether each group of a key has a factor, as with scales of FP8 rows
-    scaled    whether the products of each row are divided by a power of two, TileMemory.scales
+    own_v     whether v is an array; otherwise values are the first groups of the keys
+    weighted  whether each group of a key has a factor, such as the scale of FP8 values
+    scaled    whether each row's products are divided by a power of two, TileMemory.scales
     """
 
     rows: int
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
     @property
     def products_at(self) -> int:
-        """After the rows; the result overwrites the rows at the end."""
+        """Start of the products, after the rows; the result overwrites the rows at the end."""
         v_words = stride_of(self.v_groups if self.own_v else self.groups)
         return max(self.v_at + self.keys * v_words, self.rows * (GROUP * self.v_groups + 4))
 
@@ -65,12 +65,12 @@ class Tile(NamedTuple):
 
     @property
     def rows_at(self) -> int:
-        """Start of the float32 that each row has: one for each of its threads, then its own."""
+        """Start of the rows' float32 values: one for each thread of a row, then one for the row."""
         return self.weights_at + (self.keys * self.groups if self.weighted else 0)
 
     @property
     def keys_at(self) -> int:
-        """Start of the int32 of each key."""
+        """Start of the keys' int32 values."""
         return self.rows_at + self.rows * (self.parts + 5)
 
     @property
@@ -83,10 +83,10 @@ class Attention(NamedTuple):
 
     memory  (words, floats, ints) -> TileMemory, from all shared memory viewed as uint32, float32 and int32
     score   (m, softmax_scale): products of the queries and keys in shared memory
-    weigh   (m, top, total) -> top, total: products become weights. top is the largest product of the thread's row so
-            far, total the sum of the weights of the thread's keys in it
-    mix     (m, sums): add values times weights to the sums; a thread has `count` of them
-    finish  (m, sums, top, total): the result and the sums of the rows' weights into shared memory
+    weigh   (m, top, total) -> top, total: products become weights. top is the row's largest product so far, total the
+            sum of the weights of the thread's keys
+    mix     (m, sums): add values times weights to the sums, `count` of them in a thread
+    finish  (m, sums, top, total): store the result and the sums of the rows' weights in shared memory
     growing  factor that remains to be applied to the result
     """
 
@@ -107,10 +107,10 @@ class TileMemory(NamedTuple):
     products   float32 of each query and key, then weights
     weights    float32 [groups, keys], factors of the groups of keys
     parts      float32 [rows, parts], exchange between the threads of a row
-    factors    float32 [rows], by which sums are rescaled
+    factors    float32 [rows], factors that rescale the sums
     tops       float32 [rows], largest products, at the end
     totals     float32 [rows], sums of weights, at the end
-    scales     float32 [rows], powers of two by which products were divided, of a tile that is `scaled`
+    scales     float32 [rows], powers of two that divided the products, if the tile is `scaled`
     limits     int32 [rows]: a query sees keys at lower positions
     positions  int32 [keys]
     pages      int32 [keys], page of each of the next keys in the cache, or -1, and its token within the page
@@ -199,7 +199,7 @@ def attention_of(tile: Tile) -> Attention:
     @device_function
     def finish(m, sums, top, total):
         row, part = cuda.threadIdx.x // parts, cuda.threadIdx.x % parts
-        cuda.syncthreads()  # all threads are done with the keys
+        cuda.syncthreads()  # all threads have read the keys
         mix_store(sums, m.result)
         m.parts[row * parts + part] = total
         cuda.syncthreads()

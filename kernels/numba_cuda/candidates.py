@@ -34,7 +34,7 @@ def column_arguments(rows: Rows) -> tuple[Any, ...]:
 
 @cuda.jit(device=True)
 def columns_of(m, starts, ends, lens, next_n, width):
-    """The first valid column of row m, and the one after the last."""
+    """The first valid column of row m, and the column after the last valid one."""
     if lens.shape[0]:
         return np.int64(0), min(max(length_of(lens, m // next_n, m % next_n, next_n), 0), width)
     first = min(max(np.int64(starts[m]), 0), width) if len(starts) else np.int64(0)

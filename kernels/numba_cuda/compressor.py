@@ -35,7 +35,7 @@ def compress_kernel(
     kv_score, kind, bias, weight, weight_kind, cos_sin, ratio, eps, state, state_slots, block_table, pages, g, slots,
     positions, token_to_req, query_start_loc,
 ):  # fmt: skip
-    """Save the token's state; pool, normalise, rotate and insert the row that it completes. float32 arrays are bits."""
+    """Save the token's state; pool, normalise, rotate and insert the row that it completes. float32 comes as bits."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)

@@ -55,7 +55,7 @@ NO_HALVES = np.empty((0, 0), np.float16)
 
 @functools.cache
 def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned: bool) -> Any:
-    """The kernel for heads of these sizes; all heads share the last `rope_dim` values of a key."""
+    """The kernel for these head sizes; all heads share the last `rope_dim` values of a key."""
     rows, keys, own_dim = tile.rows, tile.keys, head_dim - rope_dim
     growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
     copy_q, copy_k = (plain_rows_of(n, dim, tile.groups, aligned) for n, dim in ((rows, head_dim), (keys, own_dim)))

@@ -13,7 +13,7 @@ from .sparse_cache import THREADS, insert
 
 
 def scale_arguments(scale: Any) -> tuple[Any, Any]:
-    """A scale as (array of one value, number); the number is used if the array is empty."""
+    """A scale as (array of one value, number); kernels use the number if the array is empty."""
     return (NO_SCALE, scale) if isinstance(scale, np.float32) else (scale, np.float32(1))
 
 
@@ -43,7 +43,7 @@ def insert_values_kernel(kv_c, k_pe, kind, slots, pages, block_size, stored_kind
     page, start = pages[slot // block_size], slot % block_size * 2 * width
     for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
         bits = np.int64(kv_c[token, i] if i < kv_c.shape[1] else k_pe[token, i - kv_c.shape[1]])
-        if kind != stored_kind:  # values of the cache's type keep their bits, NaN's included
+        if kind != stored_kind:  # values in the cache's type are copied bit by bit, NaN included
             bits = from_float32(to_float32(bits, kind), stored_kind)
         store(page, start + 2 * i, 2, bits)
 
@@ -64,7 +64,7 @@ def insert_fp8_kernel(kv_c, k_pe, kind, slots, pages, block_size, scale, scale_v
 
 @cuda.jit(device=True)
 def float32_of(scale, scale_value):
-    """The scale of a cache: the array's one value, as bits, or the number if the array is empty."""
+    """The scale of a cache: the array's only value, as bits, or the number if the array is empty."""
     return to_float32(scale[0], 0) if len(scale) else scale_value
 
 

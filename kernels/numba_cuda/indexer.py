@@ -34,7 +34,7 @@ from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128
 ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
-MXFP4_GONE = 30  # values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
+MXFP4_GONE = 30  # a tile whose scale is 2^-30 of its head's scale or less is 0 in e4m3
 E4M3 = -1  # instead of a floating-point kind
 PLAIN_KEYS, E4M3_KEYS, E2M1_KEYS = 0, 1, 2
 
@@ -52,7 +52,7 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
 
 @cuda.jit(device=True)
 def rotated(q, kind, table, table_kind, position, first, is_neox, i):
-    """Value i of a head after RoPE; `position` is -1 outside of the table."""
+    """Value i of a head after RoPE; `position` is -1 outside the table."""
     half = ROPE_DIM // 2
     x = to_float32(np.int64(q[i]), kind)
     j = i - first
@@ -71,7 +71,7 @@ def queries_kernel(
     positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
     out_kind, weights,
 ):  # fmt: skip
-    """A thread takes a head, in two passes: its largest value, then the output."""
+    """A thread takes a head, in two passes: it finds the largest value, then writes the output."""
     for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
         token, head = number // weights.shape[1], number % weights.shape[1]
         position = np.int64(positions[token])
@@ -216,7 +216,7 @@ def element(bits, kind):
 
 @cuda.jit(device=True)
 def e2m1_element(byte, i, scale):
-    """Value i of a key, of which `byte` has two, times its UE8M0 scale."""
+    """Value i of an e2m1 key times its UE8M0 scale; `byte` has two values."""
     return e2m1_value(np.int64(byte) >> (4 * (i % 2)) & 0xF) * ue8m0_value(np.int64(scale))
 
 
@@ -266,7 +266,7 @@ def keys_kind(pages: Pages) -> int:
 
 @cuda.jit(device=True)
 def page_element(page, g, token, i, key_kind, size, kind):
-    """Value i of a key in a page, e2m1 ones scaled."""
+    """Value i of a key in a page; e2m1 values are scaled."""
     if key_kind == E2M1_KEYS:
         scale = page[g.scale_start + token * g.scale_stride + i // g.scale_tile]
         return e2m1_element(page[token * g.row_bytes + i // 2], i, scale)

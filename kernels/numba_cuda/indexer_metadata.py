@@ -40,19 +40,19 @@ def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int
 
 @cuda.jit(device=True)
 def rows_of(positions, compress_ratio):
-    """Whole rows in so many positions."""
+    """Number of complete rows in `positions` positions."""
     return max(np.int64(positions), np.int64(0)) // compress_ratio
 
 
 @cuda.jit(device=True)
 def decode_of(query_start_loc, counts, entry):
-    """The request of an entry that is a token, or -1 if it is padding."""
+    """The request of an entry, or -1 if the entry is a padding token."""
     request = find_request(query_start_loc, entry)
     return request if request < counts.num_decodes and entry < counts.batch_size else -1
 
 
 def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens):
-    """A thread takes the elements of its index of both arrays, in a grid-stride loop."""
+    """A thread takes the elements of both arrays at its index, in a grid-stride loop."""
     for i in range(cuda.grid(1), len(decode_lens), cuda.gridsize(1)):
         decode_len, rows = np.int64(0), np.int64(0)
         if counts.flatten:
@@ -72,7 +72,7 @@ def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens)
 
 
 def tables_kernel(query_start_loc, block_table, counts, out_block_table):
-    """A thread block copies the row of an entry and clears what the previous build wrote beyond it."""
+    """A thread block copies an entry's row and clears the columns that the previous build wrote beyond it."""
     entry, request = cuda.blockIdx.x, -1
     if counts.flatten:
         request = decode_of(query_start_loc, counts, entry)

@@ -31,7 +31,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
 
 @cuda.jit(device=True)
 def order_of(bits):
-    """Increases with the float32 of these bits, from 1 on; 0 for NaN. -0 equals 0."""
+    """An integer, at least 1, that increases with the float32 of these bits; 0 for NaN. -0 and 0 have one integer."""
     magnitude = bits & np.int64(0x7FFFFFFF)
     if magnitude > 0x7F800000:
         return np.int64(0)
@@ -43,7 +43,7 @@ def order_of(bits):
 def select_kernel(logits, starts, ends, lens, next_n, num_keys, indices):
     """A thread block takes a row: it finds the k-th largest order bit by bit, then each thread writes a piece."""
     found = cuda.shared.array(1, np.int32)
-    above = cuda.shared.array(THREADS, np.int32)  # per thread, in its piece
+    above = cuda.shared.array(THREADS, np.int32)  # number of larger columns in each thread's piece
     equal = cuda.shared.array(THREADS, np.int32)
     m, topk, width = cuda.blockIdx.x, indices.shape[1], np.int64(logits.shape[1])
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x

@@ -43,8 +43,8 @@ def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
 
 
 def map_compact(given: TopkSlots, next_n: int = 1) -> None:
-    """The compact form. Without token_to_req_indices requests have next_n tokens each, without is_valid_token all
-    tokens are valid."""
+    """The compact form. Without token_to_req_indices each request has next_n tokens; without is_valid_token all tokens
+    are valid."""
     empty = {"token_to_req_indices": NO_VECTOR, "is_valid_token": NO_FLAGS, "positions": NO_VECTOR}
     given = given._replace(**{name: array for name, array in empty.items() if getattr(given, name) is None})
     launch(compact_topk_kernel, len(given.topk_indices), THREADS, next_n, given)
@@ -72,16 +72,16 @@ def topk_kernel(given):
 
 @cuda.jit(device=True)
 def seen_row(local, complete):
-    """A local entry, or -1 if its row is not complete."""
+    """The local entry, or -1 if its row is not complete."""
     return np.int64(local) if local < complete else np.int64(-1)
 
 
 def compact_topk_kernel(next_n, given):
-    """The same with the present entries compacted to the left of each row, in order: a thread takes a piece of the row.
+    """Like topk_kernel, and compacts the present entries to the left of each row, in order.
 
-    It counts the present entries of its piece; the counts of earlier threads give their place.
+    A thread takes a piece of the row and counts its present entries; the counts of earlier threads give their place.
     """
-    found = cuda.shared.array(THREADS, np.int32)  # per thread
+    found = cuda.shared.array(THREADS, np.int32)  # present entries in each thread's piece of the row
     token = cuda.blockIdx.x
     requests = given.token_to_req_indices
     request = np.int64(requests[token]) if len(requests) else np.int64(token // next_n)

@@ -1,18 +1,18 @@
 """Intrinsics that Numba lacks: 16 bytes at a time, pairs of 16-bit values, and tensor cores.
 
-A *word* is 32 bits: two 16-bit values, the first in the low half, or four bytes. For reads of rows, `at` counts
-elements, and the result is zero, without a read, if not `present`.
+A *word* is 32 bits: two 16-bit values, the first in the low half, or four bytes. Where rows are read, `at` counts
+elements; without `present` nothing is read and the result is zero.
 
     load4(words, at)               four words of shared memory from `at` on, a multiple of four
     load2(values, at)              two float32 of shared memory from `at` on, which is even
     store4(words, at, four)        four words into shared memory from `at` on, a multiple of four
-    read1, read2, read4(row, at, present)   an integer of so many bytes of a row in device memory
+    read1, read2, read4(row, at, present)   an integer of 1, 2 or 4 bytes of a row in device memory
     read16(row, at, present)       16 bytes as four words
     permute_bytes(x, y, selection) the bytes of x and y selected by the hexadecimal digits (y's are 4 to 7), as a word
-    multiply_*(x, y)               pairs, multiplied value by value
+    multiply_*(x, y)               a pair, the product of two pairs value by value
     *_pair(first, second)          two float32 rounded to a pair
     mma_*(sums, a, b)              a warp's sums [16, 8] += a [16, 16] b [16, 8], in the registers of the PTX manual
-    exponential(x), logarithm(x)   natural ones of a float32
+    exponential(x), logarithm(x)   exp and the natural logarithm of a float32
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The kernel of all attention over latent rows: sparse decode and prefill, and dense decode.
 
-A thread block takes a few heads of one query token and all of its keys, or one of several parts of them. Each part then
-stores a partial result, and merge_parts_kernel combines them.
+A thread block takes a few heads of one query token and all of its keys, or a part of the keys. Each part then
+stores a partial result, and merge_parts_kernel combines the parts.
 """
 
 import functools
@@ -40,7 +40,7 @@ BLOCKS_AT_A_TIME = 2  # thread blocks per SM
 MAX_PARTS = 64
 NO_SEGMENT = np.empty((0, 0, 0), np.int32)
 NO_LOGITS = NO_SUMS = np.empty((0, 0, 0), np.float32)
-# What a part has for each head: its largest product, the sum of its weights, and what its query was divided by.
+# A part's values for each head: its largest product, the sum of its weights, and the divisor of its query.
 TOP, TOTAL, SCALE = 0, 1, 2
 
 
@@ -48,7 +48,7 @@ class KeyList(NamedTuple):
     """Keys of one cache.
 
     slots    int32 [b, s_q, n]; or a block table, int32 [b, B]
-    lengths  int32 [b, s_q], entries of `slots` in use, or None; or the tokens of each request, int32 [b]
+    lengths  int32 [b, s_q], entries of `slots` in use, or None; with a block table int32 [b], tokens of each request
     """
 
     pages: Pages
@@ -76,11 +76,11 @@ def attend(
     causal: bool = False,
     scale: tuple[Any, np.float32] = (NO_SCALE, np.float32(1)),
 ) -> None:
-    """q [b, s_q, h, d] over one list of keys, or two and one softmax, of one layout or of two with fine scales.
+    """Attention of q [b, s_q, h, d] over one or two lists of keys; their layouts may differ if both have fine scales.
 
     most_keys  largest number of keys of a token
     causal     for a block table: whether a query sees only tokens up to its own
-    scale      of plain e4m3 rows: (float32 [1] or empty, number that is used if it is empty)
+    scale      scale of plain e4m3 rows: (float32 [1] or empty, number for an empty array)
     """
     (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
     formats = layout, lists[-1].pages.layout
@@ -127,7 +127,7 @@ def list_arguments(keys: KeyList) -> tuple[Any, ...]:
 
 @functools.cache
 def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], listed: bool, aligned: bool) -> Any:
-    """The kernel for the layouts of two lists; `listed` for lists of slots, else for a block table."""
+    """The kernel for two lists' layouts. `listed`: keys come as lists of slots, otherwise as a block table."""
     rows, keys = tile.rows, tile.keys
     growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
     word_count, scale_count, prepare, load, store = latent_rows_of(tile, formats, aligned)
@@ -137,7 +137,7 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
 
     @device_function
     def find(m, first, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots):
-        """Page and token of the keys from number `first` on; those of the second list follow those of the first."""
+        """Page and token of the keys from number `first` on; the second list's keys follow the first list's."""
         for key in range(cuda.threadIdx.x, keys, THREADS):
             i, slot, size = first + key, np.int64(-1), block_size
             if i < n:
@@ -146,7 +146,7 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
                 slot = slot_of(extra_slots, b, s, i - n, extra_block_size, extra_pages.shape[0])
                 size = extra_block_size
             present = slot >= 0
-            slot, size = np.uint32(max(slot, 0)), np.uint32(size)  # 32-bit, for a fast division
+            slot, size = np.uint32(max(slot, 0)), np.uint32(size)  # 32 bits: the division is faster
             m.pages[key] = slot // size if present else -1
             m.tokens[key] = slot % size
 
@@ -222,18 +222,18 @@ def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], liste
     return attend_kernel
 
 
-# Exponents of two. Queries are brought below the first, so that no product with keys up to 2^136 overflows; the second
-# is the largest one for which the power and its inverse are normal numbers.
+# Exponents of two. Queries are scaled below 2^LARGEST_QUERY, so that no product with keys up to 2^136 overflows; for
+# exponents up to MOST_DIVIDED the power and its inverse are normal numbers.
 LARGEST_QUERY, MOST_DIVIDED = -20, 126
-EXPONENT = 0x7F800000  # of a float32, and of the upper bfloat16 of a word
+EXPONENT = 0x7F800000  # exponent bits of a float32, and of the upper bfloat16 of a word
 
 
 @functools.cache
 def scaled_queries(tile: Tile, dim: int) -> Any:
-    """A function of a thread that divides each query in shared memory by a power of two, m.scales, which is exact.
+    """A thread's function that divides each query in shared memory by a power of two, m.scales; the result is exact.
 
-    Products that are too large for float32 would all be -inf, as if there were no key, or infinite. A thread takes the
-    words that it has copied (plain_rows_of).
+    Products beyond float32 would be infinite: -inf would mask a key. A thread divides the words that it has copied
+    (plain_rows_of).
     """
     rows, parts, stride, chunks, scaled = tile.rows, tile.parts, stride_of(tile.groups), dim // 8, tile.scaled
     steps = -(-chunks // parts)
@@ -246,7 +246,7 @@ def scaled_queries(tile: Tile, dim: int) -> Any:
             for i in range(cuda.threadIdx.x, rows, THREADS):
                 m.scales[i] = np.float32(1)
             return
-        largest = np.int32(0)  # bits of an exponent, in the place of float32's
+        largest = np.int32(0)  # exponent bits, at their place in a float32
         for i in range(steps):
             if part + parts * i < chunks:
                 four = load4(m.q, row * stride + 4 * (part + parts * i))
@@ -275,7 +275,7 @@ def scaled_queries(tile: Tile, dim: int) -> Any:
 
 @device_function
 def listed_length(slots, lengths, b, s, s_q, causal, block_size):
-    """Number of entries of a list of slots in use."""
+    """Number of entries in use of a list of slots."""
     if len(lengths):
         return min(max(np.int64(lengths[b, s]), 0), slots.shape[2])
     return np.int64(slots.shape[2])

@@ -1,8 +1,8 @@
 """Copies rows of latent caches into shared memory: 16 bytes per load, all loads of a thread in flight at once.
 
-FP8 values become 16-bit ones, times a power of two. The rest of their scale, a float32 near 1, multiplies the products
-instead: so no scale is rounded, however large or small. V4.1's rows, FP8 and FP4, whose scales change within a group of
-values, become bfloat16 values times their scale, which is exact.
+FP8 values become 16-bit values, times a power of two. The remaining factor of their scale, a float32 near 1, multiplies
+the products instead: no scale is rounded, however large or small. V4.1's rows, FP8 and FP4, have several scales in a
+group of values: they become bfloat16 values times their scale, which is exact.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .launch import device_function
 from .plain_rows import LANES, ROWS_AT_A_TIME, read_of, word_reader
 from .products import GROUP, GROUP_WORDS, THREADS, stride_of
 
-LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # limits of that power of two
+LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # limits of the power of two
 E4M3_NAN, SIGNS, ONES = 0x7F7F7F7F, 0x80808080, 0x01010101
 E2M1_MAGNITUDES = 0x07070707
 
@@ -29,10 +29,10 @@ class LatentRows(NamedTuple):
     """Functions of a thread that copy the rows of a tile of keys.
 
     word_count, scale_count  sizes of the arrays in registers
-    prepare  (m): set what is constant for all tiles
-    load     (m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from): the rows of m.pages
-             and m.tokens from device memory into registers; from key `extra_from` on they are in the second cache
-    store    (m, words, scales): from registers into m.k, m.weights and m.positions
+    prepare  (m): set values that are constant for all tiles
+    load     (m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from): load the rows of
+             m.pages and m.tokens into registers; keys from `extra_from` on are in the second cache
+    store    (m, words, scales): store registers into m.k, m.weights and m.positions
     """
 
     word_count: int
@@ -119,7 +119,7 @@ def chunk_loader(layout: CacheLayout, aligned: bool) -> Any:
 
 @device_function
 def e2m1_to_e4m3(codes):
-    """Eight e2m1 codes as two words of e4m3 bytes, of the values times 2^-6."""
+    """Eight e2m1 codes as two words of e4m3 bytes; their values are multiplied by 2^-6."""
     even = ((codes << 4) & SIGNS) | ((codes & E2M1_MAGNITUDES) << 2)
     odd = (codes & SIGNS) | (((codes >> 4) & E2M1_MAGNITUDES) << 2)
     return permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362)
@@ -145,7 +145,7 @@ def rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows:
 
     @device_function
     def prepare(m):
-        for i in range(cuda.threadIdx.x, (rows + keys) * padding, THREADS):  # of rows that do not fill their last group
+        for i in range(cuda.threadIdx.x, (rows + keys) * padding, THREADS):  # the last group of a row may be partial
             row, at = i // max(padding, 1), row_words + i % max(padding, 1)
             if row < rows:
                 m.q[row * stride + at] = 0
@@ -207,14 +207,14 @@ def rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows:
 
 @device_function
 def split_scale(scale):
-    """Splits a float32 into a power of two, as a bfloat16 pair corrected for `words_of`, and the remaining factor."""
+    """Splits a float32 into a power of two, a bfloat16 pair with the correction of `words_of`, and a factor near 1."""
     exponent = ((float32_bits(scale) >> 23) & 0xFF) - 127
     exponent = min(max(exponent, LEAST_EXPONENT), LARGEST_EXPONENT)
     return ((exponent + 120 + 127) << 7) * 0x00010001, scale * float32_value((127 - exponent) << 23)
 
 
 def e4m3_factor(float16: bool) -> Any:
-    """Factor, as a pair, that corrects the values of `words_of`."""
+    """A pair of equal factors that correct the values of `words_of`."""
     return np.uint32(((8 + 15) << 10 if float16 else (120 + 127) << 7) * 0x00010001)
 
 

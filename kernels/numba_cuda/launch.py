@@ -16,7 +16,7 @@ from .compiler import types as numba_types
 SIMULATED_THREADS = 8  # per thread block: the simulator runs about 8,000 threads a second
 MAX_BLOCKS = 4096  # for grids that stride over rows: enough thread blocks to fill any device
 
-# Arguments that are not given are empty arrays.
+# Empty arrays replace missing arguments.
 NO_VECTOR = np.empty(0, np.int32)
 NO_TABLE = np.empty((0, 0), np.int32)
 NO_SCALE = np.empty(0, np.float32)
@@ -55,18 +55,18 @@ def launch(
     shared_bytes: int = 0,
     at_a_time: int = 1,
 ) -> None:
-    """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream; none if `blocks` is 0.
+    """Launch `kernel` with `blocks` thread blocks of `threads` threads on CuPy's current stream; 0 blocks: no launch.
 
     arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and named tuples of both
     shared_bytes  dynamic shared memory per thread block
     at_a_time     thread blocks for which an SM must have registers
     """
-    if blocks == 0:  # which a driver refuses
+    if blocks == 0:  # the driver refuses an empty grid
         return
     if SIMULATED:
         configured = _simulated(kernel)[blocks, min(threads, SIMULATED_THREADS), 0, shared_bytes]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, for values that overflow float32
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns of values that overflow float32
             configured(*(_simulated_argument(x) for x in arguments))
         return
     types = tuple(type_of(x) for x in arguments)
@@ -96,7 +96,7 @@ def _configured(
     stream: int,
 ) -> Any:
     with warnings.catch_warnings():
-        # Numba warns of every grid of fewer than 128 blocks, which is common for a decode batch.
+        # Numba warns of grids of fewer than 128 blocks, which are common for decode batches.
         warnings.simplefilter("ignore")
         made = compiled(kernel, types, (threads, at_a_time) if at_a_time > 1 else None)
         if shared_bytes:
@@ -106,7 +106,7 @@ def _configured(
 
 @functools.cache
 def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[int, int] | None) -> Any:
-    """The kernel for arguments of these types: once for all strides of the arrays.
+    """The kernel for arguments of these types, compiled once for all strides of the arrays.
 
     bounds  threads of a thread block, and thread blocks for which an SM must have registers
     """
@@ -115,7 +115,7 @@ def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[
 
 @functools.cache
 def _allow_shared_bytes(made: Any, device: int) -> None:
-    """Allow a kernel all of the device's dynamic shared memory; above 48 KiB a launch needs this."""
+    """Allow a kernel all of the device's dynamic shared memory; launches with more than 48 KiB need this."""
     from cuda.bindings import driver
 
     most = _attribute(device, "MaxSharedMemoryPerBlockOptin")
@@ -128,7 +128,7 @@ def _allow_shared_bytes(made: Any, device: int) -> None:
 
 
 def multiprocessors() -> int:
-    """SMs of the current device; a few in the simulator, so that work is divided there, too."""
+    """SMs of the current device; in the simulator a small number, so that work is divided there, too."""
     return 2 if SIMULATED else _attribute(sys.modules["cupy"].cuda.runtime.getDevice(), "MultiProcessorCount")
 
 
@@ -148,7 +148,7 @@ def is_aligned(*arrays: Any) -> bool:
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """For functions that kernels call: inlined into them, so that arrays of registers stay in registers."""
+    """Decorates functions that kernels call: they are inlined, so that arrays in registers stay there."""
     if not SIMULATED:
         return cuda.jit(device=True, forceinline=True)(function)
     # The simulator's calls are slow: it replaces `cuda` in the function's module during each.
@@ -156,7 +156,7 @@ def device_function(function: Callable[..., Any]) -> Any:
 
 
 def type_of(argument: Any) -> Any:
-    """What a kernel's code depends on: an array's dtype and ndim, a named tuple's class and members, else the type."""
+    """The type for which a kernel is compiled: a dtype and ndim, a named tuple's class and members, or a class."""
     if _is_array(argument):
         return argument.dtype, argument.ndim
     if isinstance(argument, tuple):
@@ -179,7 +179,7 @@ def _numba_type(python_type: Any) -> Any:
 
 
 def _device_argument(argument: Any) -> Any:
-    """A CuPy array as Numba's, without its stream, for which Numba would synchronise."""
+    """A CuPy array as Numba's array, without its stream: Numba would synchronise with it."""
     if isinstance(argument, tuple):
         return type(argument)(*(_device_argument(x) for x in argument))
     if not _is_array(argument):
@@ -190,7 +190,7 @@ def _device_argument(argument: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _device_array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> Any:
-    """Numba's array over memory that it does not own, cached because making one is slow."""
+    """Numba's array over memory that it does not own, cached because its constructor is slow."""
     description = {"shape": shape, "strides": strides, "typestr": typestr, "data": (address, False), "version": 2}
     return cuda.from_cuda_array_interface(description, sync=False)
 
@@ -201,7 +201,7 @@ def _simulated(kernel: Callable[..., None]) -> Any:
 
 
 def _simulated_argument(argument: Any) -> Any:
-    """A NumPy array as the simulator's, over the same memory: the simulator would copy a plain one."""
+    """A NumPy array as the simulator's array over the same memory: the simulator would copy a NumPy array."""
     if isinstance(argument, tuple):
         return type(argument)(*(_simulated_argument(x) for x in argument))
     if not isinstance(argument, np.ndarray):

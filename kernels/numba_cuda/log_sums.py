@@ -1,7 +1,7 @@
-"""Log-sum-exp arithmetic: LSEs of partial results, and how they are combined.
+"""Log-sum-exp arithmetic: LSEs of partial results, and their combination.
 
-Inside the kernels -inf means that there was no key; in callers' arrays +inf does. Latent attention's products and LSEs
-are divided there by a power of two, `scale`, as they may be too large for float32 (latent_attention.scaled_queries).
+Without keys an LSE is -inf inside the kernels and +inf in callers' arrays. Inside latent attention's kernels products
+and LSEs are divided by a power of two, `scale`: they may be too large for float32 (latent_attention.scaled_queries).
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def larger(x, y):
 
 @device_function
 def summary(top, total, scale):
-    """LSE of a row of weights exp((product - top) * scale) with the sum `total`, and the factor 1/l for its outputs."""
+    """LSE of a row of weights exp((product - top) * scale), whose sum is `total`, and the factor 1/l of its output."""
     if top == MINUS_INFINITY:
         return top, np.float32(0)
     return top + logarithm(total) / scale, np.float32(1) / total
@@ -30,7 +30,7 @@ def summary(top, total, scale):
 
 @device_function
 def rest_of_sink(attn_sink, head, log_sum, scale):
-    """Factor by which an attention sink scales a head's output; 1 without keys, whose output is 0."""
+    """Factor of a head's output due to its attention sink; 1 without keys, as the output is then 0."""
     if not len(attn_sink) or log_sum == MINUS_INFINITY:
         return np.float32(1)
     sink = float32_value(attn_sink[head])

@@ -27,8 +27,8 @@ from .launch import NO_VECTOR, kind_of, launch
 from .rows import counts_for_scale, scale_of_tile, store, store_scales
 
 THREADS = 128
-WIDTH = 512  # of a row in shared memory
-MAX_TILES = 32  # of a row that these kernels write
+WIDTH = 512  # values of a row in shared memory
+MAX_TILES = 32  # tiles of a row that these kernels write
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
 
@@ -60,7 +60,7 @@ def rmsnorm_kernel(x, kind, weight, weight_kind, eps, out, out_kind):
 
 @cuda.jit(device=True)
 def add_in_order(total, part):
-    """total[0] becomes the sum of all threads' parts, added in order so that it is deterministic."""
+    """Adds all threads' parts to total[0], in the order of the threads: the sum is deterministic."""
     for thread in range(cuda.blockDim.x):
         if thread == cuda.threadIdx.x:
             total[0] += part
@@ -79,7 +79,7 @@ def arguments(into: Insertion) -> tuple[Any, ...]:
 
 
 def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps, pages, g):
-    """A thread block takes a head of a token or, after its heads, the token's row of the cache."""
+    """A thread block takes a head of a token; the token's last block takes its row of the cache."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)
@@ -240,7 +240,7 @@ def nearest(position, count):
 
 @cuda.jit(device=True)
 def normalize(row, width, total, eps):
-    """row /= sqrt(mean(row^2) + eps); each thread has written values of its own before."""
+    """row /= sqrt(mean(row^2) + eps); each thread has written its values before."""
     if cuda.threadIdx.x == 0:
         total[0] = 0
     cuda.syncthreads()
@@ -271,7 +271,7 @@ def rotate(row, width, cos_sin, at, direction):
 def insert_row(values, largest, page, row, g, rounded):
     """Write a row into token `row` of a page, through bfloat16. Called by all threads.
 
-    rounded  whether the values that the cache quantises go through bfloat16, too
+    rounded  whether the values that the cache quantises are rounded to bfloat16, too
     """
     for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
         largest[tile] = 0

@@ -16,10 +16,10 @@ ROWS_AT_A_TIME = THREADS // LANES
 
 @functools.cache
 def plain_rows_of(rows: int, dim: int, groups: int, aligned: bool) -> Any:
-    """A function of a thread that copies `rows` rows of `dim` values, a multiple of 8, into words of shared memory.
+    """A thread's function that copies `rows` rows of `dim` values, a multiple of 8, into words of shared memory.
 
-    Called with (source, first, count, words): copies rows of source [n, dim] from `first` on; rows from the `count`-th
-    on are zero. In shared memory they are `stride_of(groups)` words apart.
+    Its arguments (source, first, count, words): it copies `count` rows of source [n, dim] from `first` on, and sets
+    the other rows to zero. In shared memory rows are `stride_of(groups)` words apart.
     """
     chunks, stride = dim // 8, stride_of(groups)
     passes, steps = -(-rows // ROWS_AT_A_TIME), -(-chunks // LANES)

@@ -1,4 +1,4 @@
-"""What a prefill over gathered rows needs: rows in a workspace, and each token's list of them."""
+"""Inputs of a prefill over gathered rows: rows in a workspace, and each token's list of rows."""
 
 from ..types.prefill_rows import PrefillRows
 from .indices import combine_topk_swa_indices

@@ -1,12 +1,12 @@
 """Products of matrices in shared memory, divided among the warps of a thread block.
 
-Rows are stored in shared memory as words of two 16-bit values, in groups of 64 values, `stride_of(groups)` words apart:
-four more than the row has, so that the rows that a warp reads at a time are in different banks.
+Rows are stored in shared memory as words of two 16-bit values, in groups of 64 values. Rows are `stride_of(groups)`
+words apart, four more than a row has: rows that a warp reads at once are then in different banks.
 
 On a device a warp takes tiles of 16 x 8 elements of a product, as tensor cores do, and each of its 32 lanes has four
-of their elements in registers: in rows g and g + 8 the columns 2c and 2c + 1, where g = lane // 4 and c = lane % 4.
-The order in which the values of a row are multiplied does not matter as long as both factors agree; here lane c always
-reads four consecutive words. In the simulator a thread has consecutive elements, and products are NumPy's.
+elements of a tile in registers: columns 2c and 2c + 1 of rows g and g + 8, where g = lane // 4 and c = lane % 4.
+The order of the values in a row does not matter as long as both factors have the same order; here lane c always
+reads four consecutive words. In the simulator a thread has consecutive elements, and NumPy multiplies.
 """
 
 import functools
@@ -31,11 +31,11 @@ def stride_of(groups: int) -> int:
 
 
 class Scores(NamedTuple):
-    """Functions of a thread for a b^T, where a has `rows` rows and b `columns`, of `groups` groups of values.
+    """Functions of a thread for a b^T, where a has `rows` rows and b has `columns` rows of `groups` groups of values.
 
     count     elements of a thread
     multiply  (sums, a, b, weights): sums += a b^T; with weights, each group of each row of b has a factor
-    store     (sums, products, factor): into float32 [rows, columns] in shared memory, rows `stride` apart
+    store     (sums, products, factor): store into float32 [rows, columns] in shared memory, rows `stride` apart
     """
 
     count: int
@@ -49,7 +49,7 @@ class Mix(NamedTuple):
 
     count     elements of a thread
     multiply  (sums, factors, p, v, weights): sums = sums * factor of the row + p v
-    store     (sums, result): into float32 [rows, 64 * groups] in shared memory, rows `stride` apart
+    store     (sums, result): store into float32 [rows, 64 * groups] in shared memory, rows `stride` apart
     """
 
     count: int
@@ -70,7 +70,7 @@ def mix_of(rows: int, keys: int, groups: int, words: int, weighted: bool, float1
 
 
 def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool) -> Scores:
-    """A warp has 16 of the rows, and of these every n-th block of 8 columns."""
+    """A warp takes 16 of the rows, and every n-th block of 8 columns in them."""
     mma = intrinsics.mma_float16 if float16 else intrinsics.mma_bfloat16
     row_tiles = rows // 16
     column_step = 8 * WARPS // row_tiles
@@ -87,8 +87,8 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
 
     @device_function
     def multiply(sums, a, b, weights):
-        # A group's products are summed from zero on: tensor cores truncate what exceeds a sum's precision, while
-        # float32 additions round, and a smaller sum truncates less.
+        # Each group's sum starts at zero: tensor cores truncate sums, float32 additions round, and a smaller sum
+        # loses less.
         row, column, loaded = first_of()
         part = cuda.local.array(count, np.float32)
         for group in range(groups):
@@ -119,7 +119,7 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
 
 
 def _mix(rows: int, keys: int, groups: int, words: int, weighted: bool, float16: bool) -> Mix:
-    """A warp has a group of columns, with all rows or, if there are fewer groups than warps, some tiles of 16 rows."""
+    """A warp takes a group of columns, in all rows or, with fewer groups than warps, in some tiles of 16 rows."""
     mma = intrinsics.mma_float16 if float16 else intrinsics.mma_bfloat16
     to_pair = intrinsics.float16_pair if float16 else intrinsics.bfloat16_pair
     row_step = WARPS // groups
@@ -129,7 +129,7 @@ def _mix(rows: int, keys: int, groups: int, words: int, weighted: bool, float16:
 
     @device_function
     def pairs_of(p, row, key, first_weight, second_weight):
-        """Two weights as a pair, and a pair of remainders where bfloat16's eight bits would be too few."""
+        """Two weights as a pair, and for bfloat16, whose eight bits are too few, a pair of their remainders."""
         first, second = load2(p, row * p_stride + key)
         first, second = first * first_weight, second * second_weight
         pair = to_pair(first, second)

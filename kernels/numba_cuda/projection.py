@@ -28,7 +28,7 @@ GROUPS = 2  # depth of a tile of the factors, in groups of 64 values
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
-    """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
+    """out [n, M, N] = a [n, M, K] b [n, K, N]; strides are arbitrary."""
     batch, m, n = out.shape
     tiles = -(-m // ROWS) * -(-n // COLUMNS)
     shared_bytes = 4 * (ROWS + COLUMNS) * stride_of(GROUPS) + 4 * ROWS * (COLUMNS + 8)
@@ -43,7 +43,7 @@ def product_kernel_of(float16: bool) -> Any:
     b_at, products_at = ROWS * stride, (ROWS + COLUMNS) * stride
 
     def product_kernel(a, b, out, kind):
-        """A thread block takes a tile of a matrix, a thread a strided part of the pairs of the factors' tiles."""
+        """A thread block takes a tile of a matrix; its threads load the factors' tiles by pairs, strided."""
         shared, floats = cuda.shared.array(0, uint32), cuda.shared.array(0, float32)
         shared_a, shared_b, products = shared, shared[b_at:], floats[products_at:]
         m, n, k = out.shape[1], out.shape[2], a.shape[2]
@@ -157,7 +157,7 @@ def fp8_product(
     out: Any,
     out_scales: Any = None,
 ) -> bool:
-    """There is none: dequantised values are multiplied."""
+    """Returns False: this backend multiplies dequantised values."""
     return False
 
 

@@ -16,10 +16,10 @@ _OPERANDS |= {"l": (types.int64, ir.IntType(64)), "h": (types.uint16, ir.IntType
 
 
 def _ptx(statement: str, results: str, operands: str) -> Any:
-    """A device function that is a PTX statement without side effects. It takes its operands as one tuple.
+    """A device function of one PTX statement without side effects. It takes its operands as one tuple.
 
     results   register kind of each result: r 32 bits, l 64, h 16, f a float32
-    operands  likewise
+    operands  register kind of each operand
     """
     given, made = [_OPERANDS[x] for x in operands], [_OPERANDS[x] for x in results]
     constraints = ",".join([*(f"={x}" for x in results), *operands])
@@ -94,7 +94,7 @@ def store4(_, array, at, four):
 
 
 def _reader(kind: str, register: str, count: int = 1) -> Any:
-    """Predicated loads, without an access if not present."""
+    """Predicated loads: a value that is not present causes no access."""
     results = [f"${i}" for i in range(count)]
     size = {"h": 16, "r": 32}[register]
     zeros = " ".join(f"mov.b{size} {x}, 0;" for x in results)

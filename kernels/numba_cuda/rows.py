@@ -30,7 +30,7 @@ complete_rows = cuda.jit(device=True)(slots.complete_rows)
 
 @cuda.jit(device=True)
 def rows_of(starts, sequence, num_rows):
-    """The first row of a packed sequence and the one after its last, clamped to the array."""
+    """The first row of a packed sequence and the row after its last, clamped to the array."""
     start = min(max(np.int64(starts[sequence]), 0), num_rows)
     return start, max(start, min(max(np.int64(starts[sequence + 1]), 0), num_rows))
 
@@ -68,7 +68,7 @@ def store_scales(page, row, largest, powers_of_two, g):
     """Write the scales of token `row`. Called by all threads, as `largest` is complete."""
     scales, num_tiles = g.scale_start + row * g.scale_stride, g.quantized_dim // g.scale_tile
     for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 or g.e4m3_scales else num_tiles, cuda.blockDim.x):
-        bits = np.int64(0)  # for spare bytes of a row of scales
+        bits = np.int64(0)  # unused bytes of a row of scales
         if tile < num_tiles:
             bits = float32_bits(scale_of_tile(largest[tile], powers_of_two, g))
         if g.ue8m0:
@@ -81,7 +81,7 @@ def store_scales(page, row, largest, powers_of_two, g):
 
 @cuda.jit(device=True)
 def counts_for_scale(magnitude, g):
-    """Whether float32 bits of a magnitude count for a tile's scale. NaN does for e2m1: the scale has to hold it."""
+    """Whether a magnitude, as float32 bits, affects a tile's scale. NaN does for e2m1: only the scale can be NaN."""
     return magnitude < INFINITY_BITS or (g.e2m1_values and magnitude > INFINITY_BITS)
 
 

@@ -64,11 +64,11 @@ def localise_indices(given: ShardedIndices) -> None:
 
 
 def localise_kernel(given):
-    """A thread block takes a token, a thread a piece of its row, of which it keeps the rank's entries.
+    """A thread block takes a token, and a thread writes the rank's entries of a piece of the token's row.
 
-    It counts them; the counts of earlier threads give their place.
+    A thread counts its entries; the counts of earlier threads give their place.
     """
-    found = cuda.shared.array(THREADS, np.int32)  # per thread
+    found = cuda.shared.array(THREADS, np.int32)  # the rank's entries in each thread's piece of the row
     token = cuda.blockIdx.x
     request, width = given.token_to_req[token], given.indices.shape[1]
     piece = (width + cuda.blockDim.x - 1) // cuda.blockDim.x

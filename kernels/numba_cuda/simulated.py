@@ -19,7 +19,7 @@ def load2(values: Any, at: int) -> Any:
 
 
 def store4(words: Any, at: int, four: Any) -> None:
-    """Four words into shared memory from `at` on, a multiple of four."""
+    """Write four words into shared memory from `at` on, a multiple of four."""
     words[at : at + 4] = four
 
 
@@ -39,7 +39,7 @@ read1, read2, read4 = _read(np.uint8), _read(np.uint16), _read(np.uint32)
 
 
 def read16(row: Any, at: int, present: bool) -> Any:
-    """Four words, likewise."""
+    """Like _read, 16 bytes as four words."""
     if not present:
         return (np.uint32(0),) * 4
     count = 16 // row.dtype.itemsize
@@ -53,7 +53,7 @@ def permute_bytes(x: Any, y: Any, selection: int) -> Any:
 
 def _multiply(dtype: Any) -> Any:
     def multiply(x: Any, y: Any) -> Any:
-        """The pairs x and y, multiplied value by value."""
+        """The product of pairs x and y, value by value."""
         pairs = [np.array([word], np.uint32).view(dtype).astype(np.float32) for word in (x, y)]
         return (pairs[0] * pairs[1]).astype(dtype).view(np.uint32)[0]
 

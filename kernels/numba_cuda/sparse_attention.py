@@ -17,7 +17,7 @@ MERGE_THREADS = 128
 
 
 def sparse_mla_decode(given: SparseDecode) -> None:
-    """The plan provides only memory for partial results; the shapes determine the number of parts."""
+    """The plan provides memory for partial results only; the shapes determine the number of parts."""
     q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = given
     lists = [KeyList(x.pages, x.indices, x.lengths) for x in segments]
     most_keys = sum(x.indices.shape[2] for x in segments)
@@ -25,7 +25,7 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 def sparse_mla_prefill(given: SparsePrefill) -> None:
-    """Tokens are a batch with one query each, a workspace row is a page of one token. Products are in float32."""
+    """Tokens are a batch with one query each; a workspace row is a page of one token. Multiplies without FP8."""
     q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
     pages = given.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
     lengths = None if topk_length is None else topk_length[:, None]
@@ -35,7 +35,7 @@ def sparse_mla_prefill(given: SparsePrefill) -> None:
 
 
 def row_bytes_of(kv: Any) -> Any:
-    """uint8 [s_kv, 2 d] over 16-bit rows."""
+    """A uint8 view [s_kv, 2 d] of 16-bit rows."""
     if isinstance(kv, np.ndarray):
         return np.lib.stride_tricks.as_strided(kv.view(np.uint8), (len(kv), 2 * kv.shape[1]), (kv.strides[0], 1))
     return type(kv)((len(kv), 2 * kv.shape[1]), "uint8", kv.data, (kv.strides[0], 1))

@@ -24,7 +24,7 @@ from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .rows import counts_for_scale, find_request, load, lookup_slot, read_value, scale_of_tile, store, store_scales
 
 THREADS = 128
-MAX_TILES = 32  # of a row, in any layout
+MAX_TILES = 32  # tiles of a row, in any layout
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -72,7 +72,7 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             page[start + i] = quantized(to_float32(k[token, i], kind), scale)
         else:
             x = rope[token, i - g.quantized_dim]
-            bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # keeps NaN's bits
+            bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # copies NaN bit by bit
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
 
 

@@ -22,7 +22,7 @@ def build_sparse_swa(given: WindowStep) -> None:
 @cuda.jit(device=True)
 def request_of(query_start_loc, num_reqs, token):
     """The request that a token belongs to: the last one that starts at or before it."""
-    low, high = 1, num_reqs  # requests before `low` start at or before the token, those from `high` on do not
+    low, high = 1, num_reqs  # requests before `low` start at or before the token, requests from `high` on after it
     while low < high:
         middle = (low + high) // 2
         if query_start_loc[middle] <= token:
@@ -33,9 +33,9 @@ def request_of(query_start_loc, num_reqs, token):
 
 
 def step_kernel(token_blocks, given):
-    """A thread block takes a row (a token), a thread every blockDim.x-th entry; the last block the prefills.
+    """A thread block takes a row (a token), a thread every blockDim.x-th entry; the last block takes the prefills.
 
-    Rows and columns beyond those in use are cleared as far as the previous build wrote them.
+    Unused rows and columns are cleared as far as the previous build wrote them.
     """
     token, counts, buffers = cuda.blockIdx.x, given.counts, given.buffers
     query_start_loc, seq_lens = given.query_start_loc, given.seq_lens

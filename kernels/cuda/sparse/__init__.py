@@ -1,1 +1,1 @@
-"""Host side of sparse attention: choice of kernel and sizes, and division of the work."""
+"""Host side of sparse attention: selects the kernel and its sizes, and divides the work."""

@@ -1,4 +1,4 @@
-"""How the work of one attention call is divided among CTAs."""
+"""Divides the work of one attention call among CTAs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..constants import constant
 # Work ranges, and tiles that may be reordered.
 MAX_RANGES, MAX_ORDERED = (constant("common/sparse/work.cuh", name) for name in ("MAX_RANGES", "MAX_ORDERED"))
 INT32_LIMIT = 2**31 - 1
-# Blocks of a CTA from which a plan pays off if lengths differ: it costs about as much as reading six blocks.
+# Least blocks per CTA for which a plan is faster if lengths differ: a plan costs about as much as reading six blocks.
 MOST_UNPLANNED = 24
 
 
@@ -20,10 +20,10 @@ class Division(NamedTuple):
     """Division of a call's work among CTAs.
 
     ranges   CTAs, each with a work range: consecutive blocks of work
-    planned  lengths differ: the device decides where ranges begin, or which tiles they have. Whole tiles with a CTA
-             each and `parts` need no plan: the kernel splits every tile by its own length
+    planned  lengths differ: the device decides where ranges begin, or their tiles. Whole tiles with one CTA each
+             and `parts` need no plan: the kernel splits every tile by the tile's length
     split      ranges may begin inside a tile
-    parts    splits of each tile, if all have equally many and no CTA has two; or 0
+    parts    splits of each tile, if all tiles have the same number and no CTA has two; or 0
     together the CTAs of a tile are a cluster, which stores results and no partial results
     """
 
@@ -38,13 +38,13 @@ UNDIVIDED = Division(0, False, False)
 
 
 class Costs(NamedTuple):
-    """Times by which a division is chosen, in units of each other or in us (docs/kernels/decode-splits.md).
+    """Terms of the cost model that selects a division, relative or in us (docs/kernels/decode-splits.md).
 
     block     a block of keys
     tile      reading a tile's Q and writing its result
     split       writing a partial result and combining a tile's
-    straddle  the same for a range with partial results of two tiles
-    part      combining one more partial result, among all in the call
+    straddle  writing and combining in a range with partial results of two tiles
+    part      combining one more partial result, counted over the call
     cluster  combining one more partial result within a cluster
     """
 
@@ -64,7 +64,7 @@ COSTS = Costs(
 
 
 def terms(division: Division, tiles: int, blocks: int, max_ranges: int) -> Costs:
-    """How often each cost occurs if tiles of `blocks` blocks are divided like this."""
+    """The number of times that each cost occurs if tiles of `blocks` blocks are divided in this way."""
     count = division.parts
     if division.cluster:
         return Costs(block=-(-blocks // count), tile=1, split=0, straddle=0, part=0, cluster=count - 1)
@@ -80,7 +80,7 @@ def terms(division: Division, tiles: int, blocks: int, max_ranges: int) -> Costs
 
 
 def choices(tiles: int, blocks: int, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()) -> Iterator[Division]:
-    """Possible divisions of equal tiles of `blocks` blocks; the simplest first."""
+    """Candidate divisions of equal tiles of `blocks` blocks, the simplest first."""
     yield Division(min(max_ranges, tiles), False, False)
     for count, most in clusters:
         if count <= blocks and tiles <= most:
@@ -103,9 +103,9 @@ def divide(
     """The best division of tiles of `blocks` blocks over at most `max_ranges` CTAs, and its cost.
 
     ragged    tiles may have fewer blocks: they are divided as if they had all, unless CTAs would have many
-              blocks or several tiles each, which a plan evens out
+              blocks or several tiles each, which a plan balances
     may_split   whether several CTAs may split a tile
-    clusters  sizes of clusters that may split a tile, and how many such clusters run at a time
+    clusters  sizes of clusters that may split a tile, and the number of such clusters that run at a time
     """
     may_split = may_split and tiles * blocks <= INT32_LIMIT
     max_ranges = min(max_ranges, MAX_RANGES)
@@ -135,7 +135,7 @@ HOPPER_COSTS = {
 def tile_heads(
     tokens: int, heads: int, blocks: int, may_split: bool, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()
 ) -> int:
-    """Best number of heads of a tile of Hopper's decode kernel, for lists of maximum length."""
+    """The fastest number of heads per tile of Hopper's decode kernel, for lists of maximum length."""
     highest = min((height for height in HOPPER_COSTS if height >= heads), default=max(HOPPER_COSTS))
     if not may_split:
         return highest

@@ -1,4 +1,4 @@
-"""The formats of a call's two caches, as the attention kernels are compiled for them."""
+"""The formats of a call's two caches, as macros for the attention kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ....layout import (
     CacheLayout,
 )
 
-Formats = tuple[CacheLayout, CacheLayout]  # of the first list's cache and of the second's; equal if there is one list
+Formats = tuple[CacheLayout, CacheLayout]  # formats of the first and second list's cache; equal for one list
 SLICE = 64  # values of a row that the kernels multiply at a time
 # Formats of csrc/sm90/decode: e4m3 or e2m1 values with a tail of one slice or none, or bfloat16 in tiles of 64 heads.
 HOPPER_BF16 = (DSV4_BF16, MLA_BF16)
@@ -25,7 +25,7 @@ HOPPER = (DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT
 
 
 def has_whole_slices(layout: CacheLayout) -> bool:
-    """Whether a fast kernel can take the format: its quantised values and its 16-bit tail are multiples of a slice."""
+    """Whether fast kernels support the format: its quantised values and its 16-bit tail are multiples of a slice."""
     return layout.head_dim % SLICE == 0 and layout.quantized_dim % SLICE == 0
 
 

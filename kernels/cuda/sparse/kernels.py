@@ -1,4 +1,4 @@
-"""The one place that chooses the sparse attention kernel, by layout, alignment and the device's capability."""
+"""Selects the sparse attention kernel by layout, alignment and the device's capability."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW_HEADS_THREADS = constant("sm90/few_heads/memory.cuh", "THREADS")
 FP8_PREFILL_THREADS = constant("sm90/prefill_fp8/memory.cuh", "THREADS")
 HOPPER_SHARED_BYTES = constant("sm90/hopper.cuh", "MOST_SHARED_BYTES")
 PREFILL_HEADS = (16, 32, HEADS)  # per tile
-LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat16 rows
+LEAST_BF16_HEADS = 32  # with more heads, Hopper's decode kernel is used for bfloat16 rows
 PREFILL_WAVES = 8  # work ranges of the portable kernel per resident CTA: lengths grow with position
 COMBINE_VALUES = constant("common/sparse/combine.cuh", "PIECE")
 EXACT_ROWS = constant("common/sparse/exact_mma_scores.cuh", "ROWS")
@@ -39,15 +39,15 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced att
 
 
 class FastKernel(NamedTuple):
-    """A kernel for all values inside its range.
+    """A kernel for values inside its range.
 
     tile_heads  heads of a tile of its work
     max_ranges  CTAs that run at a time
-    costs       costs by which its work is divided
-    maps        arguments beside the problem: the words of tensor maps
-    clusters    sizes of clusters that may split a tile, and how many such clusters run at a time
-    of_cluster  the function for a cluster size, in place of `function`; compiled once it is asked for
-    recomputes  whether it recomputes the tiles that it flags, so that no epilogue kernel has to follow
+    costs       costs of the cost model that divides its work
+    maps        arguments in addition to the problem: the words of tensor maps
+    clusters    sizes of clusters that may split a tile, and the number of such clusters that run at a time
+    of_cluster  the function for a cluster size, instead of `function`; compiled at first use
+    recomputes  whether the kernel recomputes the tiles that it flags, so that no epilogue kernel has to follow
     """
 
     function: Any
@@ -70,9 +70,9 @@ class FastKernel(NamedTuple):
 
 @contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
-    """For tests: attend with the kernel `name`, one of KERNELS, and ignore the choice and earlier self-tests.
+    """For tests: attend with the kernel `name`, one of KERNELS, and ignore the selection and earlier self-tests.
 
-    Tiles of the portable kernel have as many heads as they can.
+    Tiles of the portable kernel have the largest number of heads.
     """
     if name not in KERNELS:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
@@ -102,7 +102,7 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
 
 
 def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
-    """The same for whole tiles over gathered rows; its `max_ranges` is the best number of work ranges."""
+    """The fast kernel for whole tiles over gathered rows; its `max_ranges` is the best number of work ranges."""
     device = work.q.device.id
     layout = work.formats[0]
     name = _name(work, kernel_for_prefill(device))
@@ -130,7 +130,7 @@ def kernel_for_prefill(device: int) -> str:
 
 @cached_by_capability
 def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
-    """For tiles of `heads` heads. Below HEADS, q needs a tensor map."""
+    """The kernel for tiles of `heads` heads. Below HEADS, q needs a tensor map."""
     if heads == HEADS:
         function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
     else:
@@ -144,14 +144,14 @@ def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
 
 
 def takes_fp8(work: AttentionCall, workspace: Any) -> bool:
-    """Whether a kernel with FP8 products takes this prefill, over rows of any format that are converted first."""
+    """Whether a kernel with FP8 products supports this prefill; rows of any format are converted first."""
     _, _, heads, width = work.q.shape
     fast = _name(work, kernel_for_prefill(work.q.device.id)) == "hopper" and is_aligned(workspace)
     return fast and width == V_DIM and heads > PREFILL_HEADS[-2]
 
 
 def prefill_fp8(device: int, layout: CacheLayout, scales: int) -> FastKernel:
-    """The kernel for rows in e4m3 whose scales are at an address; `layout`: the format of what they were."""
+    """The kernel for e4m3 rows with scales at address `scales`; `layout` is the rows' format before conversion."""
     start("common/sparse/exact.cu", **exact_macros((layout, layout), True, HEADS))
     function = _prefill_fp8_function(device)
     return FastKernel(
@@ -167,7 +167,7 @@ def _prefill_fp8_function(device: int) -> Kernel:
 
 
 def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
-    """The words of q's TensorMap, by boxes of `tile_heads` heads; NO_MAP if heads overlap."""
+    """The words of q's TensorMap, in boxes of `tile_heads` heads; NO_MAP if heads overlap."""
     (tokens, _, heads, width), (token_stride, _, head_stride, _) = work.q.shape, strides(work.q)
     if head_stride < width or token_stride < 0:
         return NO_MAP
@@ -175,7 +175,7 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
 
 
 def kernel_for_decode(device: int, layout: CacheLayout, heads: int) -> str:
-    """The same for a decode over a cache of this format, for queries of so many heads."""
+    """The kernel for aligned arrays of a decode over a cache of this format, for queries of `heads` heads."""
     if is_hopper(device) and layout in HOPPER and (layout not in HOPPER_BF16 or heads > LEAST_BF16_HEADS):
         return "hopper"
     portable = layout in BUILT_IN and has_whole_slices(layout)  # registered formats may have scales at any word
@@ -194,7 +194,7 @@ def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
 
 
 def _start_others(formats: Formats, heads: int) -> None:
-    """Begin to compile what is launched before and after a fast kernel of tiles of so many heads."""
+    """Begin to compile the kernels launched before and after a fast kernel with tiles of `heads` heads."""
     start("common/sparse/exact.cu", **exact_macros(formats, True, heads))
     start("common/sparse/plan.cu")
 
@@ -213,7 +213,7 @@ def _hopper_function(formats: Formats, heads: int, parts: int) -> Kernel:
 
 @cached_by_capability
 def _clusters(device: int) -> tuple[tuple[int, int], ...]:
-    """Cluster sizes of decode kernels with one CTA per SM, and how many run at a time."""
+    """Cluster sizes of decode kernels with one CTA per SM, and the number of clusters that run at a time."""
     if not (is_hopper(device) and has_clusters(device)):
         return ()
     probe = kernel("common/hold.cu", "hold")
@@ -226,13 +226,13 @@ def _portable(device: int, formats: Formats, heads: int) -> FastKernel:
 
 
 def portable_size(device: int, formats: Formats, heads: int) -> sparse_portable.Size:
-    """The sizes that the portable kernel takes on the device for queries of so many heads."""
+    """The portable kernel's sizes on the device for queries of `heads` heads."""
     of = limits(device)
     return sparse_portable.choose(formats, heads, of.shared_bytes, of.sm_shared_bytes)
 
 
 def _portable_heads(work: AttentionCall, may_split: bool) -> int:
-    """Heads of a tile: few, if even then all blocks of all tiles run at a time."""
+    """Heads of a tile: a small number if all blocks of all tiles then still run at a time."""
     device, heads = work.q.device.id, int(work.q.shape[2])
     if may_split:
         blocks = int(work.q.shape[0]) * int(work.q.shape[1]) * work.most_blocks
@@ -266,9 +266,9 @@ def launch_epilogue(
     division: Division = UNDIVIDED,
     may_split: bool = False,
 ) -> None:
-    """Combine split tiles, and recompute tiles that a fast kernel flagged, or compute all.
+    """Combine split tiles, and recompute tiles that a fast kernel flagged, or compute all tiles.
 
-    memory     where tiles are flagged; if None, in max_logits
+    memory     memory with the tiles' flags; None: tiles are flagged in max_logits
     may_split  whether CTAs may split the keys of a flagged tile: the order of its sums then depends on the number of
                flagged tiles
     """
@@ -281,9 +281,9 @@ def launch_epilogue(
             slots, most_parts = EXACT_SLOTS, min(work.most_blocks, EXACT_MOST_PARTS)
     units, combined = work.tiles * -(-work.tile_heads // EXACT_ROWS) * most_parts, 0
     if division.split:
-        combined = division.parts or division.ranges // work.tiles + 2  # per split tile: rarely more
+        combined = division.parts or division.ranges // work.tiles + 2  # combined parts of a split tile: rarely more
         pieces = min(work.tiles, division.ranges) * work.tile_heads * V_DIM // COMBINE_VALUES
-        units = max(units, pieces // 2)  # all SMs, even for a single tile
+        units = max(units, pieces // 2)  # occupies all SMs, even for a single tile
     macros = exact_macros(work.formats, aligned, work.tile_heads)
     function = kernel("common/sparse/exact.cu", "attention_epilogue", **macros)
     grid = (epilogue_ctas(units, device),)

@@ -1,6 +1,6 @@
 """Sizes of csrc/sm80/sparse: heads and keys that its kernels take at a time, by formats and shared memory.
 
-heads64.cu takes tiles of 64 heads, attention.cu smaller ones, both for paged caches and gathered rows.
+heads64.cu has tiles of 64 heads, attention.cu smaller tiles; both read paged caches and gathered rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from ..constants import constant
 from .formats import Formats, layout_macros
 
-RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
+RESERVED_BYTES = 1024  # shared memory that an SM reserves per CTA
 
 
 class Size(NamedTuple):
-    """heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM.
+    """Heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM.
 
-    q_registers  of a thread of the scores of heads64.cu that hold queries; the other queries are in shared memory
+    q_registers  registers of a score thread of heads64.cu that hold queries; other queries are in shared memory
     """
 
     heads: int
@@ -41,7 +41,7 @@ class Size(NamedTuple):
         return constant(f"sm80/sparse/{'heads64_steps' if self.heads == 64 else 'rows'}.cuh", "THREADS")
 
 
-# The fastest first, for each height (docs/kernels/portable.md).
+# Sizes for each tile height, the fastest first (docs/kernels/portable.md).
 SIZES = {
     64: (
         Size(64, 32, 4, 1),
@@ -58,7 +58,7 @@ SIZES = {
 def choose(formats: Formats, heads: int, block_limit: int, multiprocessor_limit: int) -> Size:
     """The sizes for queries of `heads` heads, within the shared memory of a CTA and of an SM in bytes.
 
-    Raises ValueError if there is too little for any size.
+    Raises ValueError if no size fits.
     """
     highest = min((height for height in SIZES if height >= heads), default=64)
     for height in (height for height in SIZES if height <= highest):

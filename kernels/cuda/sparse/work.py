@@ -1,4 +1,4 @@
-"""The work of one attention call as in csrc/common/sparse/work.cuh, and its division among CTAs."""
+"""The work of one attention call in the structs of csrc/common/sparse/work.cuh, and its division among CTAs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from . import division as dividing
 from .division import COSTS, UNDIVIDED, Costs, Division
 from .formats import Formats
 
-HEADS = 64  # of a tile; some kernels' tiles have fewer
+HEADS = 64  # heads of a tile; some kernels' tiles have fewer
 BLOCK, SPLITS_AT = (constant("common/sparse/work.cuh", name) for name in ("BLOCK", "SPLITS_AT"))
-LOWEST_HEADS = 16  # of a tile
+LOWEST_HEADS = 16  # heads of the smallest tile
 PLAN_THREADS = constant("common/sparse/plan.cu", "THREADS")
 
 STARTS = DecodePlan.arrays  # names of `starts`, outside a capture and inside
-# Partial results of the exact kernel, their size, and its counters.
+# The exact kernel's partial results, their size, and its counters.
 EXACT_SLOTS, EXACT_PART_BYTES = 128, constant("common/sparse/exact_mma.cuh", "PART_BYTES")
-EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is flagged
-LEAST_TILES = 1 << 14  # allocated for at least, so that a plan's memory need not grow
+EXACT_COUNTERS = EXACT_SLOTS + 3  # participants, parts of each slot, next work item, whether any tile is flagged
+LEAST_TILES = 1 << 14  # least tiles to allocate for, so that a plan's memory rarely grows
 
 
 class PackedSegment(NamedTuple):
@@ -54,8 +54,8 @@ NO_SEGMENT = PackedSegment(
 
 
 class SparseProblem(NamedTuple):
-    """The struct of csrc/common/sparse/work.cuh, members in its order: addresses, strides in elements, counts, where
-    work ranges begin.
+    """The struct of csrc/common/sparse/work.cuh, members in the struct's order: addresses, strides in elements, counts,
+    and starts of work ranges.
     """
 
     q: int
@@ -93,17 +93,17 @@ class SparseProblem(NamedTuple):
     softmax_scale: float
 
     def packed_arguments(self) -> tuple[Any, ...]:
-        """One after another, as a launch takes them."""
+        """All members in one tuple, the arguments of a launch."""
         at = self._fields.index("segments")
         first, second = self.segments
         return (*self[:at], *first, *second, *self[at + 1 :])
 
 
 class Buffers(NamedTuple):
-    """Memory that the kernels of one call use beside its arguments: flat arrays of at least these sizes.
+    """Memory that the kernels of one call use in addition to its arguments: flat arrays of at least these sizes.
 
     starts       int32 [SPLITS_AT + 1]: tile and block at which each work range begins; tiles
-                 in the order in which the ranges have them; whether any tile is split
+                 in the order of the ranges; whether any tile is split
     partial_out  float32 [2 * ranges, tile_heads * 512], partial results of split tiles; None if no tile is split
     partial_lse  float32 [2 * ranges, tile_heads]
     exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: partial results of tiles that the exact kernel computes
@@ -136,7 +136,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def formats(self) -> Formats:
-        """The formats of both caches; with one list its format twice."""
+        """The formats of both caches; with one list, the list's format twice."""
         return self.segments[0].pages.layout, self.segments[-1].pages.layout
 
     @property
@@ -158,7 +158,7 @@ class AttentionCall(NamedTuple):
         return max(1, sum(-(-segment.indices.shape[2] // BLOCK) for segment in self.segments))
 
     def packed_arguments(self, memory: Buffers | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
-        """The packed members of a SparseProblem of sparse/work.cuh. The exact kernel needs no memory and division."""
+        """Packed members of a SparseProblem (sparse/work.cuh). The exact kernel needs neither memory nor division."""
         batch, s_q, heads, _ = self.q.shape
         first, *rest = (_segment(segment) for segment in self.segments)
         q_strides, out_strides = strides(self.q), strides(self.out)
@@ -188,7 +188,7 @@ class AttentionCall(NamedTuple):
             return dict.fromkeys(names, 0)
         tiles, ranges = (1, parts) if parts else (self.tiles, division.ranges)
         if not parts and self.max_logits is None and ranges % self.groups == 0:
-            # The same for each group of heads (SparseProblem::by_group): their CTAs read the same rows in parallel.
+            # Equal ranges for each group of heads (SparseProblem::by_group): their CTAs read the same rows in parallel.
             tiles, ranges = tiles // self.groups, ranges // self.groups
         units = self.most_blocks if split or cluster else 1
         length, rest = divmod(tiles * units, ranges)
@@ -223,7 +223,7 @@ def divide(
 def tile_heads(
     work: AttentionCall, may_split: bool, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()
 ) -> int:
-    """Heads per tile of Hopper's decode kernel: fewer tiles of more heads, or more tiles that finish sooner.
+    """Heads per tile of Hopper's decode kernel: fewer tiles of more heads, or more tiles that end earlier.
 
     may_split  whether results may depend on the rest of the batch; the tile height changes them
     """
@@ -237,8 +237,8 @@ def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, captur
     capture  the graph that is being captured, or 0: graphs have their own plan, in memory that no eager call uses
     """
     device = work.q.device.id
-    # The same size for tiles of any height. Buffers are taken from the workspace in a fixed order: more tiles than
-    # before use more of the same memory.
+    # The size is independent of the tiles' height. Buffers are taken from the workspace in a fixed order: more tiles
+    # use more of the same memory.
     workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
     given = workspace.memory is not None
     tiles, split = work.tiles if given else max(work.tiles, LEAST_TILES), division.split or given
@@ -254,13 +254,13 @@ def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, captur
 
 
 def clear(words: Any) -> None:
-    """Make an int32 array zero."""
+    """Set an int32 array to zero."""
     kernel("common/clear.cu", "clear")((-(-len(words) // 256),), (256,), (words, len(words)), overlap=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def workspace_bytes(tiles: int, ranges: int) -> int:
-    """Bytes for a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `ranges` SMs, at most.
+    """Most bytes for a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `ranges` SMs.
 
     Kernels whose tiles have fewer heads have more tiles and up to two CTAs per SM.
     """
@@ -270,7 +270,7 @@ def workspace_bytes(tiles: int, ranges: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(tiles: int, rows: int) -> Buffers:
-    """Elements, of four bytes, of the arrays of a Buffers, for `rows` heads of all work ranges."""
+    """Four-byte elements of the arrays in Buffers, for `rows` heads of all work ranges."""
     starts, parts = SPLITS_AT + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
     return Buffers(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
 
