@@ -50,10 +50,10 @@ def pytest_configure(config):
     # Tests of JAX have two devices of the CPU. JAX reads it when it starts.
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # else faults that tests inject would be recorded
+    os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # otherwise results of faults that tests inject would be recorded
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
-    if hasattr(config, "cache"):  # builds for the emulation are kept from run to run
+    if hasattr(config, "cache"):  # runs share builds of the emulation
         from emulation import builds
 
         builds.keep_in(config.cache.mkdir("emulation"))
@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc):
 
         attention = metafunc.definition.get_closest_marker("attention") is not None
         backends = [x for x in BACKENDS if not (attention and x == "numba_cuda")]
-        if wants_gpu(metafunc.config):  # otherwise half of all tests would be collected and not run
+        if wants_gpu(metafunc.config):  # otherwise half of the collected tests would not run
             backends += DEVICES
         metafunc.parametrize("lab", backends, indirect=True)
 
@@ -110,12 +110,12 @@ class Combination:
 
 
 def is_said(item, mark):
-    """Whether a mark's `when` holds for a test."""
+    """Whether a mark applies to a test: its `when` is true or absent."""
     return hasattr(item, "callspec") and any(x.kwargs["when"](Combination(item)) for x in item.iter_markers(mark))
 
 
 def is_of_all_tests(config):
-    """Whether a run is of the whole folder: no file and no name was given."""
+    """Whether a run covers the whole folder: no file and no name was given."""
     return [config.rootpath / name for name in config.args] == [config.rootpath / "tests"] and not config.option.keyword
 
 
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # or each collection of garbage would visit all tests again
+    gc.freeze()  # otherwise each garbage collection would visit all tests
 
 
 def pytest_runtest_logreport(report):
@@ -163,7 +163,7 @@ def pytest_runtest_logreport(report):
             names.write(report.nodeid + "\n")
 
 
-pytest_collectreport = pytest_runtest_logreport  # files that are skipped whole
+pytest_collectreport = pytest_runtest_logreport  # also for files that are skipped as a whole
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -177,7 +177,7 @@ def simulated_threads_take_turns():
 
 @pytest.fixture
 def lab(request):
-    """A backend and the way to move arrays to it and back."""
+    """A backend, and functions that move arrays to it and back."""
     from support.lab import lab_of
 
     yield from lab_of(request)
@@ -185,7 +185,7 @@ def lab(request):
 
 @pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """The lab of the cuda backend, on an emulated device and on a real one."""
+    """The cuda backend's lab, on an emulated and on a real device."""
     from support.lab import lab_of
 
     yield from lab_of(request)

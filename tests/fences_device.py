@@ -3,9 +3,9 @@
     tools/with_cumla.sh python3 tests/fences_device.py
 
 For each fence, the kernels are compiled without it (a mutant) and run on problems that use it, next to the original
-kernels: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay right, the
+kernels: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay correct, the
 hardware or the compiler hides that it is missing: the programming model requires it, but this device works without it.
-Waits for data at barriers are removed likewise, to check that the run detects missing statements: it fails unless
+Waits for data at barriers are removed, too, to check that the run detects missing statements: it fails unless
 the removal of some waits of each kernel is noticed. Mutants run in separate processes, which find the original kernels
 compiled already.
 """
@@ -31,7 +31,7 @@ FENCE = re.compile(
 WAIT = re.compile(r"^\s*(?P<statement>(?:(?:raw|p|k|v)_full|(?:q|k|rows)_ready)\b[^;{}]*\.wait\([^;{}]*\));$")
 TIMES = 100  # runs of a problem
 SWEPT = 1 << 28  # bytes, more than the L2 cache has
-RUN_SECONDS = 15  # for all of these, which run as one
+RUN_SECONDS = 15  # limit for all runs of a problem
 TIMEOUT = 40  # for a mutant's compilation and first run
 UNNOTICED, WRONG = 0, 3  # exit statuses of a mutant
 HUNG = -signal.SIGALRM
@@ -159,13 +159,13 @@ def kernel_of(mutant):
 
 
 def calls_of(kernel):
-    """A function that runs a kernel on its problem, whose arrays are made once, and returns the results' bytes."""
+    """A function that runs a kernel on its problem, with the same arrays every time, and returns the results' bytes."""
     import cupy
 
     function, arrays, options = PROBLEMS[kernel](np.random.default_rng(0))
     arrays = [cupy.asarray(x) for x in arrays]
     options = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    stream = cupy.cuda.get_current_stream()  # given to the calls: then nothing known from earlier ones is launched
+    stream = cupy.cuda.get_current_stream()  # with a stream, calls bypass the launch cache
     sweep = cupy.zeros(SWEPT, np.uint8)
 
     def results():
@@ -201,12 +201,12 @@ def run(mutant):
         if not compiler.source.cache_info().misses:
             raise AssertionError("nothing was compiled again")
     print(said, flush=True)
-    os._exit(WRONG if wrong else UNNOTICED)  # at once: the device may be in no state to clean up
+    os._exit(WRONG if wrong else UNNOTICED)  # without cleanup: the device may not respond
 
 
 def in_process(*options):
     """Run this script in a separate process: exit status and output."""
-    # Kernels are not tested when they are compiled: what is wrong with them is to be seen here.
+    # Kernels run without self-tests: their errors must show here.
     environment = {**os.environ, VARIABLE: "0"}
     command = [sys.executable, __file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -232,7 +232,7 @@ def main():
     if args.kernel is not None:
         calls_of(args.kernel)()
         return None
-    missed = dict.fromkeys(PROBLEMS, False)  # whether a wait was
+    missed = dict.fromkeys(PROBLEMS, False)  # whether the removal of a wait was noticed
     problems = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         tried = pool.map(lambda kernel: in_process("--kernel", kernel), PROBLEMS)

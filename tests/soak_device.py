@@ -31,10 +31,10 @@ def flat_size(arrays):
 
 
 class Runner:
-    """A problem on one stream, with outputs, states and a plan of its own.
+    """A problem on one stream, with its outputs, states and plan.
 
     written  uint8, all outputs packed, which are overwritten before a run
-    kept     arrays that it reads and writes: a run leaves them with the bytes that the one before left
+    kept     arrays that it reads and writes: every run leaves the same bytes in them
     """
 
     def __init__(self, problem):
@@ -123,7 +123,7 @@ class Soak:
         self.rounds += 1
 
     def run(self, repeats, seconds):
-        """Rounds until each problem ran so often on each stream, or so long."""
+        """Run rounds until each problem has run `repeats` times on each stream, or until the time limit."""
         end = time.monotonic() + seconds
         while self.rounds * STREAMS < repeats and (time.monotonic() < end or not self.rounds):
             for _ in range(min(ROUNDS_AT_ONCE, -(-repeats // STREAMS) - self.rounds)):
@@ -132,7 +132,7 @@ class Soak:
                 stream.synchronize()
 
     def report(self):
-        """Lines of what ran, and whether all bits were those of the first run."""
+        """Report lines, and whether all bits equal the first run's."""
         lines, runs_of_op, right = [], {}, True
         for of_problem in zip(*self.runners, strict=True):
             differing, wrong = (
@@ -187,5 +187,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.fspath(pathlib.Path(__file__).parent))  # for the other helpers of the tests
+    sys.path.insert(0, os.fspath(pathlib.Path(__file__).parent))  # for the tests' other helpers
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""Arrays in the memory of an emulated device: host memory that NumPy computes with, with CuPy's interface.
+"""Arrays in the memory of an emulated device: host memory with CuPy's interface; NumPy computes.
 
-They are no NumPy arrays, or cumla would take them for host memory; and as on a device, memory past an allocation
+They are not NumPy arrays, which cumla would treat as host memory. As on a device, memory past an allocation
 cannot be accessed.
 """
 
@@ -13,7 +13,7 @@ from . import queues
 from .queues import Device
 
 PAGE = mmap.PAGESIZE
-GUARD = 16 << 20  # bytes on both sides of an allocation: more than a wrong index is likely to skip
+GUARD = 16 << 20  # bytes on both sides of an allocation; wrong indices rarely skip more
 ALIGNMENT = 256  # alignment of allocations, as CuPy's
 MAP_NORESERVE = 0x4000  # a constant of Linux; Python has no name for it before 3.13
 LIBC = ctypes.CDLL(None)
@@ -39,7 +39,7 @@ class Memory:
 
 
 class UnownedMemory:
-    """Memory that `owner` keeps."""
+    """Memory that `owner` owns."""
 
     def __init__(self, ptr, size, owner, device_id=0):
         self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
@@ -57,7 +57,7 @@ class MemoryPointer:
 
 
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
-    """cupy.ndarray. What it does not do itself, NumPy does for it."""
+    """cupy.ndarray. NumPy does what the class does not define."""
 
     def __init__(self, shape, dtype=float, memptr=None, strides=None):
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
@@ -75,7 +75,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @classmethod
     def of(cls, host, memory=None):
-        """A NumPy array in device memory: a copy, or what is in that memory already."""
+        """A NumPy array in device memory: a copy, or a view if its memory already is device memory."""
         if memory is None:
             array = cls(host.shape, host.dtype)
             array._view[...] = host

@@ -1,4 +1,4 @@
-"""Shared libraries from C++, built once for each text and kept in a folder between runs."""
+"""Shared libraries from C++, built once for each text and cached in a folder between runs."""
 
 import contextlib
 import ctypes
@@ -81,7 +81,7 @@ def loaded(text):
 
 @functools.cache
 def headers():
-    """A folder with device.h as the compiler reads it, which is a fifth of a kernel's compile time."""
+    """A folder with the precompiled device.h, which takes a fifth of a kernel's compile time."""
     target = folder() / digest("", *KERNEL_FLAGS)
     target.mkdir(exist_ok=True)
     header = target / "device.h.gch"
@@ -105,7 +105,7 @@ def built(text, *options):
 
 @contextlib.contextmanager
 def alone(target):
-    """Other processes that build the same wait, unless it exists."""
+    """A lock: other processes with the same build wait, unless its result exists."""
     if target.exists():
         yield
         return

@@ -1,4 +1,4 @@
-"""The fake CuPy and driver of an emulated device: the parts that cumla and its tests use."""
+"""The fake CuPy and driver of an emulated device, as far as cumla and its tests use them."""
 
 import contextlib
 import ctypes
@@ -62,11 +62,11 @@ def _modules(stand_ins):
                 sys.modules[name] = module
 
 
-LAUNCHABLE = []  # (raw kernel, kernel), by what the driver knows them by, less 1
+LAUNCHABLE = []  # (raw kernel, kernel), by the driver's handle, less 1
 
 
 class RawKernel:
-    """A kernel, compiled for a device when it is first launched there. `ptr` is what the driver knows it by."""
+    """A kernel, compiled for a device at its first launch there. `ptr` is the driver's handle."""
 
     def __init__(self, code, name):
         self.code, self.name, self.max_dynamic_shared_size_bytes = code, name, FREELY_SHARED
@@ -107,7 +107,7 @@ def launch_kernel(config, function, _, extra):
     raw, kernel = LAUNCHABLE[function - 1]
     if shared_bytes > raw.max_dynamic_shared_size_bytes:
         raise launches.EmulationError(f"{raw.name}: {shared_bytes} bytes of shared memory, which it is not allowed")
-    # A copy: 16 bytes past a multiple of 64, as on sm_90 (0x210 of a constant bank).
+    # A copy at 16 bytes past a multiple of 64, as on sm_90 (0x210 in a constant bank).
     memory = ctypes.create_string_buffer(argument_bytes + 64)
     packed = (ctypes.addressof(memory) + 47) // 64 * 64 + 16
     ctypes.memmove(packed, arguments, argument_bytes)
@@ -117,7 +117,7 @@ def launch_kernel(config, function, _, extra):
 
 
 def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, element_strides, *options):
-    """cuTensorMapEncodeTiled for cumla's arguments, as runtime/copies.cpp reads it; the array may be any."""
+    """cuTensorMapEncodeTiled for cumla's arguments and any array, in the format of runtime/copies.cpp."""
     element_bytes = {1: 2}[kind]  # UINT16
     assert (rank, list(element_strides), options) == (3, [1, 1, 1], (0, 3, 3, 0))  # 128-byte swizzle
     assert element_bytes * box[0] == 128
@@ -166,9 +166,9 @@ def on_device(function):
 
 
 def empty(shape, dtype=float):
-    """Filled with values that no test expects as a result."""
+    """An array filled with values that no test expects as a result."""
     made = Array(shape, dtype)
-    ctypes.memset(made.data.ptr, UNWRITTEN, made.nbytes)  # at once, as the memory is fresh
+    ctypes.memset(made.data.ptr, UNWRITTEN, made.nbytes)  # without a queue, as the memory is fresh
     return made
 
 
@@ -208,7 +208,7 @@ def make_module():
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
         getDeviceCount=lambda: len(Device.CAPABILITIES),
         streamIsCapturing=lambda handle: Stream(handle=handle).is_capturing(), pointerGetAttributes=PointerAttributes,
-        deviceGetAttribute=lambda attribute, device: 0,  # no clusters, all that is asked for
+        deviceGetAttribute=lambda attribute, device: 0,  # no clusters, the only attribute that is read
         memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
     )  # fmt: skip
     cupy.cuda = types.ModuleType("cupy.cuda")

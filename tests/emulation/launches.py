@@ -1,4 +1,4 @@
-"""Kernels, and how a launch schedules their threads."""
+"""Kernels, and schedules of their threads."""
 
 import contextlib
 import contextvars
@@ -10,11 +10,11 @@ from . import builds, ptx
 
 
 class EmulationError(AssertionError):
-    """A kernel did what no device would forgive."""
+    """A kernel's error that would be undefined behaviour on a device."""
 
 
 class Schedule(NamedTuple):
-    """How a launch schedules what a device leaves open.
+    """How a launch orders events whose order a device leaves open.
 
     late  asynchronous copies and products are done when they are waited for (or when nothing else can go on) and not
           when they are started
@@ -41,7 +41,7 @@ _schedule = contextvars.ContextVar("schedule", default=SCHEDULES["in order"])
 
 @contextlib.contextmanager
 def scheduled(schedule):
-    """A context in which kernels are launched like this."""
+    """A context in which kernels are launched with this schedule."""
     token = _schedule.set(schedule)
     try:
         yield
@@ -59,14 +59,14 @@ class Kernel:
         self.name, self.address = name, ctypes.cast(function, ctypes.c_void_p).value
 
     def launch(self, grid, block, shared_bytes, arguments):
-        """`arguments`: the address of the packed ones. Raises EmulationError."""
+        """`arguments`: the address of packed arguments. Raises EmulationError."""
         Launch(self, grid, block, shared_bytes, arguments).run()
 
 
 class Launch:
     """A kernel with its arguments, to be run later under the current schedule.
 
-    arguments  the address of the packed ones; `memory` keeps them
+    arguments  the address of packed arguments, which `memory` holds
     ahead      the launch that it may overlap with
     """
 

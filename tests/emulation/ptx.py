@@ -1,11 +1,11 @@
 """CUDA C++ as C++ for the emulator: every inline PTX statement is replaced according to a table.
 
-The table is all that the emulation knows of a statement; a statement that it lacks is an error.
+The emulation supports only the table's statements; other statements are errors.
 """
 
 import re
 
-# PTX -> C++, operands numbered alike. PTX is written as normalised() makes it.
+# PTX -> C++, with the same operand numbers. PTX is in the form of normalised().
 TABLE = {
     "": "",
     # numbers
@@ -175,7 +175,7 @@ TABLE = {
     "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};": (
         "emulator::mma_f64(%0, %1, %2, %3)"
     ),
-    # statements without a meaning for one CPU thread that does everything in order
+    # statements without effect on one CPU thread that runs in order
     "fence.mbarrier_init.release.cluster;": "",
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",

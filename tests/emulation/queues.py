@@ -1,4 +1,4 @@
-"""The emulated devices and their streams: what is queued on one runs in order, and as late as it may.
+"""The emulated devices and their streams: work of a stream runs in order, and as late as possible.
 
 The last kernel of a stream waits for the next work queued there: if that is a kernel that may overlap with it
 (programmatic dependent launch), that kernel starts first and this one runs where it is waited for. So a kernel that
@@ -15,7 +15,7 @@ MOST_OVERLAPPING = 4  # kernels, each with the next; on a device it is two
 
 
 class Device:
-    """The emulated devices: 0 as Hopper is, 1 as Ampere is, with few multiprocessors, which small problems fill too."""
+    """The emulated devices, 0 like Hopper and 1 like Ampere, with few SMs: small problems occupy all of them."""
 
     current = 0
     CAPABILITIES = ("90", "80")
@@ -66,7 +66,7 @@ class Work:
         self.do, self.long = do, long
 
     def enqueue(self, stream):
-        """Queue it on a stream, as a graph does."""
+        """Queue the work on a stream, as a graph does."""
         stream.add(self)
 
 
@@ -105,7 +105,7 @@ class Queue:
             self._advance(self.end, keep_kernel=True)
 
     def finish(self, end=None):
-        """Do all that is queued, or what was when the queue's end was `end`."""
+        """Do all queued work, or the work up to position `end` of the queue."""
         if self.graph is not None:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported: a stream that is being captured is waited for")
         self._advance(self.end if end is None else end, keep_kernel=False)
@@ -136,7 +136,7 @@ class Queue:
                 self.running = before
 
     def _overlapping(self, most):
-        """How many of the next works run as one: a kernel and its successors, each overlapping the one ahead."""
+        """Number of next works that run together: a kernel and successors that overlap with the kernel ahead."""
         count, works = 1, self.works[: min(most, MOST_OVERLAPPING)]
         while count < len(works) and works[count - 1].is_kernel and works[count].overlap:
             count += 1
@@ -147,11 +147,11 @@ _queues = {0: Queue()}  # by handle
 _lock = threading.RLock()
 _captures = iter(range(1 << 40))
 _handles = iter(range(0x10000, 1 << 40, 16))
-kept = []  # memory that was given up while something was queued that may use it
+kept = []  # released memory that queued work may use
 
 
 def queue_of(handle):
-    """0 and 1 are both the default stream's handle."""
+    """Handles 0 and 1 are both the default stream."""
     return _queues[0 if handle == 1 else handle]
 
 
@@ -185,7 +185,7 @@ _thread = _Current()
 
 
 class Stream:
-    """cupy.cuda.Stream. None of them waits for the default stream implicitly."""
+    """cupy.cuda.Stream. No stream waits for the default stream implicitly."""
 
     def __init__(self, null=False, non_blocking=False, handle=None):
         self.ptr = 0 if null else next(_handles) if handle is None else handle
@@ -208,7 +208,7 @@ class Stream:
         del _queues[self.ptr]
 
     def busy(self):
-        """Take long, from now on."""
+        """Later work on the stream is done only when something waits for it."""
         self.add(Work(lambda: None, long=True))
 
     def synchronize(self):
@@ -283,7 +283,7 @@ class Capture:
         if queue is self.origin:
             self.ends[event.queue][0] = max(self.ends[event.queue][0], event.end)
         elif queue is not event.queue:
-            self.append(queue, Work(lambda: None))  # to be joined, too
+            self.append(queue, Work(lambda: None))  # the stream must be joined, too
 
     def end(self, queue):
         if queue is not self.origin:
@@ -309,7 +309,7 @@ class Graph:
 
 
 class Event:
-    """capture: the one that it was recorded in, if that was one."""
+    """capture: the capture in which the event was recorded, if any."""
 
     def __init__(self, *flags, **more):
         self.queue, self.end, self.capture = queue_of(0), 0, None
@@ -342,7 +342,7 @@ def exchange_capture_mode(mode):
 
 
 def graph_nodes(graph, nodes, count):
-    """cuGraphGetNodes, for a reference to how many there are."""
+    """cuGraphGetNodes, for a reference to the number of nodes."""
     count._obj.value = len(ctypes.cast(graph, ctypes.py_object).value.works)
     return 0
 

@@ -13,5 +13,5 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=BACKENDS + DEVICES)
 def place(request):
-    """As `lab`, for the builders."""
+    """Like `lab`, for the builders."""
     yield from lab_of(request)

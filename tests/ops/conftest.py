@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(params=["chosen", "portable", "exact"])
 def kernel(request, lab):
-    """Every kernel of sparse attention of the cuda backend; the other backends have one each."""
+    """Every sparse attention kernel of the cuda backend; each other backend has one."""
     if request.param == "chosen":
         yield request.param
         return

@@ -2,8 +2,8 @@
 
     basics     norms, RoPE, attention
     selection  scores of an indexer, the best of them, and how clear a choice was
-    layer      a layer by rules: what models differ in is a row of `Rules`
-    v32, v4, v41  rules of a model family, and where its compressed rows and index keys come from
+    layer      a layer by rules: a model's differences are in its `Rules`
+    v32, v4, v41  rules of a model family, and its compressed rows and index keys
 
 Golden data of the models' own code check the oracles (tests/test_oracles.py); tests of layers, operations and replays
 use them.

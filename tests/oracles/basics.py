@@ -35,9 +35,9 @@ def rotated(x, cos_sin, inverse=False, halves=False, first=False):
 
 
 def attended(q, rows, scale, sinks=None, width=512):
-    """Attention of one token, [heads, width]: q [heads, D] over rows [n, D], whose first values are their value.
+    """Attention of one token, [heads, width]: q [heads, D] over rows [n, D]; a row's first values are its value.
 
-    sinks  [heads], logits that take weight and have no row
+    sinks  [heads], logits with weight but without a row
     """
     scores = q @ rows.T * scale
     largest = scores.max(axis=1, initial=-np.inf)

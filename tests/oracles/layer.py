@@ -1,4 +1,4 @@
-"""An attention layer in float64, by the rules of its model."""
+"""An attention layer in float64, with its model's rules."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,16 @@ LATENT = 512
 
 @dataclass(frozen=True)
 class Rules:
-    """What the attention layers of models differ in. Weights have their published names within the attention module.
+    """Differences between models' attention layers. Weights have their published names within the attention module.
 
     row          the projection of a token's row
-    is_latent    whether a row is a latent, of which wkv_b makes keys and values of each head, with 64 rotated values
+    is_latent    whether a row is a latent, which wkv_b projects to keys and values of each head, with 64 rotated values
                  behind it; otherwise its 512 values are key and value of all heads, and the last 64 rotate
     norms_heads  whether each head's query is normed
     has_sinks    whether each head has a sink
     is_grouped   whether outputs are rotated back and projected in groups; otherwise by wo
     index_rope   options of `rotated` for the indexer's queries and keys
-    eps          of the norms; None: the configuration's rms_norm_eps
+    eps          epsilon of the norms; None: the configuration's rms_norm_eps
     """
 
     row: str
@@ -35,7 +35,7 @@ class Rules:
 class Layer:
     """Parts of a layer, as functions of hidden states x [T, hidden_size] and positions [T].
 
-    A token's output is that of `attend` for its query, over the window of `rows` and over the rows that it selects.
+    A token's output is the result of `attend` for its query, over the window of `rows` and over its selected rows.
     """
 
     rules: Rules
@@ -66,11 +66,11 @@ class Layer:
         return rotated(x, turns[:, None] if x.ndim == 3 else turns, **options)
 
     def low_rank(self, x):
-        """What queries are projected from, [T, q_lora_rank]."""
+        """The input of the query projection, [T, q_lora_rank]."""
         return self.norm(self.project(x, "wq_a"), "q_norm")
 
     def queries(self, x, positions):
-        """[T, heads, D], as they meet rows."""
+        """Queries [T, heads, D] in the space of rows."""
         q = self.project(self.low_rank(x), "wq_b").reshape(len(x), self.config.num_attention_heads, -1)
         if self.rules.norms_heads:
             q = rms_norm(q, self.eps)
@@ -87,7 +87,7 @@ class Layer:
         return self.weights["wkv_b.weight"].reshape(self.config.num_attention_heads, -1, LATENT)
 
     def rows(self, x, positions):
-        """The row that each token adds, [T, D]: of the window, or a latent."""
+        """The row that each token adds, [T, D]: a window row or a latent."""
         row = self.project(x, self.rules.row)
         latent = self.norm(row[:, :LATENT], "kv_norm")
         return self.rotate(np.concatenate([latent, row[:, LATENT:]], axis=1), positions)
@@ -97,7 +97,7 @@ class Layer:
         return attended(q, rows, self.scale, self.weights["attn_sink"] if self.rules.has_sinks else None)
 
     def output(self, o, positions):
-        """[T, hidden_size] of o [T, heads, 512]."""
+        """The layer's output [T, hidden_size] from o [T, heads, 512]."""
         if not self.rules.is_grouped:
             values = np.einsum("thl,hvl->thv", o, self.up[:, self.config.qk_nope_head_dim :])
             return self.project(values.reshape(len(o), -1), "wo")
@@ -113,7 +113,7 @@ class Layer:
         return self.rotate(q, positions, **self.rules.index_rope), weights
 
     def outputs(self, x, selected):
-        """[T, hidden_size] of a request. selected: for each token the rows that it selects, [n, D]."""
+        """A request's output [T, hidden_size]. selected: for each token the rows that it selects, [n, D]."""
         positions = np.arange(len(x))
         q, o, window = self.queries(x, positions), [], getattr(self.config, "sliding_window", 0)
         own = self.rows(x, positions) if window else None

@@ -1,15 +1,15 @@
-"""What an indexer selects, in float64, and how clear the choice was."""
+"""An indexer's selection in float64, and its margin."""
 
 import numpy as np
 
 
 def scores(q, weights, keys):
-    """[T, rows] of queries q [T, heads, D], weights of their heads [T, heads] and keys [rows, D]."""
+    """Scores [T, rows] of queries q [T, heads, D] with weights of heads [T, heads], and keys [rows, D]."""
     return np.einsum("th,thn->tn", weights, np.maximum(np.einsum("thd,nd->thn", q, keys), 0))
 
 
 def best(row, count):
-    """Places of the largest scores, in ascending order; of equal scores those of the lowest places."""
+    """Indices of the largest scores, in ascending order; of equal scores the lowest indices."""
     return np.sort(np.argsort(-row, kind="stable")[:count])
 
 
@@ -23,15 +23,15 @@ def best_of_blocks(row, size):
 
 
 def margin(row, count):
-    """Difference of the last score chosen and the first one left out; infinity if all are chosen."""
+    """Difference between the lowest selected and the highest other score; infinity if all are selected."""
     order = np.sort(row)[::-1]
     return np.inf if len(row) <= count else order[count - 1] - order[count]
 
 
 def gap(row, chosen, count):
-    """How far the lowest chosen score is below the highest other one, in standard deviations of the scores.
+    """Distance of the lowest selected score below the highest other one, in standard deviations of the scores.
 
-    Infinity unless all rows are chosen, or `count` if there are more; each once and in ascending order.
+    Infinity unless all rows are selected, or `count` if there are more, each once and in ascending order.
     """
     if len(chosen) != min(count, len(row)) or not np.all(np.diff(chosen) > 0) or not np.all(chosen < len(row)):
         return float("inf")

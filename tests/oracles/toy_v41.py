@@ -1,4 +1,4 @@
-"""The toy of DeepSeek V4.1 (examples/deepseek_v41.py) in float64: one request at once."""
+"""The toy DeepSeek V4.1 (examples/deepseek_v41.py) in float64: one request at once."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from .v41 import Shared
 
 
 class Toy:
-    """config: of config.json; tensors: float arrays by name."""
+    """config: the contents of config.json; tensors: float arrays by name."""
 
     def __init__(self, config, tensors, longest=1024):
         self.config, attention = config, DeepseekV41Config.from_dict(config)
@@ -20,7 +20,7 @@ class Toy:
         self.attention = [
             layer_of(attention, number, self.within(prefix), longest) for number, prefix in enumerate(prefixes)
         ]
-        self.margin = np.inf  # the smallest difference of scores on which a choice depended
+        self.margin = np.inf  # the smallest margin of a selection
 
     def within(self, prefix):
         return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
@@ -29,7 +29,7 @@ class Toy:
         return rms_norm(x, self.config["rms_norm_eps"], self.tensors[name])
 
     def logits(self, tokens):
-        """[T, vocabulary]. Keeps the inputs of the draft layers."""
+        """Logits [T, vocabulary]. Stores the inputs of the draft layers."""
         h, self.targets, shared = self.tensors["model.embed_tokens.weight"][tokens], [], Shared()
         for layer in range(self.config["num_hidden_layers"]):
             if layer in self.config["dspark_target_layer_ids"]:
@@ -42,7 +42,7 @@ class Toy:
         return self.norm(h, "model.norm.weight") @ self.tensors["lm_head.weight"].T
 
     def guesses(self, token):
-        """Logits of the block [5, vocabulary] that begins with `token`, after the tokens that `logits` had."""
+        """Logits of the block [5, vocabulary] that begins with `token`, after the tokens of `logits`."""
         config = self.config
         main = np.concatenate(self.targets, axis=1) @ self.tensors["mtp.0.main_proj.weight"].T
         main = self.norm(main, "mtp.0.main_norm.weight")

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 in float64: latent rows, of which the indexer selects."""
+"""DeepSeek V3.2 in float64: the indexer selects latent rows."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from .selection import best, scores
 
 
 class V32(Layer):
-    """A layer; every token's key is a norm of its own projection."""
+    """A layer; a token's index key is a norm of the token's projection."""
 
     rules = Rules(
         row="wkv_a", is_latent=True, norms_heads=False, has_sinks=False, is_grouped=False,
@@ -20,7 +20,7 @@ class V32(Layer):
         return self.config.softmax_scale
 
     def index_keys(self, x):
-        """[T, 128] of a request."""
+        """A request's index keys [T, 128]."""
         weight, bias = (self.weights[f"indexer.k_norm.{name}"] for name in ("weight", "bias"))
         keys = layer_norm(self.project(x, "indexer.wk"), self.eps, weight, bias)
         return self.rotate(keys, np.arange(len(x)), **self.rules.index_rope)
@@ -31,6 +31,6 @@ class V32(Layer):
         return [best(row[: t + 1], self.config.index_topk) for t, row in enumerate(found)]
 
     def __call__(self, x, chosen=None):
-        """[T, hidden_size] of a request."""
+        """A request's output [T, hidden_size]."""
         rows = self.rows(x, np.arange(len(x)))
         return self.outputs(x, [rows[places] for places in (self.chosen(x) if chosen is None else chosen)])

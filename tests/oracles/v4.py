@@ -1,4 +1,4 @@
-"""DeepSeek V4 in float64: a window, and rows that a compressor pools of 4 or 128 positions."""
+"""DeepSeek V4 in float64: a window, and rows that a compressor pools from 4 or 128 positions."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from .selection import best, scores
 
 
 class V4(Layer):
-    """A layer. Rows of ratio 4 overlap: they pool their own positions and those of the row before."""
+    """A layer. Rows of ratio 4 overlap: they pool their positions and the previous row's positions."""
 
     rules = Rules(
         row="wkv", is_latent=False, norms_heads=True, has_sinks=True, is_grouped=True, index_rope={}, eps=None
@@ -35,7 +35,7 @@ class V4(Layer):
         return self.rotate(self.norm(rows, f"{prefix}compressor.norm"), np.arange(count) * self.ratio)
 
     def chosen(self, x):
-        """For each token the compressed rows that it attends to: those selected at ratio 4, all at 128."""
+        """For each token the compressed rows that it attends to: selected rows at ratio 4, all rows at 128."""
         visible = (np.arange(len(x)) + 1) // self.ratio
         if self.ratio == 128:
             return [np.arange(count) for count in visible]
@@ -43,7 +43,7 @@ class V4(Layer):
         return [best(row[:count], self.config.index_topk) for row, count in zip(found, visible, strict=True)]
 
     def __call__(self, x, chosen=None):
-        """[T, hidden_size] of a request."""
+        """A request's output [T, hidden_size]."""
         if self.ratio == 1:
             return self.outputs(x, [np.empty((0, LATENT))] * len(x))
         rows = self.pooled(x)
@@ -51,9 +51,9 @@ class V4(Layer):
 
 
 def overlapping(part, absent):
-    """[rows, 8, D] of [rows, 4, 2 D]: the first half of the positions before, the second half of the own ones.
+    """[rows, 8, D] from [rows, 4, 2 D]: the first half of the previous positions, the second half of the row's.
 
-    absent  of the first row, which has no positions before it
+    absent  values for the first row, which has no previous positions
     """
     dim = part.shape[2] // 2
     before = np.concatenate([np.full_like(part[:1, :, :dim], absent), part[:-1, :, :dim]])

@@ -12,12 +12,12 @@ from .selection import best, best_of_blocks, margin, scores
 
 @dataclass
 class Shared:
-    """What the layers of one request take from those before them.
+    """Values that the layers of one request share with later layers.
 
-    rows, keys  of the last owner: [n, 512] and [n, 128]
+    rows, keys  rows and keys of the last owner: [n, 512] and [n, 128]
     chosen      for each token the rows that the last layer with an indexer selected
-    candidates  for each token the blocks that the candidate source chose
-    margin      the smallest difference of scores on which a choice depended
+    candidates  for each token the blocks that the candidate source selected
+    margin      the smallest margin of a selection
     """
 
     rows: np.ndarray | None = None
@@ -42,7 +42,7 @@ class V41(Layer):
         return self.config.cos_sin_table(self.ratio, longest)
 
     def pooled_input(self, x):
-        """The compressor's projections: [T, 1024] of ratio 2, [T, 512] of ratio 1."""
+        """The compressor's projections: [T, 1024] at ratio 2, [T, 512] at ratio 1."""
         return np.concatenate([self.project(x, f"compressor.{name}") for name in ("wkv", "wgate")[: self.ratio]], 1)
 
     def latents(self, x):
@@ -57,7 +57,7 @@ class V41(Layer):
         return self.rotate(keys, np.arange(len(keys)) * self.ratio)
 
     def select(self, x, shared):
-        """Write the rows that each token selects, and candidate blocks if the layer chooses them."""
+        """Write the rows that each token selects, and candidate blocks if the layer selects them."""
         config, size = self.config, self.config.candidate_block_size
         found, chosen, candidates = scores(*self.index_queries(x, np.arange(len(x))), shared.keys), [], []
         for t, row in enumerate(found):
@@ -74,7 +74,7 @@ class V41(Layer):
         shared.chosen, shared.candidates = chosen, candidates or shared.candidates
 
     def __call__(self, x, shared):
-        """[T, hidden_size] of a request."""
+        """A request's output [T, hidden_size]."""
         if self.mode == "full":
             latents = self.latents(x)
             shared.rows, shared.keys = self.compressed_rows(latents), self.index_keys(latents)
@@ -84,7 +84,7 @@ class V41(Layer):
         return self.outputs(x, [shared.rows[chosen] for chosen in shared.chosen] if self.ratio else [none] * len(x))
 
     def block(self, x, main):
-        """[T, hidden_size] of a block of drafts, whose tokens see the window before it and the whole block.
+        """A draft block's output [T, hidden_size]; its tokens see the window before it and the whole block.
 
         main  [n, hidden_size], hidden states of the positions before it
         """

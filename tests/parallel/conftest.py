@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture
 def need_gpus():
-    """A function that skips the test unless there are so many GPUs."""
+    """A function that skips the test if there are fewer GPUs than its argument."""
     import cupy
 
     def need(count):

@@ -1,4 +1,4 @@
-"""Run by test_jax.py in a process in which JAX has so many devices: jax_ranks.py SIZE.
+"""Run by test_jax.py in a process in which JAX has SIZE devices: jax_ranks.py SIZE.
 
 Prints "right" for each case, or raises.
 """

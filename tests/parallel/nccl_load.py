@@ -1,7 +1,7 @@
-"""Ranks whose GPUs other processes use as well: the work of these processes, and exchanges whose values are checked.
+"""Ranks that share their GPUs with other processes: the load of these processes, and exchanges with checked values.
 
-An exchange of a shared GPU may start long after, or long before, the kernel ahead of it has ended. Every call has other
-inputs than the call before it, whose results are in the same memory: what is sent too early is seen.
+An exchange on a shared GPU may start long after, or long before, the kernel ahead of it has ended. Every call has other
+inputs than the call before it, whose results are in the same memory: data that is sent too early is wrong.
 """
 
 import cupy
@@ -14,7 +14,7 @@ from cumla.parallel import ContextAttention, FileStore, Shard, local_seq_lens, l
 from support import ranks
 from support.bounds import assert_within
 
-CALLS, A_GRAPH = 200, 8  # of each exchange; of a graph
+CALLS, A_GRAPH = 200, 8  # calls of each exchange; calls of a graph
 HEADS, LENS, CHOSEN = 24, [37, 0, 5, 64], 20
 N = 4096  # values that a rank sends, and rows and columns of the load's matrices
 
@@ -31,7 +31,7 @@ extern "C" __global__ void late(float* out, int n, float value) {
 
 
 def keep_busy(device, began, stop):
-    """A process that multiplies matrices until it is told to stop."""
+    """Multiply matrices until the parent process signals the end."""
     with cupy.cuda.Device(device):
         a = cupy.ones((N, N), np.float32)
         while not stop.is_set():
@@ -42,7 +42,7 @@ def keep_busy(device, began, stop):
 
 
 class Plain:
-    """A collective of the communicator, of what a kernel has stored that lets the next one start before.
+    """A collective of data from a kernel that lets the next kernel start before it stores.
 
     memory  whether x and out are in memory()
     """
@@ -160,9 +160,9 @@ EXCHANGES = {
 
 
 def wrong_calls(comm, together=lambda: None):
-    """By exchange, eager and captured: how many of its calls give wrong values, and the first error.
+    """The number of calls with wrong values, and the first error, by exchange, eager and captured.
 
-    together  waits for the other ranks, if they are threads: no graph may run while another one's memory is allocated
+    together  waits for the other ranks, if they are threads: no graph may run while memory of another is allocated
     """
     found = {}
     for name, make in EXCHANGES.items():
@@ -197,7 +197,7 @@ def eager(exchange):
 
 
 def captured(exchange):
-    """The same calls in a graph, after they have run."""
+    """The calls in a graph, captured after they have run eagerly."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()

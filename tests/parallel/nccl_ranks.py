@@ -10,7 +10,7 @@ from cumla.interop.nccl import NcclCommunicator
 from cumla.parallel import ContextAttention, FileStore, RankError
 from support import ranks
 
-HEADS = 24  # which 2, 3 and 8 ranks can split
+HEADS = 24  # 2, 3 and 8 ranks can split them
 
 
 def problem():
@@ -39,14 +39,14 @@ def collectives(comm):
     np.testing.assert_array_equal(words.get(), np.arange(comm.size)[:, None] * np.ones(3))
     np.testing.assert_array_equal(summed.get(), mine.sum(axis=0))
     np.testing.assert_array_equal(taken.get(), mine)
-    large = cupy.zeros((comm.size, 4 << 20), np.uint8) + np.uint8(comm.rank)  # NCCL reads that of the other GPU
+    large = cupy.zeros((comm.size, 4 << 20), np.uint8) + np.uint8(comm.rank)  # NCCL reads the other GPU's array
     taken = comm.all_to_all(large)
     comm.wait()
     np.testing.assert_array_equal(taken.get(), np.arange(comm.size)[:, None] * np.ones(4 << 20))
 
 
 def decodes(comm):
-    """Dense and sparse, heads whole and split: what each gives."""
+    """Results of dense and sparse decodes, with and without split heads."""
     context, sink = problem()
     chosen, selected = selection(np.random.default_rng(5))
     results = []
@@ -125,7 +125,7 @@ def never_comes(comm):
 
 
 def failure_in_a_window(comm):
-    """NCCL cannot end the call that rank 0 is in, nor CUDA the process then."""
+    """NCCL cannot end rank 0's call, and CUDA then cannot end the process."""
     memory = comm.memory(1 << 20, None).reshape(2, 1 << 19)
     comm.all_gather(memory[comm.rank], memory)
     comm.wait()

@@ -41,16 +41,16 @@ def make_q(rng, b, s_q, heads, layout, size=1.0):
 
 
 def steep(heads):
-    """A size of q for each head: the scores of the first ones are flat, those of the last ones have distant maxima.
+    """A size of q for each head: scores of the first heads are flat, scores of the last heads have distant maxima.
 
-    Running maxima then rise from block to block, by little and by more than kernels may defer.
+    Running maxima then rise from block to block, by less and by more than kernels may defer.
     """
     return np.exp2(np.linspace(-3, 5, heads))[:, None]
 
 
 @contextlib.contextmanager
 def nothing_attended_again():
-    """The fast kernels do all work: no exact kernel recomputes values that they wrongly flag as out of range."""
+    """Fast kernels do all work: no exact kernel recomputes values that they wrongly flag as out of range."""
     import cupy
 
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
@@ -69,7 +69,7 @@ def nothing_attended_again():
 
     def epilogue_without_marks(work, problem, memory=None, **options):
         if memory is None:
-            return  # marks are where the results are, and there is no epilogue
+            return  # marks are in the results, and there is no epilogue
         no_marks = cupy.zeros(1 + work.tiles, np.int32)
         launch_epilogue(work, with_marks(problem, no_marks), memory=memory, **options)
 
@@ -96,7 +96,7 @@ class Problem:
         return self.on(Lab("reference", False))
 
     def check(self, lab, size=1.0, **more):
-        """The bounds are for values of ordinary size; `size` is how much larger these are."""
+        """The bounds are for values of ordinary size; `size` is the factor by which these are larger."""
         out, lse = self.on(lab, **more)
         want_out, want_lse = (out, lse) if lab.backend == "reference" else self.want
         out, lse = lab.get(out), lab.get(lse)
@@ -122,17 +122,17 @@ class Problem:
 
 
 def marks_of_kernels(emulated=frozenset(), of_the_reference=frozenset()):
-    """Marks of a module of sparse attention, whose tests take `kernel`.
+    """Marks of a module of sparse attention tests that take `kernel`.
 
-    emulated          tests that run the exact kernel without a device: it is slow to emulate, and the other kernels
-                      call it where they must
+    emulated          tests that run the exact kernel without a device: its emulation is slow, and the other kernels
+                      call it where necessary
     of_the_reference  tests that check the reference itself, with which the others compare
     """
 
     def is_none(x):
         kernel = x.get("kernel", "chosen")
         return (
-            (kernel != "chosen" and x.backend != "cuda")  # the only backend with several
+            (kernel != "chosen" and x.backend != "cuda")  # only cuda has several kernels
             or (kernel == "exact" and x.emulated and x.test not in emulated)
             or (x.backend == "reference" and x.test not in of_the_reference)
         )
@@ -141,5 +141,5 @@ def marks_of_kernels(emulated=frozenset(), of_the_reference=frozenset()):
 
 
 def values_of_weights(lab, kernel, kv, indices):
-    """`largest` for assert_prefill: the kernel that Hopper takes for prefill has bfloat16 weights."""
+    """`largest` for assert_prefill: Hopper's prefill kernel has bfloat16 weights."""
     return largest_values(kv, indices) if lab.backend == "cuda" and kernel == "chosen" else 1.0

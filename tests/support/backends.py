@@ -8,7 +8,7 @@ from cumla.dispatch import call
 
 @contextlib.contextmanager
 def only(backend):
-    """In which an operation on another backend is an error, as where a call does not pass `backend` on."""
+    """A context in which an operation on another backend is an error: a call then did not pass `backend` on."""
     choose, others = call.choose, set()
 
     def chosen(name, on_device):

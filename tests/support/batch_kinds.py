@@ -1,4 +1,4 @@
-"""Kinds of batches that engines form: of idle ranks, padded to captured sizes, with drafts, with decodes and prefills.
+"""Kinds of batches that engines form: idle ranks, padding to captured sizes, drafts, decodes and prefills.
 
 KINDS   by name
 BEHIND  batches that every builder refuses: a decode behind a prefill
@@ -13,7 +13,7 @@ CAPACITY = 4  # requests: max_num_seqs
 
 
 class Kind(NamedTuple):
-    """counts: query tokens of each request; padding: tokens after them; drafts: that a decode may have."""
+    """counts: query tokens of each request; padding: tokens after them; drafts: most drafts of a decode."""
 
     counts: tuple[int, ...]
     padding: int = 0
@@ -61,7 +61,7 @@ BEHIND = {
 
 
 def padded(batch, padding, put=np.asarray, get=np.asarray):
-    """The batch with so many padding tokens after those of the last request."""
+    """The batch with `count` padding tokens after the last request's tokens."""
     slots = np.append(get(batch.slot_mapping), np.full(padding, -1, np.int64))
     return dataclasses.replace(
         batch, num_actual_tokens=batch.num_actual_tokens + padding, slot_mapping=put(slots.astype(np.int64))

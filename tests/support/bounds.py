@@ -32,7 +32,7 @@ def assert_same_direction(name, got, want, largest):
 
 
 def assert_decode(out, lse, want_out, want_lse, rounding=None):
-    """rounding: what a kernel's 16-bit weights may cost each result, which counts for large values (cumla.bounds)."""
+    """rounding: error of each result due to a kernel's 16-bit weights, relevant for large values (cumla.bounds)."""
     assert_within("out", out, want_out, *DECODE_OUT[:2], rounding)
     assert_same_direction("out", out, want_out, DECODE_OUT.cosine)
     assert_within("lse", lse, want_lse, *DECODE_LSE[:2])
@@ -61,7 +61,7 @@ def assert_prefill_out(out, want_out, rounded_sides=1, largest=1.0):
 
 
 def largest_values(kv, indices):
-    """[s_q, 1, 1], the largest magnitude among V of the rows that each query lists."""
+    """The largest magnitude of V among the rows that each query lists, [s_q, 1, 1]."""
     present = (indices >= 0) & (indices < len(kv))
     of_row = np.abs(kv[:, :512].astype(np.float64)).max(axis=1)
     return np.where(present, of_row[np.where(present, indices, 0)], 0.0).max(axis=1)[:, None, None]

@@ -34,7 +34,7 @@ class GuardedCache:
             self.array = type(pages)(shape, pages.dtype, pages.data, strides)
 
     def everything(self):
-        """All memory, with every NaN among the 16-bit values made the same one."""
+        """All memory; every NaN among the 16-bit values is replaced by the same NaN."""
         raw = self.memory.everything()
         pages = self.memory.view_of(raw)
         layout = self.layout

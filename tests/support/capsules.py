@@ -33,7 +33,7 @@ class ManagedVersioned(ctypes.Structure):
     )  # fmt: skip
 
 
-# Each to ourselves: JAX gives ctypes.pythonapi.PyCapsule_New other types.
+# Separate function objects: JAX sets other types for ctypes.pythonapi.PyCapsule_New.
 new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
@@ -71,12 +71,12 @@ def _address(array):
 
 
 class Foreign:
-    """One of its arrays, contiguous. The exported tensor owns the memory, not this object.
+    """A contiguous array of such a library. The exported tensor owns the memory, not this object.
 
-    array        NumPy or CuPy array whose memory it has
+    array        NumPy or CuPy array with its memory
     byte_offset  part of the address that is passed separately; lanes as in DLPack
-    stream       what the last consumer asked for
-    released     how often memory was given back
+    stream       the stream that the last consumer passed
+    released     number of releases of memory
     """
 
     def __init__(self, array, byte_offset=0, lanes=1):
@@ -104,14 +104,14 @@ class Foreign:
 
 
 class InDeviceMemory:
-    """One of a library with only the CUDA array interface. A type of its own, as cumla remembers types of arrays."""
+    """An array with only the CUDA array interface. A separate type, as cumla caches types of arrays."""
 
     def __init__(self, **fields):
         self.__cuda_array_interface__ = fields
 
 
 class ForeignVersioned(Foreign):
-    """One of a later version of the library, with DLPack 1.x."""
+    """An array of a later version of the library, with DLPack 1.x."""
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         self.stream = stream
@@ -119,7 +119,7 @@ class ForeignVersioned(Foreign):
 
 
 class Described(Foreign):
-    """An array of host memory whose capsule has the given fields, true or not.
+    """An array of host memory whose capsule has the given fields, correct or not.
 
     device   reported by the array itself
     version  None: a capsule of DLPack 0

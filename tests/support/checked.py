@@ -22,7 +22,7 @@ _known, _called = set(), set()
 
 
 class Checked(np.ndarray):
-    """An array in which a negative index is an error, as one past the end is. So do its views."""
+    """An array in which a negative index is an error, like an index past the end. Its views are such arrays."""
 
     def __getitem__(self, key):
         check(key)
@@ -51,7 +51,7 @@ def checked(value):
 
 
 def compiled(function=None, **options):
-    """A `compiled` that only wraps the arrays of a function."""
+    """Replaces `compiled`: only wraps the arrays of a function."""
     if function is None:
         return functools.partial(compiled, **options)
     name = f"{function.__module__}.{function.__qualname__}"

@@ -24,7 +24,7 @@ SECONDS = 20  # until a call gives up
 
 
 class Rank:
-    """The object of a communicator's handle."""
+    """The object behind a communicator's handle."""
 
     MAIL: ClassVar[dict] = collections.defaultdict(
         lambda: collections.defaultdict(queue.Queue)
@@ -35,9 +35,9 @@ class Rank:
 
 
 class Collective(queues.Work):
-    """A call, made by the thread that launches it, because it waits for other ranks.
+    """A call, run by the launching thread, because it waits for other ranks.
 
-    early  whether it starts as a kernel does that is launched to overlap and does not wait
+    early  whether it starts like a kernel that is launched to overlap and does not wait
     """
 
     def __init__(self, do, early):
@@ -53,7 +53,7 @@ class Collective(queues.Work):
 
 
 class Library:
-    """NCCL's functions, by their names and parameters in nccl.h; those of windows are in LibraryWithWindows."""
+    """NCCL's functions, with the names and parameters of nccl.h; LibraryWithWindows has the functions of windows."""
 
     VERSION = 22606
 
@@ -95,7 +95,7 @@ class Library:
         return 0
 
     def _call(self, stream, do, early=False):
-        """Make a call, or let a graph that is captured make it."""
+        """Make a call, or record it in the graph being captured."""
         stream, collective = sys.modules["cupy"].cuda.Stream(handle=stream), Collective(do, early)
         if stream.is_capturing():
             stream.add(collective)
@@ -208,7 +208,7 @@ def _thread_as_gpu(device):
 
 @contextlib.contextmanager
 def devices():
-    """An emulated device that all ranks have, with NCCL between them: to a rank's thread it is another one."""
+    """One emulated device for all ranks, with NCCL between them; each rank's thread sees a different device."""
     with emulation.devices():
         from cumla.interop import nccl_library
 
@@ -250,14 +250,14 @@ def _raise(error):
 
 
 def ended(comm):
-    """How NCCL's communicator ended."""
+    """The way in which NCCL's communicator ended."""
     from cumla.interop import nccl_library
 
     return nccl_library.library().of(comm._comm.handle).ended
 
 
 def joined(nccl, sizes, time_limit=10, windows=None):
-    """Communicators that join as processes do, or their errors. windows: what each rank passes."""
+    """Communicators that join like processes, or their errors. windows: each rank's argument."""
     from cumla.parallel import MemoryStore
 
     store, made = MemoryStore(), [None] * len(sizes)

@@ -10,9 +10,9 @@ import pytest
 from support.attention import nothing_attended_again
 
 TILES, PARTS = (16, 32, 64), (2, 3, 4, 5, 6)
-FEW_RANGES, SPLIT_RANGES = 3, 7  # CTAs: several tiles each; splits that begin anywhere in a tile
+FEW_RANGES, SPLIT_RANGES = 3, 7  # CTAs: each has several tiles; splits begin anywhere in a tile
 
-CAPABILITIES = {"8.0": 80, "8.6": 86, "8.9": 89}  # of devices whose limits a portable kernel is given
+CAPABILITIES = {"8.0": 80, "8.6": 86, "8.9": 89}  # capabilities whose limits portable kernels get
 PREFILL_KERNELS = ("chosen", *(f"hopper {tile}" for tile in TILES), "portable", "portable 8.0", "portable 8.6", "exact")
 DIVISIONS = ("whole", "cut", *(f"parts {n}" for n in PARTS), *(f"cluster {n}" for n in PARTS))
 DECODE_KERNELS = (
@@ -28,7 +28,7 @@ def parts_of(name):
 
 @contextlib.contextmanager
 def prefill_by(name):
-    """Prefill by one of PREFILL_KERNELS, in few thread blocks, which have several tiles each."""
+    """Prefill with one of PREFILL_KERNELS, in few thread blocks with several tiles each."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
     def choose(work):

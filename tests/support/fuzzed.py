@@ -1,6 +1,6 @@
 """Calls of random sizes, with arguments of any value, on a device.
 
-Everything that an operation may read is initialised, everything that it must write is not. Every array is an
+Arrays that an operation may read are initialised; outputs are not. Every array is an
 allocation of its exact size. Rows of arrays of several axes have gaps between them, with or without the alignment that
 wide accesses need.
 """

@@ -2,7 +2,7 @@
 
 
 def graph_of(call):
-    """A graph of a call, captured on a stream of its own after all work that was queued before."""
+    """A graph of a call, captured on a separate stream after all work that was queued before."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)

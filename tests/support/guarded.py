@@ -11,9 +11,9 @@ MARGIN = 4096
 class Guarded:
     """A copy of `array` with any strides and alignment, between margins and gaps that are filled with a sentinel.
 
-    array   where the lab's backend wants it
+    array   the array in the memory of the lab's backend
     gaps    bytes after each element of the leading axes, innermost axis first; missing ones are 0
-    offset  bytes that the start is off a 256-byte boundary
+    offset  bytes from a 256-byte boundary to the start
     """
 
     def __init__(self, lab, array, gaps=(), offset=0):
@@ -47,7 +47,7 @@ class Guarded:
         return np.array(self.lab.get(self._raw))
 
     def assert_margins(self):
-        """Nothing but the array's own elements was written."""
+        """Check that only the array's elements were written."""
         owned = np.zeros(len(self._raw), np.bool_)
         itemsize = self.dtype.itemsize
         first_bytes = np.ndarray(self.shape, np.bool_, owned.data, self._start, self.strides)

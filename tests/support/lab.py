@@ -1,4 +1,4 @@
-"""Arrays to a backend's memory and back."""
+"""Moves arrays to a backend's memory and back."""
 
 import os
 

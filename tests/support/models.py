@@ -1,4 +1,4 @@
-"""Golden layers and models of transformers: their weights by the rule, and a way to run a layer over paged requests."""
+"""Golden layers and models of transformers: seeded weights, and functions that run a layer over paged requests."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ def outputs(kind):
 
 
 class GoldenLayer:
-    """One case of layers.npz: its hidden states, output and the rows that its indexer selected (None without one)."""
+    """A case of layers.npz: hidden states, output, and the rows that its indexer selected (None without an indexer)."""
 
     def __init__(self, case):
         self.record = records("layers")[case]
@@ -88,7 +88,7 @@ class PagedRequests:
 
 
 class PagedLayer:
-    """A golden layer with its own caches, for some requests that all have the golden hidden states."""
+    """A golden layer with its caches, for several requests that all have the golden hidden states."""
 
     def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
                  speculative=0, seed=0, lab=None):  # fmt: skip
@@ -158,7 +158,7 @@ class V4Layer(PagedLayer):
         return DeepseekV4Caches.allocate(self.layer.ratio, serving, *counts, cache_format, xp)
 
     def arrays(self):
-        """The caches there are, by pool."""
+        """The layer's caches, by pool."""
         caches = self.caches
         found = [("window", caches.window), ("compressed", caches.compressed), ("compressed", caches.indexer),
                  ("state", caches.state), ("state", caches.indexer_state)]  # fmt: skip

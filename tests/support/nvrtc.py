@@ -18,12 +18,12 @@ CUPYS_OPTIONS = ("--device-as-default-execution-space", "-ftz=true")
 
 @functools.cache
 def nvrtc():
-    """Its bindings; a module of tests that needs them is skipped where the library is missing."""
+    """NVRTC's bindings; a test module that needs them is skipped if the library is missing."""
     why = "NVRTC is not installed (pip install -e '.[dev]')"
     bindings = pytest.importorskip("cuda.bindings.nvrtc", reason=why)
     try:
         bindings.nvrtcVersion()
-    except RuntimeError:  # the bindings alone, as numba-cuda brings them
+    except RuntimeError:  # only the bindings, as numba-cuda installs them
         pytest.skip(why, allow_module_level=True)
     return bindings
 

@@ -1,7 +1,7 @@
 """Small calls of operations, as NumPy arrays by name.
 
-EXAMPLES  those of `python -m cumla check`, of every public operation, and of one that only layers call
-CASES     those of operations for compilers of frameworks: functions of a generator that return their arguments
+EXAMPLES  calls of `python -m cumla check`, for every public operation, and for one that only layers call
+CASES     calls of operations for frameworks' compilers: functions of a generator that return arguments
 """
 
 import numpy as np
@@ -65,7 +65,7 @@ def is_on(backend, name):
 
 
 def known_to_compilers(example):
-    """A function that makes arguments for compilers: no outputs, arrays of scales, 32-bit integers, as in JAX."""
+    """A function that converts arguments for compilers: no outputs, arrays of scales, 32-bit integers, as in JAX."""
     op = OPS.get(example.op)
 
     def taken(name, x):

@@ -1,6 +1,6 @@
 """Arrays of every framework, and the table of conversions between them (docs/interop.md).
 
-A library that is not installed here has no rows and no column.
+A library that is not installed has no rows and no column.
 """
 
 import importlib
@@ -17,7 +17,7 @@ SHAPE = (3, 4)
 
 
 def installed(module):
-    """Whether a library is there; it is imported, as a caller who has its arrays has done."""
+    """Whether a library is installed; it is imported, as a caller with its arrays has imported it."""
     if importlib.util.find_spec(module) is None:
         return False
     importlib.import_module(module)
@@ -50,7 +50,7 @@ class VersionedProducer:
 
 
 class UnversionedProducer(VersionedProducer):
-    """One that speaks DLPack as it was before 1.0."""
+    """An array with DLPack before 1.0."""
 
     def __dlpack__(self, stream=None):
         return self.array.__dlpack__(stream=stream)
@@ -112,7 +112,7 @@ def host_producers():
 
 
 def cuda_producers():
-    """Name -> function of a dtype's name that makes an array in device memory, or None where there is none."""
+    """Name -> function of a dtype's name that makes an array in device memory, or None if there is no such array."""
     producers = {"CuPy": cupy_array, "Numba": numba_array}
     producers["any, CUDA array interface"] = cuda_interface
     if installed("torch"):
@@ -145,7 +145,7 @@ def to_host_bytes(array):
 
 
 def carried(array, consumer):
-    """`array` through cumla to `consumer`: the dtype it has there. Raises AssertionError if memory was copied."""
+    """The dtype that `consumer` gets for `array` through cumla. Raises AssertionError if memory was copied."""
     native = dlpack.borrow(array)
     given = dlpack.give(native, consumer)
     assert address(given) == address(native), "copied"

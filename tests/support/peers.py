@@ -7,7 +7,7 @@ import cumla
 
 
 class FlashMLA:
-    """As vLLM's flash_mla_interface."""
+    """Fake of vLLM's flash_mla_interface."""
 
     @staticmethod
     def get_mla_metadata():
@@ -53,14 +53,14 @@ class FlashMLA:
 
 
 class CacheUtils:
-    """As vLLM's cache_utils."""
+    """Fake of vLLM's cache_utils."""
 
     compute_global_topk_indices_and_lens = staticmethod(cumla.compute_global_topk_indices_and_lens)
     combine_topk_swa_indices = staticmethod(cumla.combine_topk_swa_indices)
 
 
 def gather(out, cache, seq_lens, gather_lens, block_table, block_size, offset):
-    """As cutedsl_gather."""
+    """Fake of cutedsl_gather."""
     cumla.dequantize_and_gather_k_cache(out, cache, seq_lens, gather_lens, block_table, block_size, offset)
 
 
@@ -90,7 +90,7 @@ class DeepGemm:
 
 
 class Operations:
-    """As torch.ops with vLLM's library: this is its _C and its _C_cache_ops."""
+    """Fake of torch.ops with vLLM's library: its _C and its _C_cache_ops."""
 
     def __init__(self) -> None:
         self._C = self._C_cache_ops = self
@@ -156,7 +156,7 @@ class Operations:
         assert logits.stride(0) % 4 == 0
         assert len(workspace) >= 1 << 20
         self.called.append(name)
-        out.copy_(cumla.top_k_per_row(logits, k, seq_lens=lens).flip(1))  # its order is open
+        out.copy_(cumla.top_k_per_row(logits, k, seq_lens=lens).flip(1))  # the order is unspecified
 
     @staticmethod
     def top_k_per_row_prefill(logits, starts, ends, out, rows, stride0, stride1, k):

@@ -1,8 +1,8 @@
 """Every program of csrc/ that tests compile: file, macros and target.
 
-All variants of a file are for the oldest target and for Hopper, one is for each of the other targets. Where choices are
-independent, or targets alike, they take turns: what a top-k writes; sm_86 and sm_89; the numbers of heads of portable
-attention for targets with the shared memory of another.
+All variants of a file are compiled for the oldest target and for Hopper, one for each other target. Where options are
+independent, or targets equivalent, they alternate: outputs of a top-k; sm_86 and sm_89; numbers of heads of portable
+attention for targets with equal shared memory.
 """
 
 import cumla
@@ -349,7 +349,7 @@ SOURCES = [
     ("sm90/dense/decode/decode.cu", {"VALUE": "f16", "PAIRED": 0}),
     ("sm90/dense/decode/decode.cu", {"VALUE": "bf16", "PAIRED": 1}),
     ("sm90/dense/decode/decode.cu", {"VALUE": "f16", "PAIRED": 1}),
-    # as racecheck takes them (sm90/hopper.cuh)
+    # the form for racecheck (sm90/hopper.cuh)
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": 32, "PARTS": 2, "EVERY_LANE_ARRIVES": 1}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "EVERY_LANE_ARRIVES": 1}),
@@ -390,7 +390,7 @@ SHARED_MEMORY = {
 
 
 def portable_attention(formats, heads, target):
-    """The portable attention kernel as a device takes it."""
+    """The portable attention kernel in a device's sizes."""
     size = sparse_portable.choose(formats, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
     return size.file, sparse_portable.macros(formats, size), target
 

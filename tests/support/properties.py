@@ -10,14 +10,14 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT_DTYPES = (BF16, np.float16, np.float32)
 EMULATED_EXAMPLES = 10
-MOST_EXAMPLES = 1000  # for any property; fewer where all examples take long (checked.py)
+MOST_EXAMPLES = 1000  # for any property; fewer if all examples are slow (checked.py)
 SEED = 0  # set by --seed: different examples for each number
 
 seeds = st.integers(0, 2**32 - 1)
 
 
 def for_all(lab, examples=25, tiny_examples=4, **strategies):
-    """Run the decorated function at once, for examples of these strategies; few of them where they take long."""
+    """Run the decorated function immediately, for examples of these strategies; fewer if they are slow."""
     if lab.emulated:  # each may be a kernel to compile
         examples = min(examples, EMULATED_EXAMPLES)
     examples = min(examples, MOST_EXAMPLES)
@@ -62,7 +62,7 @@ def slots_for(rng, count, num_slots, dtype):
 
 
 def fuzzed(rng, shape, highest):
-    """int32 of which most are in [0, highest), the others anything."""
+    """int32, mostly in [0, highest), the others of any value."""
     values = rng.integers(0, max(highest, 1), shape)
     wrong = np.array([-1, -7, INT32_MIN, INT32_MAX, highest, highest + 1, 2**30])
     absent = rng.random(shape) < 0.15

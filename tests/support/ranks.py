@@ -24,10 +24,10 @@ BLOCK = 4
 
 @dataclasses.dataclass
 class Context:
-    """Packed rows of requests, [sum of lens, d], and queries [T, h, d] of them.
+    """Packed rows of requests, [sum of lens, d], and their queries [T, h, d].
 
     token_to_req  [T]: the request of each query
-    seen          [T]: rows of the request that the query sees
+    seen          [T]: number of the request's rows that the query sees
     """
 
     rows: np.ndarray
@@ -119,14 +119,14 @@ def absolute(sizes):
 
 
 def check(got, want, split_heads, size):
-    """Every rank's results, host arrays: of all heads, or of its own."""
+    """Check every rank's results, host arrays for all heads or for the rank's heads."""
     check_outs([out for out, _ in got], want, split_heads, size)
     for rank, (_, lse) in enumerate(got):
         assert_within("lse", lse, want[1][:, own_heads(want[1].shape[1], rank, size, split_heads)], *DECODE_LSE[:2])
 
 
 def check_outs(outs, want, split_heads, size):
-    """The same of results without lse."""
+    """Check results without lse."""
     want_out, _, sizes = want
     assert len(outs) == size
     for rank, out in enumerate(outs):
@@ -152,7 +152,7 @@ def sparse_on(
     comm, context, selected, layout, interleave, window=None, split_heads=False, sink=None, put=np.asarray,
     backend=None, **options,
 ):  # fmt: skip
-    """The same for rows that each query selected, and with a window (indices, lens, cache) that every rank has."""
+    """Like dense_on, for rows that each query selected, and with a window (indices, lens, cache) on every rank."""
     shard = Shard(comm.rank, comm.size, interleave)
     table, pages = context.pages(shard)
     cache = layout.allocate(pages, BLOCK)

@@ -32,12 +32,12 @@ from .models import relative_rms
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 # Relative root mean square error of a token's output, by the activations' type. From a hidden state to the output
-# bfloat16 rounds seven times, each by 2^-9 / sqrt(3) in the mean square: 0.3% together, and as much again through the
+# bfloat16 rounds seven times, each by 2^-9 / sqrt(3) in the mean square: 0.3% together, and the same again through the
 # softmax weights. float32 sums of thousands of products are off by about 2^-20.
 LAYER_BOUNDS = {"bfloat16": 2.0**-6, "float32": 2.0**-17}
-# Of rows, keys and queries by their format: what rounding to it moves a value in the mean square.
+# Root mean square error of rows, keys and queries due to rounding to their format.
 ROUNDING = {"e4m3": FP8_MEAN_BOUND, "e2m1": FP4_MEAN_BOUND}
-# A selection is compared with exact scores of the queries and keys that the layer has. cumla.bounds.SCORES allows a
+# A selection is compared with exact scores of the layer's queries and keys. cumla.bounds.SCORES allows a
 # cosine distance of 5e-6, so errors of 2^-8.3 of the scores in the mean square. A wrong row is off by 1 and more.
 CHOICE_BOUND = 2.0**-7
 
@@ -81,7 +81,7 @@ class ReplayOracle:
         return to_host(self.layer.hidden(sequence.token_keys[:end])).astype(np.float64)
 
     def compressed(self, sequence, end):
-        """Rows of V4 and V4.1 and their index keys, for the positions before `end`; None for what a layer lacks."""
+        """Rows of V4 and V4.1 and their index keys, for positions before `end`; None if a layer has none."""
         owner, x = self.owner.exact, self.owner.hidden(sequence, end)
         if self.layer.model == "v41":
             latents = owner.latents(x)
@@ -94,7 +94,7 @@ class ReplayOracle:
         return self.layer.model == "v32" or self.layer.ratio == 4
 
     def checks(self, batch, hidden, out, token):
-        """(what, error, bound) of a token of a step that has run."""
+        """Yields (what, error, bound) for a token of a step that has run."""
         layer, exact = self.layer, self.exact
         scheduled, position = batch.at(token)
         sequence, end, rows = scheduled.sequence, position + 1, layer.rows_of(token, position)
@@ -140,7 +140,7 @@ class ReplayOracle:
         yield "selection", self.gap(scores(q[None], weights[None], cached)[0], rows, token), CHOICE_BOUND
 
     def gap(self, row, rows, token):
-        """Of the selected rows; in the layer that chooses candidate blocks, of these if it is larger."""
+        """`gap` of the selected rows, or of candidate blocks if the layer selects them and their gap is larger."""
         layer, config = self.layer, self.layer.config
         chooses = layer.model == "v41" and layer.number == config.candidate_source_layer_id
         if not chooses and not (layer.model == "v41" and config.reads_candidates(layer.number)):
@@ -150,7 +150,7 @@ class ReplayOracle:
         blocks = blocks[blocks >= 0]
         if chooses:
             best = best_of_blocks(row, size)
-            best[-1] = best[np.isfinite(best)].max(initial=0.0)  # always a candidate, whatever its score
+            best[-1] = best[np.isfinite(best)].max(initial=0.0)  # always a candidate, with any score
             return max(gap(row, rows, config.index_topk), gap(best, blocks, count))
         allowed = (blocks[:, None] * size + np.arange(size)).ravel()
         allowed = allowed[allowed < len(row)]
@@ -189,6 +189,6 @@ def run(options, requests, change=lambda engine: None):
 
 
 def failures(records, found):
-    """Of the replay's own samples, and of the checks."""
+    """Failures of the replay's samples and of the checks."""
     samples = [sample.failure for record in records for sample in record.samples]
     return [failure for failure in (*samples, *(check.failure for check in found)) if failure is not None]

@@ -3,7 +3,7 @@
 The simulator's own threads run concurrently while another one polls them all, and passing Python's lock takes most of
 the time. Here one thread of a block runs until it ends or waits for the others, then the next: from first to
 last in every other block, from last to first in those between, so that a missing `syncthreads` shows in one of the
-two orders. The launching thread does all work except that of waiting threads, which keep their stacks.
+two orders. The launching thread does all work, except for waiting threads, which keep their stacks.
 """
 
 import collections
@@ -16,7 +16,7 @@ from numba.cuda.simulator.kernelapi import Dim3
 
 
 def install():
-    """For all kernels that this process launches from now on."""
+    """Replace the simulator's threads in all later launches of this process."""
     simulator.BlockManager = Block
 
 
@@ -25,11 +25,11 @@ class Abandoned(BaseException):
 
 
 class Block:
-    """In place of the simulator's BlockManager. One thread at a time runs, and only it touches the state here.
+    """Replaces the simulator's BlockManager. One thread at a time runs, and only it changes the state here.
 
     todo     indices of threads that have not begun
     waiting  a lock for each that is in syncthreads and waits for others
-    ready    those whose barrier is complete
+    ready    indices of threads whose barrier is complete
     """
 
     def __init__(self, function, grid_dim, block_dim, debug):
@@ -48,7 +48,7 @@ class Block:
             raise self._error
 
     def begin(self):
-        """Run what has not begun, as the system's thread that calls this."""
+        """Run threads that have not begun, on the calling system thread."""
         this = threading.current_thread()
         this.blockIdx = self._block_index
         for name in ("syncthreads", "syncthreads_count", "syncthreads_and", "syncthreads_or"):
@@ -69,7 +69,7 @@ class Block:
         self._pass_on()
 
     def _pass_on(self):
-        """Give the turn to one that waits."""
+        """Continue a waiting thread."""
         if not self.ready:
             self.ready, self.waiting = self.waiting, self.ready
         (self.ready.popleft() if self.ready else self._ended).release()
@@ -107,7 +107,7 @@ IDLE = collections.deque()
 
 
 class Helper(threading.Thread):
-    """A system thread that continues where others wait; kept for the next time."""
+    """A system thread that continues where others wait; later launches reuse it."""
 
     def __init__(self):
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Problems of tests/soak_device.py: each operation at shapes that select other kernels or divisions of work."""
+"""Problems of tests/soak_device.py: each operation at shapes that select different kernels or divisions of work."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ BLOCK = 64
 
 
 class Problem(NamedTuple):
-    """A call of an operation by names of its arguments.
+    """A call of an operation, with arguments by name.
 
-    inputs   what it only reads
-    outputs  {name: (shape, dtype)}: what it writes and does not read
-    states   what it reads and writes, such that the same call finds and leaves the same again
-    plan     what makes a plan, if it takes one
+    inputs   arrays that the call only reads
+    outputs  {name: (shape, dtype)}: arrays that it only writes
+    states   arrays that it reads and writes; a repeated call leaves the same contents
+    plan     the constructor of its plan, if it takes one
     """
 
     op: str

@@ -1,7 +1,7 @@
-"""The special values of sparse attention, in one list that every kernel runs: sinks, lists of keys, and lengths.
+"""The special values of sparse attention, in one list for every kernel: sinks, lists of keys, and lengths.
 
 Each call combines every kind of list with every kind of length, one query each, in random order; the sink, and whether
-lengths are given, are the same for all queries of a call. `FEW` is the same list for kernels that are emulated.
+lengths are given, are the same for all queries of a call. `FEW` is a shorter list for emulated kernels.
 """
 
 import functools
@@ -23,14 +23,14 @@ SINKS = ("none", "finite", "-inf", "+inf", "mixed")
 LISTS = ("full", "some absent", "all absent", "all beyond", "duplicates")
 LENGTHS = ("0", "1", "random", "full", "longer", "negative")
 HEADS = (1, 8, 16, 32, 63, 64, 65, 128)
-# Relative to the other scores: a single one, which may be near 0, is within the bounds of max_logits and lse then.
+# Relative to the other scores: a single score, which may be near 0, is then within the bounds of max_logits and lse.
 SIZE = 0.05
-# For prefill's rows: bounds are for values up to 1, some of which may be the only terms of a result.
+# For prefill's rows: bounds are for values up to 1; a value may be the only term of a result.
 ROW_SIZE = 0.1
 ROWS = 200  # rows of a cache or workspace, some of which lists name
 PREFILL_LAYOUT = {512: cumla.DSV4_BF16, 576: cumla.MLA_BF16}
 
-# Every list without a key with a length of its own, and the others with lengths that leave them no key.
+# Every list without a key with its length, and the others with lengths that leave them no key.
 FEW = (
     ("full", "longer"), ("some absent", "random"), ("all absent", "full"), ("duplicates", "negative"),
     ("all beyond", "longer"), ("full", "0"), ("duplicates", "full"), ("full", "1"),
@@ -53,7 +53,7 @@ def sink_of(kind, heads, rng):
 
 
 def list_of(kind, rng, topk, rows):
-    """int32 [topk], of which some or all name none of `rows` rows."""
+    """int32 [topk]; some or all entries are none of `rows` rows."""
     listed = rng.integers(0, rows, topk)
     if kind == "duplicates":
         return listed[rng.integers(0, min(2, topk), topk)]
@@ -62,7 +62,7 @@ def list_of(kind, rng, topk, rows):
         return beyond
     if kind == "all absent":
         return np.full(topk, -1)
-    if kind == "some absent":  # whole blocks at the start among them
+    if kind == "some absent":  # including whole blocks at the start
         absent = (rng.random(topk) < 0.3) | (np.arange(topk) < rng.integers(0, topk))
         return np.where(absent, np.where(rng.random(topk) < 0.5, -1, beyond), listed)
     return listed
@@ -129,12 +129,12 @@ def problem_of(case):
 
 @functools.lru_cache(maxsize=16)
 def memory(layout, number=0):
-    """One of two caches of ROWS rows."""
+    """The memory of one of two caches of ROWS rows."""
     return make_cache(np.random.default_rng([properties.SEED, number]), layout, ROWS // 8, 8, spread=0)
 
 
 def generator(case):
-    """The same for every sink."""
+    """A generator with the same seed for every sink."""
     return np.random.default_rng([properties.SEED, *f"{replace(case, sink='')}".encode()])
 
 
@@ -147,7 +147,7 @@ def decode(case):
         options["topk_length"] = lengths.reshape(-1, 2)
     if case.extra_topk:
         extra, extra_lengths = case.queries(rng, case.extra_topk)
-        second = PARTNERS.get(case.layout.name, case.layout)  # V4.1's compressed rows beside its window's
+        second = PARTNERS.get(case.layout.name, case.layout)  # V4.1's compressed rows for the second list
         options |= {"extra_k_cache": memory(second, 1), "extra_indices": extra.reshape(-1, 2, case.extra_topk)}
         if extra_lengths is not None:
             options["extra_topk_length"] = extra_lengths.reshape(-1, 2)

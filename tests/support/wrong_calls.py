@@ -1,4 +1,4 @@
-"""Replays in which one operation gets something that is not what the layer gives it."""
+"""Replays in which one operation gets wrong arguments."""
 
 import importlib
 
@@ -49,6 +49,6 @@ def make(monkeypatch, what):
 
 
 def failures(options):
-    """What a replay of one request reports, and what its comparison with float64 finds."""
+    """Failures that a replay of one request reports, and failures of its comparison with float64."""
     _, records, found = replay_oracle.run(options, [TraceRequest(0.0, 150, 6, (0,))])
     return replay_oracle.failures(records, found)
