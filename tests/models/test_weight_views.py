@@ -164,7 +164,9 @@ def test_a_weight_on_another_device_is_refused(here, case):
     for name in (fp8, "q_a_proj.weight", vector):
         golden.weights = host | {name: viewed(host[name], here.put)}
         kind(golden, **options)
-        with pytest.raises(ValueError, match=rf"^{name}: got an array on CUDA device 0, expected host memory"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: got an array on CUDA device 0, expected the layer's host memory"
+        ):
             kind(golden)
         with (
             device(1),
