@@ -250,9 +250,15 @@ def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     """A built plan is identified by its buffers; a call that builds one does more than launch kernels."""
     if not x.is_made(x.arrays[0], 0):
         return UNKNOWN
-    key_parts = [x.made_for]
-    key_parts += [KEY_FUNCTIONS[memory.__class__](memory, arrays, addresses) for memory in x.workspace.arrays()]
-    return tuple(key_parts)
+    known = x.workspace.cache_key
+    if known is None:
+        memory, places = x.workspace.arrays(), []
+        parts = tuple([KEY_FUNCTIONS[array.__class__](array, [], places) for array in memory])
+        known = x.workspace.cache_key = parts, memory, places
+    parts, memory, places = known
+    arrays += memory
+    addresses += places
+    return x.made_for, parts
 
 
 def _no_key(x: Any, arrays: list[Any], addresses: list[int]) -> Any:

@@ -28,6 +28,7 @@ class Workspace:
     ) -> None:
         self.memory, self.owner, self._allocate = memory, owner, allocate
         self.contents: dict[str, Any] = {}  # what an array contains, by name; a new array has no entry
+        self.cache_key: Any = None  # what the launch cache knows of the arrays
         self._arrays: dict[tuple[str, np.dtype[Any]], Any] = {}
         self._outgrown: list[Any] = []
         self._last = self._used = 0  # bytes of `memory` before and after the last array
@@ -52,6 +53,7 @@ class Workspace:
         if held is not None:
             self._outgrown.append(held)
         self._arrays[name, dtype], self._place = new, place_of(like)
+        self.cache_key = None
         self.contents.pop(name, None)
         return new
 
