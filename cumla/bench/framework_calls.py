@@ -68,7 +68,7 @@ class FrameworkCall:
 
     def problem(self, sizes: Sizes) -> Problem:
         x, moved = self.operands(sizes)
-        plan = {"plan": cumla.DecodePlan()} if self.name == DECODE else {}
+        plan: dict[str, Any] = {"plan": cumla.DecodePlan()} if self.name == DECODE else {}
         found, functions = {sizes.xp.__name__: x.call(cumla, backend=sizes.backend, **plan)}, {}
         if x.written:
             found[f"{sizes.xp.__name__}, plain"] = x.call(cumla, plain=True, backend=sizes.backend)
