@@ -211,14 +211,14 @@ def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | N
     ours, theirs = ((x.head_dim, x.rope_dim, x.value_type, x.scale_type, x.scale_tile) for x in (layout, target))
     if ours != theirs or not layout.num_scales:
         raise ValueError(f"target: got {target.name}, expected another arrangement of {layout.name}")
-    given = layout.parts(cache)
+    source_parts = layout.parts(cache)
     if out is None:
         xp = np if isinstance(cache, np.ndarray) else sys.modules["cupy"]
         out = target.allocate(cache.shape[0], cache.shape[1], xp)
     elif tuple(getattr(out, "shape", ())) != (*cache.shape[:2], target.token_bytes):
         expected = [*cache.shape[:2], target.token_bytes]
         raise ValueError(f"out: got shape {tuple(getattr(out, 'shape', ()))}, expected {expected}")
-    for to, part in zip(target.parts(out), given, strict=True):
+    for to, part in zip(target.parts(out), source_parts, strict=True):
         to[...] = part
     return out
 

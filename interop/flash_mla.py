@@ -204,11 +204,11 @@ def _results(q: Any, *wanted: tuple[Any, tuple[int, ...], str | None]) -> list[A
     """The results of a call, from (array or None, shape, dtype; None: q's). If q is a tensor, torch allocates arrays in
     place of None; otherwise the call allocates them."""
     if dlpack.framework_of(q) != "torch":
-        return [given for given, _, _ in wanted]
+        return [array for array, _, _ in wanted]
     torch = sys.modules["torch"]
     return [
-        q.new_empty(shape, dtype=q.dtype if dtype is None else getattr(torch, dtype)) if given is None else given
-        for given, shape, dtype in wanted
+        q.new_empty(shape, dtype=q.dtype if dtype is None else getattr(torch, dtype)) if array is None else array
+        for array, shape, dtype in wanted
     ]
 
 

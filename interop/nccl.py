@@ -104,7 +104,7 @@ class NcclCommunicator:
         cls, devices: Sequence[int], time_limit: float = 60.0, *, windows: bool = False
     ) -> list[NcclCommunicator]:
         """A communicator for each of these GPUs; each must be used by its own thread."""
-        store, made = MemoryStore(), Communicator.of_devices(devices)
+        store, communicators = MemoryStore(), Communicator.of_devices(devices)
         found: list[Any] = [None] * len(devices)
         errors: list[BaseException] = []
 
@@ -112,7 +112,7 @@ class NcclCommunicator:
             try:
                 found[rank] = cls(
                     store, rank, len(devices), device=devices[rank], time_limit=time_limit, windows=windows,
-                    _made=made[rank],
+                    _made=communicators[rank],
                 )  # fmt: skip
             except BaseException as error:
                 errors.append(error)
@@ -232,14 +232,14 @@ class NcclCommunicator:
         """NCCL's communicator, created in a thread that may hang."""
         address = unique_id() if self.rank == 0 else None
         address = self._meet(windows, None, address)
-        made: list[Any] = []
+        started: list[Any] = []
 
         def make() -> None:
             try:
                 with cupy.cuda.Device(self.device):
-                    made.append(Communicator.of_rank(self.size, address, self.rank))
+                    started.append(Communicator.of_rank(self.size, address, self.rank))
             except Exception as error:
-                made.append(error)
+                started.append(error)
 
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
@@ -249,9 +249,9 @@ class NcclCommunicator:
             self._agreement.check_others(what="start NCCL", failed_only=True)  # a rank may have finished already
             if time.monotonic() > end:
                 raise RankError([self.rank], f"rank {self.rank} did not start NCCL within {self.time_limit:g} s")
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return made[0]
+        if isinstance(started[0], Exception):
+            raise started[0]
+        return started[0]
 
     def _meet(self, windows: bool, made: Any, address: Any = None) -> Any:
         """Find all ranks and check that their sizes and `windows` agree and their GPUs differ.

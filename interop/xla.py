@@ -96,8 +96,8 @@ def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], al
         number = int.from_bytes(hashlib.sha256(repr((name, shapes)).encode()).digest()[:7], "little") + 1
         TABLE.add(number, Call(run, shapes, len(arrays)))
         register()
-        made = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases, vmap_method="broadcast_all")
-        return made(*arrays, call=np.uint64(number))
+        run_call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases, vmap_method="broadcast_all")
+        return run_call(*arrays, call=np.uint64(number))
 
     return call
 

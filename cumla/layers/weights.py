@@ -16,7 +16,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8 = np.dtype(np.uint8), E4M3  # dtypes of e4m3 values
 NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 BLOCK = (128, 128)  # of DeepSeek V3 checkpoints
-PACKED = ("weight_packed", "qweight")  # of compressed-tensors, and of GPTQ and AWQ
+PACKED = ("weight_packed", "qweight")  # attributes of compressed-tensors, and of GPTQ and AWQ
 SCALES = ("weight_scale_inv", "weight_scale")  # for blocks, and for a tensor or its rows: value = e4m3 * scale
 
 

@@ -192,8 +192,8 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
 
 
 def check_current(name: str, metadata: Any) -> None:
-    """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: the builder's buffers,
-    which the metadata's arrays are, then contain the later batch."""
+    """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: the metadata's arrays
+    are the builder's buffers, which then contain the later batch."""
     if not debug.active or not debug.is_on() or metadata.build is None:
         return
     number, last = metadata.build.number, metadata.build.builds[0]

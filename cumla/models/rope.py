@@ -12,7 +12,7 @@ from ..dispatch.values import check_choice, check_flags, check_kind, finite, sho
 
 FLOAT32 = np.float32
 REQUIRED = ("factor", "original_max_position_embeddings")
-LIMITS = {  # of YaRN's parameters; within them no formula overflows float32
+LIMITS = {  # limits of YaRN's parameters, within which no formula overflows float32
     "factor": (1, 1e6),
     "original_max_position_embeddings": (1, 2**31 - 1),
     "beta_fast": (1e-6, 1e6),

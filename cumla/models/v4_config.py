@@ -29,7 +29,7 @@ HEAD_DIM, ROPE_DIM = 512, 64
 MOST_LAYERS = 1 << 16
 READ = ("layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")  # besides the fields
 RATES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
-ONE_ROW = {  # of 512 values, keys and values of all heads, the last 64 of them rotated
+ONE_ROW = {  # all heads share one row of 512 values as key and value; its last 64 values are rotated
     "head_dim": HEAD_DIM, "qk_head_dim": HEAD_DIM, "v_head_dim": HEAD_DIM, "kv_lora_rank": HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM - ROPE_DIM, "qk_rope_head_dim": ROPE_DIM, "num_key_value_heads": 1,
     "attention_bias": False, "rope_interleave": True, "indexer_rope_interleave": True,

@@ -97,10 +97,10 @@ def fused_indexer_q_rope_quant(
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
     in_float32("index_weights_softmax_scale * index_weights_head_scale", scale)
-    given = pair("out", out, "(q, weights)")
+    outputs = pair("out", out, "(q, weights)")
     row = INDEXER_MXFP4.token_bytes if q_format == "mxfp4_rows" else HEAD_DIM
-    q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, row))
-    weights = call.output("out[1] (weights)", given[1], FLOAT32, (tokens, heads))
+    q_out = call.output("out[0] (q)", outputs[0], UINT8 if quantize else PLAIN, (tokens, heads, row))
+    weights = call.output("out[1] (weights)", outputs[1], FLOAT32, (tokens, heads))
     least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT
     if q_format != "fp8":
         least = INDEXER_MXFP4.min_exponent

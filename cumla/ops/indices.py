@@ -56,9 +56,9 @@ def compute_swa_indices_and_lens(
     token_to_req_indices = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
     is_valid_token = per_token(call, "is_valid_token", is_valid_token, BOOL, tokens)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
-    given = pair("out", out)
-    swa_indices = call.output("out[0] (swa_indices)", given[0], INT32, (num_tokens, window_size))
-    swa_lens = call.output("out[1] (swa_lens)", given[1], INT32, (num_tokens,))
+    outputs = pair("out", out)
+    swa_indices = call.output("out[0] (swa_indices)", outputs[0], INT32, (num_tokens, window_size))
+    swa_lens = call.output("out[1] (swa_lens)", outputs[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
             kernels.compute_swa_indices_and_lens(WindowSlots(
@@ -109,9 +109,9 @@ def compute_global_topk_indices_and_lens(
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     is_valid_token = per_token(call, "is_valid_token", is_valid_token, BOOL, num_tokens)
     positions = None if positions is None else per_token(call, "positions", positions, INT32, num_tokens)
-    given = pair("out", out)
-    global_topk_indices = call.output("out[0] (global_topk_indices)", given[0], INT32, (num_tokens, topk))
-    topk_lens = call.output("out[1] (topk_lens)", given[1], INT32, (num_tokens,))
+    outputs = pair("out", out)
+    global_topk_indices = call.output("out[0] (global_topk_indices)", outputs[0], INT32, (num_tokens, topk))
+    topk_lens = call.output("out[1] (topk_lens)", outputs[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
             kernels.compute_global_topk_indices_and_lens(TopkSlots(
@@ -173,10 +173,10 @@ def combine_topk_swa_indices(
         raise ValueError(f"N: got {N}, expected at most M = {M}, the rows of a request")
     if len(seq_lens) * M > INT32_MAX:
         raise ValueError(f"M: got {M} rows for each of {len(seq_lens)} requests, expected a workspace within int32")
-    given = pair("out", out)
+    outputs = pair("out", out)
     width = -(-(topk + window_size) // 128) * 128
-    combined_indices = call.output("out[0] (combined_indices)", given[0], INT32, (num_tokens, width))
-    combined_lens = call.output("out[1] (combined_lens)", given[1], INT32, (num_tokens,))
+    combined_indices = call.output("out[0] (combined_indices)", outputs[0], INT32, (num_tokens, width))
+    combined_lens = call.output("out[1] (combined_lens)", outputs[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
             kernels.combine_topk_swa_indices(CombinedIndices(
@@ -270,10 +270,10 @@ def build_flashinfer_mixed_sparse_indices(
         raise ValueError(
             f"prefill_topk_indices: got {prefill_topk_indices.shape[1]} columns, expected at least topk = {topk}"
         )
-    given = pair("out", out)
+    outputs = pair("out", out)
     width = window_size + -(-max(topk, decode_topk) // 4) * 4
-    sparse_indices = call.output("out[0] (sparse_indices)", given[0], INT32, (num_tokens, width))
-    sparse_topk_lens = call.output("out[1] (sparse_topk_lens)", given[1], INT32, (num_tokens,))
+    sparse_indices = call.output("out[0] (sparse_indices)", outputs[0], INT32, (num_tokens, width))
+    sparse_topk_lens = call.output("out[1] (sparse_topk_lens)", outputs[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
             kernels.build_flashinfer_mixed_sparse_indices(MixedIndices(

@@ -53,9 +53,9 @@ def fused_q_kv_rmsnorm(
             raise ValueError(f"{name}: got rows of 0 values, expected at least 1")
     q_weight = call.array("q_weight", q_weight, ROWS, ("q_lora_rank",))
     kv_weight = call.array("kv_weight", kv_weight, (q_weight.dtype,), ("D",))
-    given = pair("out", out)
-    q_out = call.output("out[0] (qr)", given[0], (qr.dtype,), qr.shape, may_be="qr")
-    kv_out = call.output("out[1] (kv)", given[1], (qr.dtype,), kv.shape, may_be="kv")
+    outputs = pair("out", out)
+    q_out = call.output("out[0] (qr)", outputs[0], (qr.dtype,), qr.shape, may_be="qr")
+    kv_out = call.output("out[1] (kv)", outputs[1], (qr.dtype,), kv.shape, may_be="kv")
     epsilon = check_epsilon(eps)
     if len(qr):
         with call.kernels("norm_rope") as kernels:
@@ -291,10 +291,10 @@ def inverse_rope_and_quantize(
         raise ValueError(f"num_groups: got {num_groups}, expected a divisor of the {heads} heads of o")
     positions = call.array("positions", positions, SLOTS, ("T",))
     rotation = cos_sin(call, cos_sin_cache, head_dim)
-    given = pair("out", out)
+    outputs = pair("out", out)
     width = heads // num_groups * head_dim
-    values = call.output("out[0] (values)", given[0], BYTES, (num_groups, tokens, width))
-    scales = call.output("out[1] (scales)", given[1], FLOAT32, (num_groups, tokens, width // QUANTIZED_GROUP))
+    values = call.output("out[0] (values)", outputs[0], BYTES, (num_groups, tokens, width))
+    scales = call.output("out[1] (scales)", outputs[1], FLOAT32, (num_groups, tokens, width // QUANTIZED_GROUP))
     if o.size:
         with call.kernels("norm_rope") as kernels:
             kernels.inverse_rope_and_quantize(o, positions, rotation, bool(is_ue8m0), values, scales)

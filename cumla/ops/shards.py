@@ -167,9 +167,9 @@ def localise_indices(
     token_to_req = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
     valid = None if is_valid_token is None else per_token(call, "is_valid_token", is_valid_token, BOOL, tokens)
     block_table = call.array("block_table", block_table, INT32, ("R", "B"))
-    given = pair("out", out, "(slots, lens)")
-    slots = call.output("out[0] (slots)", given[0], INT32, indices.shape)
-    lens = call.output("out[1] (lens)", given[1], INT32, (tokens,))
+    outputs = pair("out", out, "(slots, lens)")
+    slots = call.output("out[0] (slots)", outputs[0], INT32, indices.shape)
+    lens = call.output("out[1] (lens)", outputs[1], INT32, (tokens,))
     if tokens:
         with call.kernels("shards") as kernels:
             kernels.localise_indices(

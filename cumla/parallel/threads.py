@@ -1,6 +1,6 @@
 """Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests.
 
-Arrays may also be CuPy's on one GPU that all ranks share, to test results but not speed.
+For tests of results, not of speed, arrays may also be CuPy's on one GPU that all ranks share.
 """
 
 from __future__ import annotations

@@ -220,9 +220,9 @@ class RankModelLayer(ModelLayer):
         self.sharded = self.sharded_class(self.attention, comm)
         self.whole_cache_bytes, self.whole_compressed_bytes = self.cache_bytes, 0
         if self.sharded_cache is not None:
-            whole = getattr(self.caches, self.sharded_cache)
-            self.whole_compressed_bytes = cache_bytes(whole)
-            rows = self.whole_layout.allocate(len(whole), self.sharding.rows, self.xp)
+            unsharded = getattr(self.caches, self.sharded_cache)
+            self.whole_compressed_bytes = cache_bytes(unsharded)
+            rows = self.whole_layout.allocate(len(unsharded), self.sharding.rows, self.xp)
             self.caches = replace(self.caches, **{self.sharded_cache: rows})
 
     @property

@@ -144,8 +144,8 @@ class Scheduler:
             sequence = self.waiting[0]
             request = sequence.request
             # At least one token of the prompt has to run: its output is the first generated token.
-            whole = request.hash_ids[: (request.input_length - 1) // HASH_TOKENS]
-            shared = self.pool.find(list(enumerate(whole)))
+            shareable = request.hash_ids[: (request.input_length - 1) // HASH_TOKENS]
+            shared = self.pool.find(list(enumerate(shareable)))
             num_blocks = -(-request.total_length // BLOCK_TOKENS)
             blocks = self.pool.acquire(shared, num_blocks - len(shared) * BLOCKS_PER_HASH)
             if blocks is None:

@@ -66,8 +66,8 @@ class NumberTable:
         )  # fmt: skip
         left = width - GAP - sum(self._least(column) + GAP for column in part)
         for column in part:
-            least, whole = self._widths(column)
-            extra = min(max(0, left), whole - least)
+            least, widest = self._widths(column)
+            extra = min(max(0, left), widest - least)
             left -= extra
             heading, cell_width = self.columns[column], least + extra
             table.add_column(heading, justify="right" if column else "left", width=cell_width, overflow="fold")
