@@ -75,6 +75,7 @@ def is_quick(number):
 NUMBERS = [n if is_quick(n) else pytest.param(n, marks=pytest.mark.slow) for n in range(len(COMPILATIONS))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", NUMBERS, ids=name_of)
 def test_source(number):
     log, _ = support.nvrtc.compiled(*COMPILATIONS[number])
