@@ -252,7 +252,8 @@ def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
         return UNKNOWN
     known = x.workspace.cache_key
     if known is None:
-        memory, places = x.workspace.arrays(), []
+        memory: list[Any] = x.workspace.arrays()
+        places: list[int] = []
         parts = tuple([KEY_FUNCTIONS[array.__class__](array, [], places) for array in memory])
         known = x.workspace.cache_key = parts, memory, places
     parts, memory, places = known
