@@ -1,4 +1,4 @@
-"""The emulator itself (tests/emulation): what its devices do, and what they do not forgive."""
+"""The emulator (tests/emulation): the behaviour of its devices, and the errors that they detect."""
 
 import ctypes
 
@@ -16,7 +16,7 @@ ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
 def launch(
     here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90, cluster=0
 ):
-    """The `out` of a kernel of one warp, or of a cluster of so many, for an `in` of 64 numbers."""
+    """The `out` of a kernel of one warp, or of a cluster of `cluster` warps, for an `in` of 64 numbers."""
     out, given = here.put(np.zeros(64, np.float32)), here.put(np.arange(64, dtype=np.float32))
     packed = (ctypes.c_void_p * 2)(out.data.ptr, given.data.ptr)
     entry = ENTRY.replace("__global__", f"__cluster_dims__({cluster}, 1, 1) __global__") if cluster else ENTRY

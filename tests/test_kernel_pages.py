@@ -1,4 +1,4 @@
-"""docs/kernels: pages have the form of a kernel page, name files that exist, and have the figures of their records."""
+"""docs/kernels: pages have the form of a kernel page, name existing files, and have the figures of their records."""
 
 import importlib.util
 import pathlib

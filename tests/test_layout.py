@@ -1,4 +1,4 @@
-"""Caches and pages as a layout makes them."""
+"""Caches and pages of a layout."""
 
 import numpy as np
 import pytest

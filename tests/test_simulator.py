@@ -1,4 +1,4 @@
-"""Numba's simulator as the tests have it (support/simulator.py)."""
+"""Numba's simulator with the tests' threads (support/simulator.py)."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,14 @@ def test_threads_wait_for_one_another(by):
 
 @pytest.mark.parametrize("by", [1, 7])
 def test_a_missing_barrier_shows(by):
-    """Whether a thread reads what the next one writes, or the one before."""
+    """A thread reads values of the next or of the previous thread."""
     numbers = np.arange(32, dtype=np.int32)
     launch.launch(shift, 4, 8, numbers, by, False)
     assert numbers.reshape(4, 8).tolist() != np.roll(np.arange(32).reshape(4, 8), -by, axis=1).tolist()
 
 
 def sums(totals):
-    """Uses the numbers of the remaining threads, one of which leaves in every round."""
+    """Sums the numbers of the remaining threads; one thread leaves in every round."""
     shared = cuda.shared.array(8, np.int32)
     for last in range(7, -1, -1):
         if cuda.threadIdx.x > last:

@@ -10,7 +10,7 @@ MEMORY = np.zeros(4000, np.uint8)
 
 
 def any_array(rng):
-    """A view of few elements around the middle of MEMORY, with any strides, at times without elements."""
+    """A view of few elements around the middle of MEMORY, with any strides, sometimes without elements."""
     shape = rng.integers(rng.random() > 0.1, 5, rng.integers(4))
     strides = rng.integers(-24, 25, len(shape))
     item = f"V{rng.choice([1, 2, 4, 8])}"
@@ -18,14 +18,14 @@ def any_array(rng):
 
 
 def bytes_of(array):
-    """The address of each byte of each element, one after another."""
+    """The addresses of all bytes of all elements, in order."""
     starts = [array.ctypes.data + int(np.dot(at, array.strides)) for at in np.ndindex(array.shape)]
     return [start + i for start in starts for i in range(array.itemsize)]
 
 
 @pytest.fixture(params=["host", "device"])
 def given(request):
-    """Wraps a host array the way kernels take it, at the same addresses."""
+    """Wraps a host array, at the same addresses, in the class that kernels take."""
     if request.param == "host":
         return lambda x: x
     request.getfixturevalue("emulated")
@@ -62,7 +62,7 @@ def test_arrays_of_the_host_and_of_a_device_do_not(emulated):
 
 @pytest.mark.usefixtures("emulated")
 def test_a_device_array_that_runs_backwards():
-    """An array of another library, by the CUDA array interface: its address is that of its highest row."""
+    """An array of another library, by the CUDA array interface; its address is the highest row's."""
     import cupy
 
     rows = cupy.asarray(np.arange(12, dtype=np.int32).reshape(4, 3))

@@ -1,4 +1,4 @@
-"""Arrays whose memory cannot be used: deleted, freed, not there yet, or hidden by a transformation.
+"""Arrays whose memory cannot be used: deleted, freed, not allocated yet, or hidden by a transformation.
 
 Each is an error that names the argument, before anything is written.
 """
@@ -14,7 +14,7 @@ from support.lab import BF16
 
 
 def torch_kinds(torch):
-    """Tensors of shape [4, 3] by what they lack."""
+    """Tensors of shape [4, 3], named by what is missing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def resized(size, dtype=torch.float32, rows=slice(None)):

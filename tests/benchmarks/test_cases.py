@@ -1,4 +1,4 @@
-"""The measured cases: inputs as layers make them, checks, and what peers are given."""
+"""The measured cases: inputs as in layers, checks, and the peers' arguments."""
 
 import itertools
 
@@ -107,7 +107,7 @@ def quickly(monkeypatch):
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.op} {case}")
 def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
-    """A peer gets what it takes, and is timed only if it computes the same."""
+    """A peer gets arguments that it supports, and is timed only if it computes the same."""
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(Sizes, "with_peers", True)
@@ -145,7 +145,7 @@ def test_wrong_results_are_not_timed(case):
     """Every check rejects a result that is wrong everywhere."""
     problem = case.problem(Sizes("cpu"))
     result = problem.impls["cumla"][1][0]()
-    if result is None:  # it writes in place: here nothing has been written
+    if result is None:  # the operation writes in place: nothing has been written here
         problem = case.problem(Sizes("cpu"))
     if problem.clear is not None:
         problem.clear()

@@ -1,4 +1,4 @@
-"""`cumla check`: what it runs, what it shows and when it fails."""
+"""`cumla check`: its cases, its output and its failures."""
 
 import inspect
 import io

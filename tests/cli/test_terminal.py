@@ -1,4 +1,4 @@
-"""Lines that commands print are wrapped between words, and what takes long says so, with and without a terminal."""
+"""Commands wrap lines between words, and report progress of long work, with and without a terminal."""
 
 import io
 import sys
@@ -34,7 +34,7 @@ def test_without_a_terminal_a_line_is_a_line():
 
 
 def test_no_command_leaves_wrapping_to_the_terminal():
-    """Which breaks lines within words: `say` prints them."""
+    """A terminal breaks lines within words: commands print by `say`."""
     for path in CUMLA.rglob("*.py"):
         assert "soft_wrap=True" not in path.read_text(), path
 

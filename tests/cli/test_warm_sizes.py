@@ -1,4 +1,4 @@
-"""`cumla warmup` compiles every kernel that a selection may launch, whatever its rows and columns."""
+"""`cumla warmup` compiles every kernel that a selection may launch, for any number of rows and columns."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ DECODES = 33
 def test_no_selection_compiles_anything_after_the_warm_up(emulated, monkeypatch, kind, context):
     import cupy
 
-    monkeypatch.setattr(cupy, "empty", cupy.zeros)  # which does not touch the memory: nothing is launched
+    monkeypatch.setattr(cupy, "empty", cupy.zeros)  # cupy.zeros does not touch the memory: nothing is launched
     for module in (index_scores, indexer):
         monkeypatch.setattr(module, "device_sms", lambda device: 132)
     model, needed = Model(kind, 64, 2048 if kind == "v32" else 512, context=context, candidate_blocks=128), []

@@ -23,7 +23,7 @@ def test_every_device_has_room(device, layout, heads):
     assert sparse_portable.shared_bytes((layout, layout), size) <= block_limit
     assert size.heads in (16, 32, 64)
     assert 64 % size.keys == 0
-    assert size.heads < max(2 * heads, 17)  # not mostly empty
+    assert size.heads < max(2 * heads, 17)  # tiles are not mostly empty
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,4 @@
-"""How the host divides sparse decode among thread blocks."""
+"""The host's division of sparse decode among thread blocks."""
 
 from types import SimpleNamespace
 
@@ -97,7 +97,7 @@ def test_clusters_are_taken_where_they_were_measured_to_be_faster(tokens, heads,
 
 
 def test_clusters_are_not_taken_where_they_do_not_run_at_a_time_or_are_slower():
-    assert chosen(34, 64, 10)[1].parts == 3  # of 64 heads: 68 tiles of 32 would need two more clusters
+    assert chosen(34, 64, 10)[1].parts == 3  # tiles of 64 heads: 68 tiles of 32 would need two more clusters
     assert not chosen(67, 64, 10)[1].cluster
     assert not chosen(34, 128, 18)[1].cluster
     assert not chosen(1, 128, 32)[1].cluster

@@ -19,7 +19,7 @@ LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_sparse_decode(rng, layout):
-    """Two tiles of heads, several tiles of keys in several splits, and a token without any."""
+    """Two tiles of heads, several tiles of keys in several splits, and a token without keys."""
     cache = make_cache(rng, layout, 5, 7)
     indices = make_indices(rng, 2, 1, 40, 35)
     problem = Problem(make_q(rng, 2, 1, 9, layout), cache, indices, topk_length=np.array([40, 0], np.int32))
@@ -75,7 +75,7 @@ def test_special_values(op, layout, extra_topk):
 @pytest.mark.parametrize("sink", [None, [-np.inf, 0, 3, -1e38]])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_scores_beyond_float32(rng, topk, sink, sign):
-    """Keys of the largest score attend alike, others not at all; a head of ordinary size beside them; no key at all."""
+    """Keys of the largest score have equal weights, others 0; a head of ordinary size; a token without keys."""
     layout = cumla.MLA_BF16
     q, cache = make_q(rng, 2, 1, 4, layout), make_cache(rng, layout, 5, 8)
     q[:, :, 1:, :512], q[:, :, 1:, 512:] = 0, sign * 1e25
@@ -96,7 +96,7 @@ def test_scores_beyond_float32(rng, topk, sink, sign):
 
 @pytest.mark.parametrize("byte", [0, 126, 134, 254])
 def test_scales_of_any_size(rng, byte):
-    """With two splits of the keys, whose outputs may be larger than the total's."""
+    """With two splits of the keys; a split's output may be larger than the combined output."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 2, 8)
     for page in cache:
@@ -135,7 +135,7 @@ def test_merge(rng, dtype):
     outs = [rng.standard_normal((4, 2, 5)).astype(dtype) for _ in range(2)]
     lses = [rng.standard_normal((2, 4)).astype(np.float32) for _ in range(2)]
     lses[0][0, :2], lses[1][0, 1:3], lses[1][1, 3] = np.inf, -np.inf, np.nan
-    outs[0][0, 0], outs[1][1, 0] = np.nan, np.inf  # parts that nothing was attended for
+    outs[0][0, 0], outs[1][1, 0] = np.nan, np.inf  # partial results without keys
     results = [(np.zeros((4, 2, 5), dtype), np.zeros((2, 4), np.float32)) for _ in range(2)]
     merge_attn_states(results[0][0], outs[0], lses[0], outs[1], lses[1], results[0][1])
     cumla.merge_attn_states(results[1][0], outs[0], lses[0], outs[1], lses[1], results[1][1], backend="numba_cuda")

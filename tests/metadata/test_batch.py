@@ -1,4 +1,4 @@
-"""Batches: how they are split and ordered, and which part of them a chunk or a rank has."""
+"""Batches: their split and order, and the parts in a chunk or on a rank."""
 
 import dataclasses
 import types
@@ -103,7 +103,7 @@ def test_from_lengths_is_the_constructor(framework, shape, block_size, data):
 
 
 def test_from_lengths_on_a_backend(place):
-    """A block table where kernels run; and one in host memory, copied to there."""
+    """A block table in the kernels' memory; and one in host memory, which is copied there."""
     query_lens, seq_lens, table = (
         [1, 2, 30, 0],
         [40, 2, 33, 0],
@@ -218,7 +218,7 @@ def test_max_seq_len_is_taken_from_the_lengths():
 
 @pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
 def test_host_numbers_on_a_device_are_an_error():
-    """To read them would wait for it."""
+    """Reading them would wait for the device."""
     with emulation.devices():
         put = Lab("cuda", on_device=True, emulated=True).put
         for name in ("seq_lens_cpu", "query_start_loc_cpu"):
@@ -409,7 +409,7 @@ def test_kv_cache_layout():
 
 
 def test_kv_cache_layout_of_the_environment(monkeypatch):
-    """Read at every call, and second to what was set."""
+    """The variable is read at every call; a layout that was set takes precedence."""
     monkeypatch.setenv("CUMLA_KV_CACHE_LAYOUT", "HND")
     assert get_kv_cache_layout() == "HND"
     set_kv_cache_layout("NHD")
@@ -441,7 +441,7 @@ def test_counts_are_integers(name):
 
 
 def test_fields_may_be_assigned():
-    """As engines do that draft several tokens: the next build is that of the batch as it is by then."""
+    """Engines that draft several tokens assign fields: the next build uses the new values."""
     config = ServingConfig(block_size=8, num_speculative_tokens=1, max_num_batched_tokens=16, max_num_seqs=4)
     builder = DeepseekSparseSWAMetadataBuilder(config, "cpu")
     table = np.arange(8, dtype=np.int32).reshape(2, 4)
@@ -493,4 +493,4 @@ def test_builders_refuse_a_batch_of_pages_of_another_size():
     mla = MLACommonMetadataBuilder(MLAConfig(block_size=16, num_heads=8))
     with pytest.raises(ValueError, match="block_size: got a batch with pages of 64 positions, expected 16"):
         mla.build(0, batch)
-    swa.build(0, dataclasses.replace(batch, block_size=None))  # whose pages are not known
+    swa.build(0, dataclasses.replace(batch, block_size=None))  # a batch without a page size

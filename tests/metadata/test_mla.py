@@ -357,7 +357,7 @@ def test_advancing_what_is_no_decode_is_an_error(place):
 
 
 def test_metadata_of_a_captured_graph_advances(place):
-    """It has neither host lengths nor contexts."""
+    """Such metadata has neither host lengths nor contexts."""
     config = MLAConfig(**CONFIG)
     state = MLACommonState(config)
     with state.graph_capture(3, place.put(np.zeros(1, np.int32))):
@@ -379,7 +379,7 @@ def test_metadata_of_a_captured_graph_advances(place):
 
 
 def test_advancing_writes_nothing_before_it_fails():
-    """Wrong values of fields that follow from the lengths."""
+    """Fields that the lengths determine have wrong values."""
     host = Lab("reference", on_device=False)
 
     for wrong, error in (
@@ -445,7 +445,7 @@ def test_backend_copies_blocks(place):
 
 
 def test_a_backend_makes_its_metadata():
-    """By the name that vLLM's builder calls."""
+    """The method has the name that vLLM's builder calls."""
     fields = {
         "num_prefills": 0, "num_prefill_tokens": 0, "num_decodes": 2, "num_decode_tokens": 2, "max_prefill_seq_len": 0,
         "max_decode_seq_len": 4, "slot_mapping": np.arange(2), "seq_lens": [3, 4], "seq_lens_tensor": np.int32([3, 4]),

@@ -1,4 +1,4 @@
-"""Folders of safetensors files: how files are mapped and written, and which tensors layers read."""
+"""Folders of safetensors files: mapping and writing of files, and the tensors that layers read."""
 
 import errno
 import gc
@@ -41,7 +41,7 @@ def open_files():
 
 
 def mappings(folder):
-    """Parts of memory that are mapped from files of a folder."""
+    """The process's mappings of files in a folder."""
     return [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
@@ -77,7 +77,7 @@ def test_a_hundred_thousand_tensors_in_forty_files(tmp_path):
 
 
 def test_arrays_keep_their_values(tmp_path, monkeypatch):
-    """When the current directory changes, and when the file is replaced, renamed or removed."""
+    """Also when the current directory changes, and when the file is replaced, renamed or removed."""
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     for folder, value in ((there, 1), (elsewhere, 2)):
         (folder / "model").mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_arrays_are_read_only(tmp_path):
 
 
 def test_a_tensor_is_added_to_a_checkpoint(tmp_path):
-    """Written onto the mapped file, from the arrays that are mapped from it."""
+    """The new file replaces the mapped one, and its arrays come from that mapping."""
     path = tmp_path / "model.safetensors"
     write(path, {"a": np.arange(20_000, dtype=np.float32)})
     mapped = dict(Checkpoint(tmp_path))
@@ -187,7 +187,7 @@ def test_only_files_are_written_over(tmp_path, kind):
 
 
 def test_written_arrays_are_aligned(tmp_path, rng):
-    """To their type, and to 64 bytes if their size allows it: operations take them as they are."""
+    """Arrays are aligned to their type, and to 64 bytes if their size allows it: operations need no copies."""
     x, codes = rng.standard_normal((2, 96)).astype(BF16), rng.integers(0, 120, (5, 96)).astype(np.uint8)
     scale = rng.uniform(1, 2, (1, 3)).astype(np.float32)
     arrays = {
@@ -207,7 +207,7 @@ def test_written_arrays_are_aligned(tmp_path, rng):
 
 
 def test_arrays_that_a_file_does_not_align_are_copied(tmp_path):
-    """As in files of other programs: the header's length is odd, or bytes are before the array."""
+    """Other programs write such files: the header's length is odd, or bytes precede the array."""
     want, codes = np.arange(4, dtype=np.float32), np.arange(3, dtype=np.uint8)
     places = {"codes": ("U8", 3, 0, 3), "x": ("F32", 4, 3, 19), "y": ("BF16", 2, 19, 23)}
     header = {
@@ -318,7 +318,7 @@ def test_a_layer_reads_its_own_tensors_alone(tmp_path, model):
     made = kind(config, layer, tensors, **options)
     own = OWN[model]
     assert set(tensors.read) == {f"{own}.{name}" for name in shapes[own]}
-    assert len(tensors.read) <= len(shapes[own]) + 1  # the first one decides the place
+    assert len(tensors.read) <= len(shapes[own]) + 1  # the first tensor decides the place
     within = {name.removeprefix(own + "."): array for name, array in arrays.items() if name.startswith(own + ".")}
     table = {} if model == "v32" or "v41" in model else V4_ATTENTION
     alone = kind(config, layer, {table.get(name, name): array for name, array in within.items()}, **options)
@@ -328,7 +328,7 @@ def test_a_layer_reads_its_own_tensors_alone(tmp_path, model):
 
 
 def test_a_tensor_under_two_names():
-    """Neither is dropped without a word: of the main model, of drafts, with and without "model." in front."""
+    """Neither is dropped silently: in the main model and in drafts, with and without the prefix "model."."""
     for names, layer, table in (
         (("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"), 2, V41_ATTENTION),
         (("layers.0.attn.wq_a.weight", "model.layers.0.attn.wq_a.weight"), 0, V41_ATTENTION),

@@ -35,7 +35,7 @@ def test_softmax_scale_of_v32(rope, factor):
     ("mscales", "factor"),
     [
         ({}, 0.1 * math.log(40) + 1),
-        ({"mscale": 0.5}, 0.1 * math.log(40) + 1),  # one without the other is ignored
+        ({"mscale": 0.5}, 0.1 * math.log(40) + 1),  # either entry without the other is ignored
         ({"mscale_all_dim": 0.5}, 0.1 * math.log(40) + 1),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)),
@@ -58,7 +58,7 @@ def test_softmax_scale_reaches_the_layer():
 
 
 def test_the_ramp_of_v4_is_rounded_whatever_truncate_says():
-    """transformers' V4 computes its own ramp, in which truncate has no part."""
+    """transformers' V4 computes the ramp without truncate."""
     plain = cos_sin_table(64, 160000.0, 99, YARN), cos_sin_table(64, 160000.0, 99, YARN | {"truncate": False})
     assert np.abs(plain[0] - plain[1]).max() > 0.01
     for rope in (YARN, {"main": {"rope_theta": 10000.0}, "compress": YARN}):

@@ -1,4 +1,4 @@
-"""Configurations: what a config.json may say, and that what cumla does not serve is named."""
+"""Configurations: entries of a config.json, and errors that name unsupported ones."""
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_what_is_no_configuration(kind, wrong):
 
 @pytest.mark.parametrize("model", ["deepseek_v4", None])
 def test_a_configuration_of_the_other_model(model):
-    """With its model_type, and by its fields without."""
+    """Recognised by its model_type, and without one by its fields."""
     of = {} if model is None else {"model_type": model}
     with pytest.raises(ValueError, match="^model_type" if of else "^o_groups"):
         DeepseekV32Config.from_dict(V4 | of)
@@ -132,7 +132,7 @@ def test_a_configuration_of_the_other_model(model):
 V41 = records("v41")[0]["config"] | {"model_type": "deepseek_v41_text"}
 MODELS = {"v32": (DeepseekV32Config, V32), "v4": (DeepseekV4Config, V4), "v41": (DeepseekV41Config, V41)}
 ALL, SOME = ["full"] * 6, ["full", "shared", "full", "shared", "full", "shared"]
-SAME = {  # of an entry that is not a field: by model, what its layers compute; then another value
+SAME = {  # entries that are not fields: by model, the value that its layers compute, then another value
     "attention_bias": ({"v32": False, "v4": False, "v41": False}, True),
     "rope_interleave": ({"v32": True, "v4": True, "v41": True}, False),
     "indexer_rope_interleave": ({"v32": False, "v4": True, "v41": True}, "neither"),
@@ -159,7 +159,7 @@ SAME = {  # of an entry that is not a field: by model, what its layers compute; 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", SAME)
 def test_an_entry_that_changes_attention_is_read_or_named(model, name):
-    """The value that is computed passes and changes nothing; another one is an error."""
+    """The supported value passes and changes nothing; another value is an error."""
     (kind, base), (same, other) = MODELS[model], SAME[name]
     if (name, model) in (("qk_nope_head_dim", "v32"), ("v_head_dim", "v32"), ("num_key_value_heads", "v32")):
         pytest.skip("fields, and what latent rows have no use for")
@@ -189,7 +189,7 @@ def test_every_configuration_of_the_golden_data_and_of_the_examples():
 
 
 def test_the_outer_part_of_v41():
-    """Its entries are not read: one that changes attention says what the text's part says."""
+    """Its entries are not read: one that changes attention must equal the text part's entry."""
     outer = {"model_type": "deepseek_v41", "vision_config": {"head_dim": 64}, "text_config": V41}
     plain = DeepseekV41Config.from_dict(V41)
     assert DeepseekV41Config.from_dict(outer | {"sliding_window": V41["sliding_window"]}) == plain
@@ -255,7 +255,7 @@ def test_entries_that_say_the_same_twice():
 
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_the_ramp_of_v41_is_rounded_whatever_truncate_says(ratio):
-    """The published code rounds it always."""
+    """The published code always rounds the ramp."""
     tables = [
         DeepseekV41Config.from_dict(V41 | {"rope_scaling": YARN | truncate}).cos_sin_table(ratio, 99)
         for truncate in ({}, {"truncate": True}, {"truncate": False})
@@ -282,7 +282,7 @@ LIMITED = {name: st.floats(least, min(most, 1e30)) for name, (least, most) in LI
 @settings(max_examples=200, deadline=None)
 @given(st.fixed_dictionaries(LIMITED), st.floats(1.001, MOST_THETA), st.sampled_from([4, 128]))
 def test_whatever_is_read_makes_tables_of_numbers(numbers, theta, ratio):
-    """All that the limits allow: no overflow, no NaN."""
+    """Any values within the limits: no overflow, no NaN."""
     numbers["beta_fast"] = max(numbers["beta_fast"], numbers["beta_slow"])
     changes = {"rope_parameters": {"rope_type": "yarn", **numbers}, "compress_rope_theta": theta}
     assert np.isfinite(DeepseekV4Config.from_dict(V4 | changes).cos_sin_table(ratio, 3)).all()
@@ -300,7 +300,7 @@ def test_lists_may_be_longer_than_the_layers():
 
 
 def test_the_published_form_has_no_factor_on_cosines_and_the_other_what_it_says():
-    """transformers writes a factor of 1 into its own form; one without it has YaRN's."""
+    """transformers writes a factor of 1 into its form; without that entry the factor is YaRN's."""
     flat = DeepseekV4Config.from_dict(V4 | {"rope_parameters": YARN})
     nested = DeepseekV4Config.from_dict(V4 | {"rope_parameters": {"main": MAIN, "compress": YARN}})
     assert nested.rope_theta == 777.0

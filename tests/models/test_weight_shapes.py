@@ -1,4 +1,4 @@
-"""expected_weights: the weights of golden layers, by names that layers take."""
+"""expected_weights: the weights of golden layers, by names that layers accept."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ KINDS = {"v4": (DeepseekV4Config, DeepseekV4Attention), "v32": (DeepseekV32Confi
 
 @pytest.mark.parametrize("case", range(len(records("layers"))))
 def test_golden_layers(case):
-    """Names and shapes are those of transformers' parameters; a layer takes them under both kinds of names."""
+    """Names and shapes equal transformers' parameters; a layer accepts them under both kinds of names."""
     record = records("layers")[case]
     config, kind = KINDS[record["model"]]
     config = config.from_dict(record["config"])

@@ -1,4 +1,4 @@
-"""Weights by transformers' and by the published names, FP8 blocks, and files of them."""
+"""Weights by transformers' and by published names, FP8 blocks, and files."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_every_golden_name_has_a_published_one(case, table):
 @pytest.mark.parametrize("scale_type", [np.float32, E8M0])
 @pytest.mark.parametrize("case", [0, 8])
 def test_a_published_checkpoint_with_fp8_blocks(tmp_path, case, scale_type):
-    """From a file, dequantised: the same bits as from the dequantised matrices under transformers' names."""
+    """Dequantised from a file, it gives the same bits as the dequantised matrices under transformers' names."""
     golden = GoldenLayer(case)
     published, plain = {}, {}
     names = {value: name for name, value in V4_ATTENTION.items()}
@@ -117,7 +117,7 @@ def test_an_unknown_weight_of_a_checkpoint(name):
 
 
 def test_names_as_transformers_saves_them():
-    """The inverse mapping to the published names makes "norm" of "kv_norm"."""
+    """The inverse mapping to the published names turns "kv_norm" into "norm"."""
     golden = GoldenLayer(0)
     names = {within: name for name, within in V4_ATTENTION.items()} | {"kv_norm.weight": "norm.weight"}
     golden.weights = {f"model.layers.0.attn.{names[within]}": weight for within, weight in golden.weights.items()}
@@ -197,7 +197,7 @@ def test_headers_that_describe_no_array(change, says, tmp_path):
 
 
 def file_of(entries, size):
-    """A file with such a header, given as pairs, so that names may repeat, each with its bytes."""
+    """A file with a header given as pairs, so that names may repeat, and each array's bytes."""
     texts = [f'"{name}": {{"dtype": "U8", "shape": [{end - start}], "data_offsets": [{start}, {end}]}}'
              for name, start, end in entries]  # fmt: skip
     header = "{" + ", ".join(texts) + "}"
@@ -236,7 +236,7 @@ def test_arrays_fill_a_file_in_any_order(tmp_path):
 @pytest.mark.parametrize("name", ["a.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_what_is_no_file_is_not_opened(name, kind, tmp_path):
-    """Reading a pipe would wait for ever."""
+    """Reading a pipe would wait forever."""
     if kind == "pipe":
         os.mkfifo(tmp_path / name)
     else:

@@ -1,4 +1,4 @@
-"""The block pool and the scheduler: nothing is lost, owned twice or stuck."""
+"""The block pool and the scheduler: no block is lost or owned twice, and no request is stuck."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def test_pool_invariants(data):
             _, blocks = live.pop(data.draw(st.integers(0, len(live) - 1)))
             pool.release(blocks)
         else:
-            # Prefixes of a few families: 0, then 0 or 1 of each later place.
+            # Prefixes of a few families: 0, then 0 or 1 at each later place.
             prefixes = [(i, data.draw(st.integers(0, 1)) if i else 0) for i in range(data.draw(st.integers(0, 4)))]
             shared = pool.find(prefixes)
             own = data.draw(st.integers(0, 3)) + (len(prefixes) - len(shared)) * BLOCKS_PER_HASH
@@ -118,7 +118,7 @@ def test_equal_ids_at_other_positions_are_not_shared():
 
 def test_small_cache_makes_requests_wait():
     requests = [TraceRequest(0.0, 700, 3, (10 * i, 10 * i + 1)) for i in range(4)]
-    scheduler, steps = run(requests, 3)  # room for one at a time
+    scheduler, steps = run(requests, 3)  # space for one request at a time
     assert [sequence.waited for sequence in scheduler.finished] == [False, True, True, True]
     assert all(len(step) == 1 for step in steps)
 

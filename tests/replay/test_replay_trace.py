@@ -1,4 +1,4 @@
-"""Traces: how they are read, how requests are cut, and errors for files that are not traces."""
+"""Traces: reading, truncation of requests, and errors for files that are not traces."""
 
 import gzip
 import json
@@ -108,7 +108,7 @@ def test_clipped():
 
 
 def test_the_cache_has_room_for_the_largest_request_at_least():
-    """Half of what all requests hold, in whole blocks, unless one request needs more."""
+    """Half of all requests' blocks, rounded to whole blocks, unless one request needs more."""
     sizes = [TraceRequest(0.0, tokens, 0, tuple(range(-(-tokens // 512)))) for tokens in (5000, 100, 300)]
     blocks = [-(-request.total_length // BLOCK_TOKENS) for request in sizes]
     assert cache_size(None, sizes) == max(blocks) * BLOCK_TOKENS > sum(blocks) * BLOCK_TOKENS // 2
