@@ -70,7 +70,7 @@ def no_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OperationSpec:
     """A public function, or one that layers call.
 

@@ -25,6 +25,7 @@ def test_every_operation_is_public():
 
 def test_compilers_of_frameworks_know_every_operation():
     assert OPS.keys() == PUBLIC - LISTS_OF_ARRAYS
+    assert len({*OPS.values()}) == len(OPS)  # JAX keeps what it traced by the operation
 
 
 def test_every_operation_has_a_self_test():
