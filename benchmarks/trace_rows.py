@@ -23,6 +23,7 @@ from trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
 from cumla.arrays import dlpack
 from cumla.bench import peers
 from cumla.bench.measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
+from cumla.bench.rows import Row as Row
 from cumla.dispatch import backends
 from cumla.replay.trace import TraceRequest
 
@@ -35,7 +36,6 @@ ROUNDED_TWICE = 2.2 / 16  # e4m3 values of one number under different scales
 COMPARED = 1024  # tokens per comparison
 PLANNED_LAYERS = 8  # layers that share a decode plan; V4 has about 20 layers of a kind
 
-Row = dict[str, Any]
 Impls = dict[str, Callable[[], Any]]
 
 

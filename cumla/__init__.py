@@ -1,7 +1,7 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
 from . import layers, metadata  # after the operations, which they use
-from .dispatch import self_test as _self_test
+from .dispatch import kernel_check as _kernel_check
 from .dispatch.debug import debug
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .kernels.types.stream_workspace import release_memory
@@ -65,14 +65,14 @@ from .ops.support import Support, supports
 __version__ = "0.1.0"
 
 
-def _small_cases() -> _self_test.SelfTest:
+def _small_cases() -> _kernel_check.SelfTest:
     """The cases of the self-test; imported only when a compiled kernel is to be tested."""
     from .specs import self_test
 
     return self_test
 
 
-_self_test.test_with(_small_cases)
+_kernel_check.test_with(_small_cases)
 
 __all__ = [
     "DSV4_BF16",

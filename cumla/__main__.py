@@ -65,14 +65,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Store(argparse.Action):
-    """Stores a value, and the option in `given`: whether an option applies is known once all are parsed."""
+    """Stores a value, and the option in `passed`: whether an option applies is known once all are parsed."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, values)
         if option is not None:
-            namespace.given = (*namespace.given, self.option_strings[-1])
+            namespace.passed = (*namespace.passed, self.option_strings[-1])
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **kwargs)
         self.register("action", None, Store)
-        self.set_defaults(given=())
+        self.set_defaults(passed=())
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see {self.prog} --help)")
@@ -347,18 +347,18 @@ def _check(args: argparse.Namespace) -> int:
 def _warmup(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .cli import given, warmup
+    from .cli import inapplicable, warmup
 
     model = warmup.Model(args.kind, args.heads, args.topk)
     if args.config is None:
-        given.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
+        inapplicable.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
     else:
-        given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
+        inapplicable.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = warmup.Model.from_config(args.config, args.ranks)
     if model.kind == "mla":
-        given.refuse(args, ["--topk"], "to mla, which attends to all rows")
+        inapplicable.refuse(args, ["--topk"], "to mla, which attends to all rows")
     if not model.has_window:
-        given.refuse(args, ["--layout"], f"to {model.kind}, but to v4 and v41")
+        inapplicable.refuse(args, ["--layout"], f"to {model.kind}, but to v4 and v41")
     if model.kind == "v41":
         if args.layout not in (None, *V41_CACHE_FORMATS):
             raise InputError(f"--layout: got {args.layout} for v41, expected one of {'; '.join(V41_CACHE_FORMATS)}")
@@ -368,7 +368,7 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.capability is not None:
         from .cli import warm_capability
 
-        given.refuse(args, ["--backend"], "with --capability, which lists kernels of cuda")
+        inapplicable.refuse(args, ["--backend"], "with --capability, which lists kernels of cuda")
         return warm_capability.run(Console(), model, args.batch, args.block_size, args.capability)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 

@@ -266,9 +266,9 @@ def flash_mla_sparse_fwd(
         s_q, h_q, _ = q.shape
         logits = None, (s_q, h_q), "float32"
         results = _results(q, (out, (s_q, h_q, V_DIM), None), logits, logits)
-    given: tuple[Any, Any, Any] = (results[0], results[1], results[2])
+    outs: tuple[Any, Any, Any] = (results[0], results[1], results[2])
     return sparse_mla_prefill(
-        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=given,
+        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=outs,
         early_release=early_release,
     )  # fmt: skip
 

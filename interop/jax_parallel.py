@@ -234,10 +234,10 @@ def localise_indices(
     Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32.
     """
     comm = AxisCommunicator(axis)
-    given = {"indices": indices, "token_to_req_indices": token_to_req_indices, "block_table": block_table}
+    arguments = {"indices": indices, "token_to_req_indices": token_to_req_indices, "block_table": block_table}
     if is_valid_token is not None:
-        given["is_valid_token"] = is_valid_token
-    arrays = [array_of(name, value) for name, value in given.items()]
+        arguments["is_valid_token"] = is_valid_token
+    arrays = [array_of(name, value) for name, value in arguments.items()]
 
     def on(rank: int, indices: Any, token_to_req: Any, table: Any, *valid: Any) -> Any:
         return _localise(indices, token_to_req, table, block_size, Shard(rank, comm.size, interleave), *valid)

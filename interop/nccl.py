@@ -262,7 +262,7 @@ class NcclCommunicator:
         mine = self.size, bool(windows), (socket.gethostname(), gpu), address
         everyones = self._agreement.exchange("the start", mine)
         self._agreement.same("the start", [f"{size} ranks" for size, *_ in everyones])
-        with_, without = ([rank for rank, word in enumerate(everyones) if word[1] == given] for given in (True, False))
+        with_, without = ([rank for rank, word in enumerate(everyones) if word[1] == value] for value in (True, False))
         if with_ and without:
             raise RankError(
                 min(without, with_, key=len),

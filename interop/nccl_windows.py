@@ -35,7 +35,7 @@ class Windows:
 
     def __init__(self, comm: Communicator, wanted: bool) -> None:
         self._comm, self._wanted = comm, wanted
-        self._held: list[int | None] = []
+        self._allocated: list[int | None] = []
         self._windows: list[int | None] = []
         self._spans: list[range] = []
 
@@ -50,7 +50,7 @@ class Windows:
             return None
         size, address, window = -(-nbytes // GRANULARITY) * GRANULARITY, ctypes.c_void_p(), ctypes.c_void_p()
         call("ncclMemAlloc", ctypes.byref(address), size)
-        self._held.append(address.value)
+        self._allocated.append(address.value)
         call("ncclCommWindowRegister", self._comm.handle, address.value, size, ctypes.byref(window), SYMMETRIC)
         self._windows.append(window.value)
         self._spans.append(range(address.value or 0, (address.value or 0) + size))
@@ -71,5 +71,5 @@ class Windows:
 
     def free(self) -> None:
         """Free the memory. Call it after NCCL has ended on this rank."""
-        while self._held:
-            call("ncclMemFree", self._held.pop())
+        while self._allocated:
+            call("ncclMemFree", self._allocated.pop())

@@ -35,7 +35,7 @@ SCHEMA_TYPES = {
 def _compilable(op: Op) -> Callable[..., Any]:
     """Define the operators of `op`. Returns a function that calls them, with the arguments of cumla's function."""
     operator = _define(op, op.name)
-    into = _define(op, f"{op.name}_out", given_results=True) if op.outputs else None
+    into = _define(op, f"{op.name}_out", takes_results=True) if op.outputs else None
     outputs = op.outputs
 
     @functools.wraps(op.function)
@@ -46,13 +46,13 @@ def _compilable(op: Op) -> Callable[..., Any]:
         args, kwargs = op.with_pair_apart(args, kwargs)
         if into is None:
             return operator(*args, **kwargs)
-        given = [kwargs.pop(name, None) for name in outputs]
-        if all(result is None for result in given):
+        outs = [kwargs.pop(name, None) for name in outputs]
+        if all(result is None for result in outs):
             return operator(*args, **kwargs)
-        if any(result is None for result in given):
+        if any(result is None for result in outs):
             raise ValueError(f"{op.name}: got only some of {', '.join(outputs)}, expected all or none")
-        several = len(outputs) == 1 and isinstance(given[0], (tuple, list))
-        results = tuple(given[0] if several else given)
+        several = len(outputs) == 1 and isinstance(outs[0], (tuple, list))
+        results = tuple(outs[0] if several else outs)
         into(*results, *args, **kwargs)
         return _returned(results)
 
@@ -60,10 +60,10 @@ def _compilable(op: Op) -> Callable[..., Any]:
     return call
 
 
-def _define(op: Op, name: str, given_results: bool = False) -> Any:
+def _define(op: Op, name: str, takes_results: bool = False) -> Any:
     """Register torch.ops.cumla.<name> with its kernel and its fake kernel. Returns the operator."""
-    given = [f"result_{i}" for i in range(_num_results(op))] if given_results else []
-    names = [*given, *op.signature.parameters]
+    result_names = [f"result_{i}" for i in range(_num_results(op))] if takes_results else []
+    names = [*result_names, *op.signature.parameters]
 
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -74,29 +74,29 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
-        _check_given(op, arguments)
-        results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
+        _check_required(op, arguments)
+        results = tuple(arguments.pop(name) for name in result_names) if takes_results else empty(arguments)
         like = arguments[next(iter(op.arrays))]
         scratch = None
         size = op.scratch_bytes(arguments) if like.is_cuda else 0
         if size:
             scratch = like.new_empty(size, dtype=torch.uint8)
         op.write(arguments, results, scratch)
-        return None if given_results else _returned(results)
+        return None if takes_results else _returned(results)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
-        _check_given(op, arguments)
-        _check_meta({name: arguments[name] for name in (*given, *op.arrays) if arguments.get(name) is not None})
-        return None if given_results else _returned(empty(arguments))
+        _check_required(op, arguments)
+        _check_meta({name: arguments[name] for name in (*result_names, *op.arrays) if arguments.get(name) is not None})
+        return None if takes_results else _returned(empty(arguments))
 
-    LIBRARY.define(name + _schema(op, given), tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(name + _schema(op, result_names), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _check_given(op: Op, arguments: dict[str, Any]) -> None:
+def _check_required(op: Op, arguments: dict[str, Any]) -> None:
     """Raise TypeError for None in place of an array, which a schema's Tensor accepts."""
     for name, parameter in op.signature.parameters.items():
         if parameter.annotation == "Any" and parameter.default is parameter.empty and arguments.get(name) is None:
@@ -124,10 +124,10 @@ def _num_results(op: Op) -> int:
     return 0 if annotation == "None" else annotation.count("Any")
 
 
-def _schema(op: Op, given: list[str]) -> str:
+def _schema(op: Op, result_names: list[str]) -> str:
     """The operator's schema: first the passed results, then the parameters, by position or by name."""
     aliases = iter("abcdefgh")
-    parts = [f"Tensor({next(aliases)}!) {name}" for name in given]
+    parts = [f"Tensor({next(aliases)}!) {name}" for name in result_names]
     for name, parameter in op.signature.parameters.items():
         if name in op.arrays:
             optional = parameter.annotation != "Any" or parameter.default is None
@@ -136,7 +136,7 @@ def _schema(op: Op, given: list[str]) -> str:
             plain = parameter.annotation.removesuffix(" | None")
             optional, kind = plain != parameter.annotation, SCHEMA_TYPES[plain]
         parts.append(f"{kind}{'?' if optional else ''} {name}{_default(parameter)}")
-    count = 0 if given else _num_results(op)
+    count = 0 if result_names else _num_results(op)
     return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * count)})"
 
 

@@ -42,7 +42,7 @@ Run = Callable[[list[Any], list[Any]], None]
 
 
 @dataclass
-class Call:
+class CompiledCall:
     """A custom call of a program.
 
     run      runs the call in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
@@ -62,15 +62,15 @@ class Table:
     """The handler's table: pairs of words, a call's number and the address of its first note."""
 
     words: np.ndarray = field(default_factory=lambda: np.zeros(2 * SLOTS, np.int64))
-    calls: dict[int, Call] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # keeps alive the notes' memory and the objects that notes refer to
+    calls: dict[int, CompiledCall] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)  # keeps alive the notes' memory and the objects that notes refer to
     lock: Any = field(default_factory=threading.RLock)
 
-    def add(self, number: int, call: Call) -> None:
+    def add(self, number: int, call: CompiledCall) -> None:
         with self.lock:
             self.calls.setdefault(number, call)
 
-    def publish(self, number: int, note: np.ndarray, *kept: Any) -> None:
+    def publish(self, number: int, note: np.ndarray, *objects: Any) -> None:
         """Publish a note to the handler, before the call's other notes."""
         with self.lock:
             slot = next(
@@ -79,7 +79,7 @@ class Table:
             )
             if slot is None:
                 return
-            self.kept.append((note, kept))
+            self.alive.append((note, objects))
             note[0] = self.words[2 * slot + 1]
             self.words[2 * slot + 1] = note.ctypes.data  # before the number, so that a number in the table has a note
             self.words[2 * slot] = number
@@ -94,7 +94,7 @@ def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], al
     def call(*arrays: Any) -> Any:
         shapes = [(x.shape, np.dtype(x.dtype)) for x in (*arrays, *results)]
         number = int.from_bytes(hashlib.sha256(repr((name, shapes)).encode()).digest()[:7], "little") + 1
-        TABLE.add(number, Call(run, shapes, len(arrays)))
+        TABLE.add(number, CompiledCall(run, shapes, len(arrays)))
         register()
         run_call = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases, vmap_method="broadcast_all")
         return run_call(*arrays, call=np.uint64(number))
@@ -124,7 +124,7 @@ def _register() -> None:
 def in_python() -> int:
     """The address of the function for calls that the handler leaves to Python."""
     callback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_in_python)
-    TABLE.kept.append(callback)
+    TABLE.alive.append(callback)
     return address_of(callback)
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.kernels.self_tests import VARIABLE
+from cumla.kernels.check_results import VARIABLE
 
 FENCE = re.compile(
     r"^(?!__device__).*?(?P<statement>\b(?:fence_proxy_async|fence_barrier_init|wgmma_fence|__threadfence)\(\))"

@@ -24,7 +24,7 @@ LAYERS = (
     "cumla.terminal",
     "cumla.arrays",
     "cumla.kernels.types",
-    "cumla.kernels.self_tests",
+    "cumla.kernels.check_results",
     "cumla.kernels.numba_common",
     "cumla.kernels",
     "cumla.timing",

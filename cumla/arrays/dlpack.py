@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from . import capsule, jax_arrays, streams
-from .held import HostMemory, NoCuPyError, UntilDone, cupy_module, recorded, user_stream
+from .foreign_memory import HostMemory, NoCuPyError, UntilDone, cupy_module, recorded, user_stream
 from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13

@@ -64,19 +64,19 @@ class Insert:
         names = [name for name in sets[0] if hasattr(sets[0][name], "shape")]
         *read, written, where = names
         cache, slots, which = sets[0][written], to_host(sets[0][where]), sample(self.tokens)
-        few = Measured("reference", replace(inputs.size, pages=-(-len(which) // BLOCK))).new_cache(layout)
+        sample_cache = Measured("reference", replace(inputs.size, pages=-(-len(which) // BLOCK))).new_cache(layout)
         own = {name: to_host(sets[0][name])[which] for name in read}
-        call(**{**sets[0], **own, written: few, where: np.arange(len(which))}, backend="reference")
-        want = token_bytes(layout, few, np.arange(len(which)))
+        call(**{**sets[0], **own, written: sample_cache, where: np.arange(len(which))}, backend="reference")
+        want = token_bytes(layout, sample_cache, np.arange(len(which)))
 
         def check(_: Any) -> float:
             np.testing.assert_array_equal(token_bytes(layout, cache, slots[which]), want)
             return 0.0
 
-        given = [[x[name] for name in names] for x in sets]
+        arguments = [[x[name] for name in names] for x in sets]
         theirs = {
-            INDEXER_FP8: Peer("vllm", peers.VLLM_KEYS, peers.vllm_insert_keys, given),
-            MLA_BF16: Peer("vllm", peers.VLLM_CONCAT, peers.vllm_concat, given),
+            INDEXER_FP8: Peer("vllm", peers.VLLM_KEYS, peers.vllm_insert_keys, arguments),
+            MLA_BF16: Peer("vllm", peers.VLLM_CONCAT, peers.vllm_concat, arguments),
         }
         return problem_of(
             self, sizes, calls_of(call, sets), moved, check, lambda: cache.fill(0xA5),
@@ -110,12 +110,12 @@ class QueryNormInsert:
         sets = [norm_rope.window_rows(x, layout) for _ in range(sizes.sets(moved))]
         outs = [x.unwritten(self.tokens, self.heads, 512) for _ in sets]
         cache, slots, which = sets[0]["k_cache"], to_host(sets[0]["slot_mapping"]), sample(self.tokens)
-        few = layout.allocate(-(-len(which) // BLOCK), BLOCK)
+        sample_cache = layout.allocate(-(-len(which) // BLOCK), BLOCK)
         own = {name: to_host(sets[0][name])[which] for name in ("q", "kv", "positions")}
         own["cos_sin_cache"] = to_host(sets[0]["cos_sin_cache"])
-        own |= {"k_cache": few, "slot_mapping": np.arange(len(which))}
+        own |= {"k_cache": sample_cache, "slot_mapping": np.arange(len(which))}
         want = cumla.qnorm_rope_and_insert(**{**sets[0], **own}, backend="reference")
-        rows = token_bytes(layout, few, np.arange(len(which)))
+        rows = token_bytes(layout, sample_cache, np.arange(len(which)))
 
         def check(result: Any) -> float:
             got = token_bytes(layout, cache, slots[which])
@@ -124,7 +124,7 @@ class QueryNormInsert:
             return error_within(picked(result, which), want, ROUNDED)
 
         names = "q", "kv", "k_cache", "slot_mapping", "positions", "cos_sin_cache", "block_size"
-        theirs = [[given[name] for name in names] for given in sets]
+        theirs = [[arguments[name] for name in names] for arguments in sets]
         return problem_of(
             self, sizes, calls_of(cumla.qnorm_rope_and_insert, sets, outs), moved, check, lambda: cache.fill(0xA5),
             peer=Peer("vllm", peers.VLLM_INSERT, peers.vllm_qnorm_rope_insert, theirs),
@@ -166,9 +166,7 @@ class Gather:
             return 0.0
 
         names = "out", "k_cache", "seq_lens", "gather_lens", "block_table", "block_size"
-        theirs = Peer(
-            "vllm", peers.vllm_gather_name(), peers.vllm_gather, [[given[name] for name in names] for given in sets]
-        )
+        theirs = Peer("vllm", peers.vllm_gather_name(), peers.vllm_gather, [[x[name] for name in names] for x in sets])
         return problem_of(
             self, sizes, calls_of(cumla.dequantize_and_gather_k_cache, sets), moved, check, lambda: out.fill(7),
             peer=theirs if layout is DSV4_FP8 else None, copied=int(count.sum()) >= LARGE,

@@ -42,8 +42,8 @@ class DenseDecode:
             pages=max(sizes.slots, context + BLOCK) // BLOCK,
         )  # fmt: skip
         sets = [dense_attention.decode(x) | {"softmax_scale": 576**-0.5} for _ in range(SETS)]
-        for given in sets[1:]:  # differ in their tables alone
-            given |= {name: sets[0][name] for name in ("q", "k_cache", "cache_seqlens")}
+        for arguments in sets[1:]:  # differ in their tables alone
+            arguments |= {name: sets[0][name] for name in ("q", "k_cache", "cache_seqlens")}
         outputs, of_first = SPECS[self.op].new_results(x, sets[0]), sets[0]
         cache, lens = of_first["k_cache"], to_host(of_first["cache_seqlens"])
 
@@ -65,7 +65,7 @@ class DenseDecode:
             return worst
 
         keys, names = int(lens.sum()), ("q", "k_cache", "block_table", "cache_seqlens", "softmax_scale")
-        theirs = [[given[name] for name in names] for given in sets]
+        theirs = [[arguments[name] for name in names] for arguments in sets]
         return problem_of(
             self, sizes, ours, keys * MLA_BF16.row_bytes, check, lambda: outputs["out"].fill(0),
             flop=2 * keys * self.heads * (576 + 512),

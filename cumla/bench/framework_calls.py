@@ -21,13 +21,12 @@ from ..arrays import dlpack
 from ..arrays.memory import to_host
 from ..dispatch import backends
 from ..layout import DSV4_FP8
+from .measure import Thunk
 from .peers import FLASH_MLA_DECODE, has_peer
 from .problem import BLOCK, Calls, Problem, Sizes, kind_of
 from .sparse import Decode, DecodeInputs
 
 INSERT, MAP, DECODE = "insert", "map", "decode"
-
-Call = Callable[[], Any]
 
 
 @dataclass
@@ -35,16 +34,16 @@ class Operands:
     """A function by name, its arguments, and the arguments that it writes. inputs: a decode's."""
 
     function: str
-    given: list[Any]
+    positional: list[Any]
     named: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
     inputs: DecodeInputs | None = None
 
-    def call(self, module: Any, convert: Any = None, plain: bool = False, **options: Any) -> Call:
+    def call(self, module: Any, convert: Any = None, plain: bool = False, **options: Any) -> Thunk:
         """The call of a module's function with its arrays converted; `plain` without outputs given."""
         convert = convert or (lambda x: x)
         named = {name: convert(x) for name, x in (self.named | ({} if plain else self.written)).items()}
-        return functools.partial(getattr(module, self.function), *map(convert, self.given), **named, **options)
+        return functools.partial(getattr(module, self.function), *map(convert, self.positional), **named, **options)
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,21 @@ class FrameworkCall:
         arrays, xp, batch = sizes.inputs(), sizes.xp, self.batch
         if self.name == INSERT:
             slots = xp.asarray(arrays.rng.permutation(sizes.slots)[:batch])
-            given = [arrays.rows(batch, 512), arrays.cache(DSV4_FP8), slots]
-            return Operands("quantize_and_insert_k_cache", given), batch * (1024 + DSV4_FP8.token_bytes)
+            positional = [arrays.rows(batch, 512), arrays.cache(DSV4_FP8), slots]
+            return Operands("quantize_and_insert_k_cache", positional), batch * (1024 + DSV4_FP8.token_bytes)
         if self.name == MAP:
             columns = -(-sizes.context // BLOCK)
-            given = [
+            positional = [
                 arrays.integers(columns * BLOCK, batch, self.topk), xp.arange(batch, dtype=np.int32),
                 arrays.integers(sizes.slots // BLOCK, batch, columns), BLOCK, xp.ones(batch, np.bool_),
             ]  # fmt: skip
             out = xp.empty((batch, self.topk), np.int32), xp.empty(batch, np.int32)
-            return Operands("compute_global_topk_indices_and_lens", given, {}, {"out": out}), 8 * batch * self.topk
+            return Operands("compute_global_topk_indices_and_lens", positional, {}, {"out": out}), 8 * batch * self.topk
         x = DecodeInputs(Decode(DSV4_FP8, self.heads, batch, 1, self.window, self.topk, lengths=True), sizes, 0)
         named = {name: value for name, value in x.arguments.items() if value is not None}
-        given = [named.pop(name) for name in ("q", "k_cache", "indices")]
+        positional = [named.pop(name) for name in ("q", "k_cache", "indices")]
         moved = x.keys * DSV4_FP8.token_bytes + batch * self.heads * 2048
-        return Operands("sparse_mla_decode", given, named, x.outputs, x), moved
+        return Operands("sparse_mla_decode", positional, named, x.outputs, x), moved
 
 
 def _check(inputs: DecodeInputs | None) -> Callable[[Any], float] | None:
@@ -132,7 +131,7 @@ def _tensor(x: Any) -> Any:
     return dlpack.give(x, "torch") if hasattr(x, "shape") else x
 
 
-def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Call]:
+def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Thunk]:
     """JAX's arrays, whose results are allocated; nothing where its device is another."""
     import jax
 
@@ -140,8 +139,8 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Call]:
         return {}
     import cumla.interop.jax as operations
 
-    places = list(map(str, range(len(x.given))))  # keys of a pytree are of one type
-    every = dict(zip(places, x.given, strict=True)) | x.named
+    places = list(map(str, range(len(x.positional))))  # keys of a pytree are of one type
+    every = dict(zip(places, x.positional, strict=True)) | x.named
     arrays = {key: jax.device_put(to_host(a)) for key, a in every.items() if hasattr(a, "shape")}
     donated = {"1": arrays.pop("1")} if x.inputs is None and not x.written else {}  # the cache of an insert
 
@@ -150,7 +149,7 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Call]:
         named = {name: found[name] for name in x.named}
         return getattr(module, x.function)(*(found[place] for place in places), **named)
 
-    def threaded(function: Callable[..., Any]) -> Call:
+    def threaded(function: Callable[..., Any]) -> Thunk:
         """Calls in a row, each with the cache that the one before it gave back."""
 
         def run() -> None:
@@ -168,7 +167,7 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Call]:
     return found if donated else {"JAX": functools.partial(call, cumla, donated, arrays), **found}
 
 
-def _launches(call: Call) -> Call:
+def _launches(call: Thunk) -> Thunk:
     """The kernels that a call launches, launched again."""
     from ..kernels.cuda.launch import recorded_launches
     from .measure import cupy

@@ -29,7 +29,7 @@ def compared(
     The first tokens are compared with the reference, all tokens with those of the implementation before.
     """
     sets, spec = [make() for _ in range(sizes.sets(moved))], SPECS[case.op]
-    outs = [tuple(sizes.xp.empty(x.shape, x.dtype) for x in spec.results(given)) for given in sets]
+    outs = [tuple(sizes.xp.empty(x.shape, x.dtype) for x in spec.results(arguments)) for arguments in sets]
     of_first = on_host(sets[0])
     first(of_first)
     want = spec.function(**of_first, backend="reference")
@@ -48,15 +48,15 @@ def compared(
             out.fill(-7)
 
     taken = [name for name, x in spec.parameters.items() if x.kind is not x.KEYWORD_ONLY and name in sets[0]]
-    theirs = [[case.op, *(given[name] for name in taken if name != "swa_block_span")] for given in sets]
+    theirs = [[case.op, *(arguments[name] for name in taken if name != "swa_block_span")] for arguments in sets]
     return problem_of(
         case, sizes, calls_of(spec.function, sets, outs), moved, check, clear,
         peer=Peer("vllm", f"{case.op}, vLLM 0.26", peers.vllm_map, theirs), copied=moved > 1 << 24,
     )  # fmt: skip
 
 
-def first_lists(given: dict[str, Any]) -> None:
-    given["topk_indices"] = given["topk_indices"][:SAMPLE]
+def first_lists(arguments: dict[str, Any]) -> None:
+    arguments["topk_indices"] = arguments["topk_indices"][:SAMPLE]
 
 
 @dataclass(frozen=True)

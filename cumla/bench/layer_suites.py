@@ -46,16 +46,16 @@ class Compress:
             requests=requests, tokens=tokens, context=0 if self.prompt else CONTEXT, pages=pages, lengths=False,
             stagger=ratio,
         )  # fmt: skip
-        given = specs.compressor.compress(x, DSV4_FP8, ratio=ratio)
-        saved, slots = (to_host(given[name]) >= 0 for name in ("state_slot_mapping", "slot_mapping"))
-        completed, width = np.flatnonzero(slots), given["kv_score"].shape[1]
+        arguments = specs.compressor.compress(x, DSV4_FP8, ratio=ratio)
+        saved, slots = (to_host(arguments[name]) >= 0 for name in ("state_slot_mapping", "slot_mapping"))
+        completed, width = np.flatnonzero(slots), arguments["kv_score"].shape[1]
         moved = 4 * width * (tokens + int(saved.sum())) + len(completed) * DSV4_FP8.token_bytes
         if not self.prompt:
             moved += len(completed) * (width // (2 * HEAD_DIM) * ratio - 1) * 4 * 2 * HEAD_DIM
-        sets = [given, *(specs.compressor.compress(x, DSV4_FP8, ratio=ratio) for _ in range(sizes.sets(moved) - 1))]
-        state, cache = given["state_cache"], given["k_cache"]
+        sets = [arguments, *(specs.compressor.compress(x, DSV4_FP8, ratio=ratio) for _ in range(sizes.sets(moved) - 1))]
+        state, cache = arguments["state_cache"], arguments["k_cache"]
         before = state.copy()
-        host = {**on_host(given), "k_cache": DSV4_FP8.allocate(len(cache), BLOCK)}
+        host = {**on_host(arguments), "k_cache": DSV4_FP8.allocate(len(cache), BLOCK)}
         cumla.compress_and_insert(**host, backend="cpu")
 
         def check(_: Any) -> float:
@@ -145,7 +145,7 @@ class InverseRope:
         which, moved = sample(self.tokens), 4 * self.tokens * self.heads * HEAD_DIM
         x = sizes.inputs(rows=self.tokens, heads=self.heads, context=POSITIONS)
         sets = [specs.norm_rope.rope(x, inverse=True, dim=HEAD_DIM) for _ in range(sizes.sets(moved // 2, 3))]
-        outs = [given["x"] for given in sets]
+        outs = [arguments["x"] for arguments in sets]
         before, host = outs[0].copy(), on_host(sets[0])
         want = cumla.apply_rope(
             host["x"][which], host["positions"][which], host["cos_sin_cache"], inverse=True, backend="reference"

@@ -24,7 +24,8 @@ LONGEST_HOLD_NS = 400_000_000
 BYTES_PER_US, FLOP_PER_US = 4.3e6, 790e6  # that an H200's memory and its bfloat16 products reach; FP8: twice as many
 PACKAGES = ("cumla", "numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "triton", "jax")
 
-Calls = Sequence[Callable[[], Any]]
+Thunk = Callable[[], Any]  # a call with its arguments
+Calls = Sequence[Thunk]
 
 
 def cupy() -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..dispatch import backends
+from .measure import Thunk
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 VLLM_OPERATIONS = "vllm._C", "vllm._C_stable_libtorch"  # importing one registers operations of torch
@@ -51,8 +52,6 @@ DEEP_GEMM_SCHEDULE = f"get_paged_mqa_logits_metadata, DeepGEMM of vLLM {VLLM}"
 DEEP_GEMM_PAGED_LOGITS = f"fp8_paged_mqa_logits, DeepGEMM of vLLM {VLLM}"
 
 COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
-
-Call = Callable[[], Any]
 
 
 def has_peer(name: str) -> bool:
@@ -119,7 +118,7 @@ def tensor(array: Any) -> Any:
 def flash_mla_decode(
     q: Any, cache: Any, indices: Any, out: Any, *, sink: Any = None, lens: Any = None, extra_k_cache: Any = None,
     extra_indices: Any = None, extra_lens: Any = None,
-) -> Call | None:  # fmt: skip
+) -> Thunk | None:  # fmt: skip
     """Sparse decode; it takes 64 or 128 heads, to which fewer are padded. The plan is made once."""
     peer = module(FLASH_MLA)
     if peer is None:
@@ -128,16 +127,16 @@ def flash_mla_decode(
     query, result = _padded(tensor(q), 64 if heads <= 64 else 128), _padded(tensor(out), 64 if heads <= 64 else 128)
     plan, _ = peer.get_mla_metadata()
     pages, listed = tensor(cache)[:, :, None], tensor(indices)
-    more = {name: tensor(x) for name, x in (("topk_length", lens), ("extra_topk_length", extra_lens)) if x is not None}
+    named = {name: tensor(x) for name, x in (("topk_length", lens), ("extra_topk_length", extra_lens)) if x is not None}
     if sink is not None:
-        more["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[2], -math.inf)[:, 0].contiguous()
+        named["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[2], -math.inf)[:, 0].contiguous()
     if extra_k_cache is not None:
-        more["extra_k_cache"] = tensor(extra_k_cache)[:, :, None]
-        more["extra_indices_in_kvcache"] = tensor(extra_indices)
+        named["extra_k_cache"] = tensor(extra_k_cache)[:, :, None]
+        named["extra_indices_in_kvcache"] = tensor(extra_indices)
 
     def call() -> Any:
         peer.flash_mla_with_kvcache(
-            query, pages, None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, out=result, **more
+            query, pages, None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, out=result, **named
         )
         return result[:, :, :heads]
 
@@ -151,7 +150,7 @@ def _padded(x: Any, heads: int, value: float = 0.0) -> Any:
     return x if x.shape[-2] == heads else torch.nn.functional.pad(x, (0, 0, 0, heads - x.shape[-2]), value=value)
 
 
-def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, scale: float) -> Call | None:
+def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, scale: float) -> Thunk | None:
     peer = module(FLASH_MLA)
     if peer is None or q.shape[2] not in (16, 32, 64, 128):
         return None
@@ -160,7 +159,7 @@ def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, 
     return lambda: peer.flash_mla_with_kvcache(query, pages, table, lens, 512, plan, softmax_scale=scale)
 
 
-def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any = None) -> Call | None:
+def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any = None) -> Thunk | None:
     """Sparse prefill. 8, 16 and 32 heads have a kernel of their own; others are padded to 64 or 128."""
     peer = module(FLASH_MLA)
     if peer is None or indices.shape[1] % 128:
@@ -168,18 +167,18 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any
     heads = q.shape[1]
     query = tensor(q) if heads in (8, 16, 32) else _padded(tensor(q), 64 if heads <= 64 else 128)
     rows, listed = tensor(kv)[:, None], tensor(indices)[:, None]
-    more = {} if lens is None else {"topk_length": tensor(lens)}
+    named = {} if lens is None else {"topk_length": tensor(lens)}
     if sink is not None:
-        more["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[1], -math.inf)[:, 0].contiguous()
+        named["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[1], -math.inf)[:, 0].contiguous()
 
     def call() -> Any:
-        out, *_ = peer.flash_mla_sparse_fwd(query, rows, listed, q.shape[2] ** -0.5, **more)
+        out, *_ = peer.flash_mla_sparse_fwd(query, rows, listed, q.shape[2] ** -0.5, **named)
         return out[:, :heads]
 
     return call
 
 
-def torch_sparse(q: Any, rows: Any, indices: Any, tokens_at_a_time: int = 64) -> Call | None:
+def torch_sparse(q: Any, rows: Any, indices: Any, tokens_at_a_time: int = 64) -> Thunk | None:
     """Sparse attention of tokens [t, h, d] to rows [n, d], composed of torch's operations; indices may be -1."""
     if not has_peer("torch"):
         return None
@@ -190,16 +189,16 @@ def torch_sparse(q: Any, rows: Any, indices: Any, tokens_at_a_time: int = 64) ->
 
     def call() -> Any:
         for start in range(0, len(queries), tokens_at_a_time):
-            some = slice(start, start + tokens_at_a_time)
-            keys, absent = kv[listed[some].clamp(min=0)], listed[some, None] < 0
-            scores = (queries[some] @ keys.mT * scale).masked_fill(absent, -math.inf)
-            torch.matmul(torch.softmax(scores, dim=-1), keys[..., :512], out=out[some])
+            tokens = slice(start, start + tokens_at_a_time)
+            keys, absent = kv[listed[tokens].clamp(min=0)], listed[tokens, None] < 0
+            scores = (queries[tokens] @ keys.mT * scale).masked_fill(absent, -math.inf)
+            torch.matmul(torch.softmax(scores, dim=-1), keys[..., :512], out=out[tokens])
         return out
 
     return call
 
 
-def triton_sparse(q: Any, rows: Any, indices: Any) -> Call | None:
+def triton_sparse(q: Any, rows: Any, indices: Any) -> Thunk | None:
     """The same by vLLM's Triton kernel, which it runs where FlashMLA does not; it allocates its results."""
     peer = module(VLLM_TRITON_SPARSE)
     if peer is None:
@@ -212,7 +211,7 @@ def triton_sparse(q: Any, rows: Any, indices: Any) -> Call | None:
 
 def vllm_qnorm_rope_insert(
     q: Any, kv: Any, cache: Any, slots: Any, positions: Any, cos_sin: Any, block_size: int
-) -> Call | None:
+) -> Thunk | None:
     """V4's insert as vLLM makes it: queries normed and rotated, rows rotated, quantised and written. Gives queries."""
     operations = vllm_operations()
     if operations is None:
@@ -231,7 +230,7 @@ def vllm_gather_name() -> str:
 
 def vllm_gather(
     out: Any, cache: Any, lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int = 0
-) -> Call | None:
+) -> Thunk | None:
     found = gather_of_vllm()
     if found is None:
         return None
@@ -239,7 +238,7 @@ def vllm_gather(
     return lambda: found.call(*arrays, block_size, offset)
 
 
-def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Call | None:
+def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Thunk | None:
     """An indexer's calls."""
     operations = vllm_operations()
     if operations is None:
@@ -248,7 +247,7 @@ def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Call | None:
     return lambda: operations._C_cache_ops.indexer_k_quant_and_cache(*arrays, 128, "ue8m0")
 
 
-def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Call | None:
+def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Thunk | None:
     operations = vllm_operations()
     if operations is None:
         return None
@@ -259,15 +258,15 @@ def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Call | None:
     return lambda: operations._C_cache_ops.concat_and_cache_mla(*arrays, "auto", scale)
 
 
-def vllm_map(name: str, *given: Any) -> Call | None:
+def vllm_map(name: str, *arguments: Any) -> Thunk | None:
     """A map of indices by its name, which allocates what it returns."""
     function = getattr(module(VLLM_CACHE), name, None)
     if function is None:
         return None
-    return functools.partial(function, *(tensor(x) if hasattr(x, "shape") else x for x in given))
+    return functools.partial(function, *(tensor(x) if hasattr(x, "shape") else x for x in arguments))
 
 
-def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: Any = None) -> Call | None:
+def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: Any = None) -> Thunk | None:
     """The choice as vLLM makes it: decode rows have lens, prefill rows starts and ends."""
     operations = vllm_operations()
     if operations is None or k not in (512, 1024, 2048):
@@ -299,7 +298,7 @@ def top_k_function(rows: int) -> str:
     return "cooperative_topk" if rows <= COOPERATIVE_ROWS else "persistent_topk"
 
 
-def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, ends: Any) -> Call | None:
+def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, ends: Any) -> Thunk | None:
     peer = deep_gemm()
     if peer is None:
         return None
@@ -310,7 +309,7 @@ def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, end
     return lambda: peer.fp8_mqa_logits(query, (keys, scale), *rest, clean_logits=False)
 
 
-def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Call | None:
+def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Thunk | None:
     """lens [B] or [B, next_n]; no more than two tokens of a request."""
     peer = deep_gemm()
     if peer is None or q.shape[1] > 2:
@@ -325,14 +324,14 @@ def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: A
     return lambda: peer.fp8_paged_mqa_logits(query, pages, *rest, schedule, columns, clean_logits=False)
 
 
-def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Call | None:
+def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Thunk | None:
     peer = deep_gemm()
     return None if peer is None else functools.partial(
         peer.get_paged_mqa_logits_metadata, tensor(lens), block_size, multiprocessors
     )  # fmt: skip
 
 
-def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Call | None:
+def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Thunk | None:
     """x W^T for e4m3 weights in blocks of 128 x 128: x is quantised by groups of 128 first, with scales by columns."""
     peer, operations = deep_gemm(), vllm_operations()
     if peer is None or operations is None or not hasattr(peer, "fp8_gemm_nt"):
@@ -340,13 +339,13 @@ def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Call | None:
     import torch
 
     tokens, columns = x.shape
-    given, codes, scales, result = tensor(x), tensor(weight).view(torch.float8_e4m3fn), tensor(scale), tensor(out)
-    quantized = torch.empty((tokens, columns), dtype=torch.float8_e4m3fn, device=given.device)
-    padded = torch.empty((columns // 128, -(-tokens // 4) * 4), dtype=torch.float32, device=given.device)
+    rows, codes, scales, result = tensor(x), tensor(weight).view(torch.float8_e4m3fn), tensor(scale), tensor(out)
+    quantized = torch.empty((tokens, columns), dtype=torch.float8_e4m3fn, device=rows.device)
+    padded = torch.empty((columns // 128, -(-tokens // 4) * 4), dtype=torch.float32, device=rows.device)
     factors = padded.t()[:tokens]
 
     def call() -> Any:
-        operations._C.per_token_group_fp8_quant(given, quantized, factors, 128, 1e-10, -448.0, 448.0, False, True, True)
+        operations._C.per_token_group_fp8_quant(rows, quantized, factors, 128, 1e-10, -448.0, 448.0, False, True, True)
         peer.fp8_gemm_nt((quantized, factors), (codes, scales), result)
         return result
 

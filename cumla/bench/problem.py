@@ -21,13 +21,12 @@ from ..layout import DSV4_FP8, CacheLayout
 from ..specs.inputs import Size
 from ..specs.measured import WINDOW as WINDOW
 from ..specs.measured import Measured
+from .measure import Calls as Calls
 from .measure import copy_calls, cupy, sets_for
 
 BLOCK = 64
 HOST_SLOTS, DEVICE_SLOTS = 1 << 14, 1 << 20
 CHECKED = 3  # entries of a batch that are compared with the reference
-
-Calls = Sequence[Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,8 @@ def calls_of(
     function: Callable[..., Any], sets: Sequence[Mapping[str, Any]], outs: Sequence[Any] | None = None, **options: Any
 ) -> Callable[[str], Calls]:
     """Calls of a backend with sets of arguments by name, each with an output of its own where `outs` are given."""
-    given = sets if outs is None else [{**x, "out": out} for x, out in zip(sets, outs, strict=True)]
-    return lambda backend: [functools.partial(function, **x, **options, backend=backend) for x in given]
+    keywords = sets if outs is None else [{**x, "out": out} for x, out in zip(sets, outs, strict=True)]
+    return lambda backend: [functools.partial(function, **x, **options, backend=backend) for x in keywords]
 
 
 def by_backend(
@@ -141,7 +140,7 @@ def by_backend(
     """Calls of a backend over sets of arguments, each with an output of its own where `outs` are given."""
 
     def calls(backend: str) -> Calls:
-        made = [functools.partial(call, *given, **options, backend=backend) for given in sets]
+        made = [functools.partial(call, *arguments, **options, backend=backend) for arguments in sets]
         return made if outs is None else [functools.partial(x, out=out) for x, out in zip(made, outs, strict=True)]
 
     return calls
@@ -159,7 +158,7 @@ def problem_of(
     impls = {name: ("cupy", ours(backend)) for name, backend in names.items()}
     sets, functions = len(next(iter(impls.values()))[1]), {}
     if peer is not None and sizes.with_peers:
-        calls = [peer.call(*given) for given in peer.sets]
+        calls = [peer.call(*arguments) for arguments in peer.sets]
         there = [call for call in calls if call is not None]
         if len(there) == len(calls):
             impls[peer.impl], functions[peer.impl] = ("torch", there), peer.function

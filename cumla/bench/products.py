@@ -50,19 +50,19 @@ class BlockLinear:
     def problem(self, sizes: Sizes) -> Problem:
         inputs, shape = sizes.inputs(tokens=self.tokens), (self.groups, self.rows, self.columns)
         size = self.groups * self.rows * self.columns
-        given = product(inputs, (self.groups,), self.rows, self.columns, self.is_ue8m0)
-        given |= {"float32_output": False, "prefetch_weights": True, "finite_weights": True}
-        codes = [given["weight"], *(inputs.weights(*shape) for _ in range(sizes.sets(size, MOST_SETS) - 1))]
-        x, scales, out = given["x"], given["weight_scale"], inputs.unwritten(self.tokens, self.groups, self.rows)
-        ours = calls_of(cumla.fp8_block_linear, [{**given, "weight": each} for each in codes], out=out)
+        operands = product(inputs, (self.groups,), self.rows, self.columns, self.is_ue8m0)
+        operands |= {"float32_output": False, "prefetch_weights": True, "finite_weights": True}
+        codes = [operands["weight"], *(inputs.weights(*shape) for _ in range(sizes.sets(size, MOST_SETS) - 1))]
+        x, scales, out = operands["x"], operands["weight_scale"], inputs.unwritten(self.tokens, self.groups, self.rows)
+        ours = calls_of(cumla.fp8_block_linear, [{**operands, "weight": each} for each in codes], out=out)
 
         def check(_: Any) -> float:
             """Some rows of every group."""
-            some = np.linspace(0, self.rows - 1, min(self.rows, CHECKED_ROWS)).astype(int)
-            spread = to_host(scales)[:, some // BLOCK].repeat(BLOCK, axis=2)[:, :, : self.columns]
-            weight = to_host(codes[0])[:, some].view(E4M3).astype(np.float64) * spread
+            sampled = np.linspace(0, self.rows - 1, min(self.rows, CHECKED_ROWS)).astype(int)
+            spread = to_host(scales)[:, sampled // BLOCK].repeat(BLOCK, axis=2)[:, :, : self.columns]
+            weight = to_host(codes[0])[:, sampled].view(E4M3).astype(np.float64) * spread
             want = np.einsum("tgk,gnk->tgn", to_host(x).astype(np.float64), weight)
-            return error_within(to_host(out)[:, :, some].astype(np.float64), want, ROUNDED)
+            return error_within(to_host(out)[:, :, sampled].astype(np.float64), want, ROUNDED)
 
         moved = size + scales.nbytes + x.nbytes + out.nbytes
         peer = None

@@ -213,14 +213,14 @@ class Prefill:
     def problem(self, sizes: Sizes) -> Problem:
         x = self.inputs(sizes)
         sets = [self.arguments(x) for _ in range(PREFILL_SETS)]
-        for given in sets[1:]:  # the same rows, and the same sink
-            given |= {name: sets[0][name] for name in ("kv", "attn_sink")}
+        for operands in sets[1:]:  # the same rows, and the same sink
+            operands |= {name: sets[0][name] for name in ("kv", "attn_sink")}
         outputs = SPECS[self.op].new_results(x, sets[0])
         size = workspace_bytes(self.precision, self.rows, self.heads, self.width, False)
         workspace = x.unwritten(size, dtype=np.uint8) if size else None
-        keys = sum(int((to_host(given["indices"]) >= 0).sum()) for given in sets) / PREFILL_SETS
+        keys = sum(int((to_host(operands["indices"]) >= 0).sum()) for operands in sets) / PREFILL_SETS
         moved = self.rows * 2 * self.width + self.tokens * self.heads * 2 * (self.width + 512)
-        theirs = [[given[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink")] for given in sets]
+        theirs = [[operands[name] for name in ("q", "kv", "indices", "topk_length", "attn_sink")] for operands in sets]
         return problem_of(
             self, sizes, calls_of(cumla.sparse_mla_prefill, sets, workspace=workspace, **outputs), moved,
             functools.partial(self._check, sets[0]), lambda: outputs["out"][0].fill(0),
@@ -228,14 +228,14 @@ class Prefill:
             peer=Peer("flash_mla", peers.FLASH_MLA_PREFILL, peers.flash_mla_prefill, theirs),
         )  # fmt: skip
 
-    def _check(self, given: dict[str, Any], result: Any) -> float:
+    def _check(self, operands: dict[str, Any], result: Any) -> float:
         """The largest error of some tokens."""
-        worst, rows = 0.0, to_host(given["kv"])
-        sink = None if given["attn_sink"] is None else to_host(given["attn_sink"])
+        worst, rows = 0.0, to_host(operands["kv"])
+        sink = None if operands["attn_sink"] is None else to_host(operands["attn_sink"])
         for token in np.linspace(0, self.tokens - 1, CHECKED).astype(int):
             one = slice(token, token + 1)
-            names = ("q", "indices") if given["topk_length"] is None else ("q", "indices", "topk_length")
-            few: dict[str, Any] = {name: to_host(given[name][one]) for name in names}
+            names = ("q", "indices") if operands["topk_length"] is None else ("q", "indices", "topk_length")
+            few: dict[str, Any] = {name: to_host(operands[name][one]) for name in names}
             want, _, _ = cumla.sparse_mla_prefill(**few, kv=rows, attn_sink=sink, backend="reference")
             got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
             largest = float(np.abs(rows[few["indices"][0]][:, :512].astype(np.float32)).max())

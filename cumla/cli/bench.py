@@ -21,7 +21,7 @@ from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
 from ..terminal import Progress, say
 from ..timing import limit_blas_threads
-from . import given
+from . import inapplicable
 from .files import check_outputs
 
 HEADING = f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}"
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
         which = "with --results" if args.results is not None else "with two files to compare"
         if args.suite:
             raise InputError(f"SUITE: got {', '.join(args.suite)}, which does not apply {which}: nothing is measured")
-        given.refuse(args, (*SIZES, "--backend"), f"{which}: nothing is measured")
+        inapplicable.refuse(args, (*SIZES, "--backend"), f"{which}: nothing is measured")
     if args.compare is not None and len(args.compare) == 2:
-        given.refuse(args, ["--results"], "with two files to compare")
+        inapplicable.refuse(args, ["--results"], "with two files to compare")
     if args.plot is not None:
         check_can_plot(args.plot)
     # What is written to stdout is for a program; a person reads stderr then.

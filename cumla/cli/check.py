@@ -45,9 +45,9 @@ def run(console: Console, backend: str | None, seed: int) -> int:
             found.append((case, outcomes))
     # Numbers are not split: a terminal too narrow for all backends gets a table for each.
     together = console.width >= CASE_WIDTH + (NUMBER_WIDTH + 3) * len(names)
-    for some in [range(len(names))] if together else [[i] for i in range(len(names))]:
-        some_found = [(case, [outcomes[i] for i in some]) for case, outcomes in found]
-        console.print(_table([names[i] for i in some], some_found, console.width >= WHOLE_NAMES))
+    for columns in [range(len(names))] if together else [[i] for i in range(len(names))]:
+        found_of_part = [(case, [outcomes[i] for i in columns]) for case, outcomes in found]
+        console.print(_table([names[i] for i in columns], found_of_part, console.width >= WHOLE_NAMES))
     for note in notes:
         say(console, escape(note))
     if failed:
@@ -70,13 +70,13 @@ def outcome_of(case: Case, backend: str, seed: int) -> Outcome:
         return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
 
 
-def _table(names: Sequence[str], found: Sequence[tuple[Case, Sequence[Outcome]]], whole: bool) -> Table:
+def _table(names: Sequence[str], found: Sequence[tuple[Case, Sequence[Outcome]]], whole_names: bool) -> Table:
     table = Table(
         title="Largest error against the reference, and what is allowed there", title_justify="left",
         caption="0: equal, as maps, bytes and gathered values must be. -: the backend does not have the op.",
         caption_justify="left",
     )  # fmt: skip
-    table.add_column("op", overflow="fold", no_wrap=whole)
+    table.add_column("op", overflow="fold", no_wrap=whole_names)
     table.add_column("case", overflow="fold")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True, min_width=NUMBER_WIDTH)

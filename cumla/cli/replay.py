@@ -35,7 +35,7 @@ from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
 from ..terminal import Progress, say
 from ..timing import limit_blas_threads
-from . import given
+from . import inapplicable
 from .files import STDOUT, check_outputs
 from .info import describe_machine
 
@@ -117,7 +117,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     layers = parse_layers(args.layers)
     for option, names in LAYERS_OF.items():
         if not names & set(layers):
-            given.refuse(args, [option], f"to --layers {args.layers}, but to {', '.join(sorted(names))}")
+            inapplicable.refuse(args, [option], f"to --layers {args.layers}, but to {', '.join(sorted(names))}")
     has_v41 = bool(V41_RATIOS.keys() & set(layers))
     if has_v41 and args.layout not in (None, *V41_CACHE_FORMATS):
         raise InputError(

@@ -24,11 +24,11 @@ from ..specs.inputs import Size
 from ..specs.served import Served
 from .served_model import Model
 
-Call = Callable[[], Any]
+Thunk = Callable[[], Any]
 LEAST_COLUMNS, MOST_PROMPT_ROWS, PAGE = 64, 8192, 64
 
 
-def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Call]:
+def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Thunk]:
     """Selections of up to `decodes` decodes, and of prompts; none on the host, where sizes decide nothing.
 
     Contexts are empty, so that a call takes no longer than its launches.
@@ -45,7 +45,7 @@ def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Call]:
             columns *= 2
 
 
-def find_needed(calls: Iterable[Call], needed: list[Call]) -> None:
+def find_needed(calls: Iterable[Thunk], needed: list[Thunk]) -> None:
     """Append the calls of backend cuda that need a program which none before them needs; threads begin to compile it.
 
     All calls are made here, without launches.
@@ -60,7 +60,7 @@ def find_needed(calls: Iterable[Call], needed: list[Call]) -> None:
                 needed.append(call)
 
 
-def call_all(calls: Iterable[Call]) -> None:
+def call_all(calls: Iterable[Thunk]) -> None:
     for call in calls:
         call()
 
@@ -84,7 +84,7 @@ class Selection:
         """As much memory for scores as layers give."""
         return WORKSPACE_BYTES if self.model.kind == "v41" else MOST_SCORE_BYTES
 
-    def decodes(self, most: int) -> Iterator[Call]:
+    def decodes(self, most: int) -> Iterator[Thunk]:
         row_bytes = logits_row_bytes(self.columns)
         each_of = [(1, count) for count in range(1, most + 1)]
         each_of += [(each, n) for each in range(2, self.model.decode_tokens + 1) for n in numbers(most)]
@@ -92,24 +92,24 @@ class Selection:
             x, most_bytes = self.inputs(requests=count), each * count * row_bytes
             most_bytes = max(WORKSPACE_BYTES, min(most_bytes, self.most_score_bytes))
             for blocks in self.blocks:
-                given = topk_inputs.over_pages(x, self.layout, each, blocks, with_slots=True)
-                yield functools.partial(indexer_topk, **given, max_workspace_bytes=most_bytes, backend=self.backend)
+                arguments = topk_inputs.over_pages(x, self.layout, each, blocks, with_slots=True)
+                yield functools.partial(indexer_topk, **arguments, max_workspace_bytes=most_bytes, backend=self.backend)
             if blocks:
                 yield self.among_candidates(x, each)
 
-    def among_candidates(self, x: Served, each: int) -> Call:
-        given = candidates.choice(x, self.layout, each, self.model.candidate_blocks, CANDIDATE_BLOCK)
-        return functools.partial(candidate_topk, **given, backend=self.backend)
+    def among_candidates(self, x: Served, each: int) -> Thunk:
+        arguments = candidates.choice(x, self.layout, each, self.model.candidate_blocks, CANDIDATE_BLOCK)
+        return functools.partial(candidate_topk, **arguments, backend=self.backend)
 
-    def prompts(self) -> Iterator[Call]:
+    def prompts(self) -> Iterator[Thunk]:
         """Layers gather MXFP4 keys as FP8. The last pass over a chunk has any number of rows."""
-        given = sparse_cache.gather_keys(self.inputs(), self.layout)
-        yield functools.partial(cp_gather_indexer_k_quant_cache, **given, backend=self.backend)
+        arguments = sparse_cache.gather_keys(self.inputs(), self.layout)
+        yield functools.partial(cp_gather_indexer_k_quant_cache, **arguments, backend=self.backend)
         for rows in numbers(min(MOST_PROMPT_ROWS, self.most_score_bytes // logits_row_bytes(self.columns))):
             x, most_bytes = self.inputs(requests=rows, tokens=rows), self.most_score_bytes
             for blocks in self.blocks:
-                given = topk_inputs.over_keys(x, blocks)
-                yield functools.partial(indexer_topk, **given, max_workspace_bytes=most_bytes, backend=self.backend)
+                arguments = topk_inputs.over_keys(x, blocks)
+                yield functools.partial(indexer_topk, **arguments, max_workspace_bytes=most_bytes, backend=self.backend)
             if blocks:
                 yield self.among_candidates(x, 1)
 

@@ -28,8 +28,8 @@ def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for ratio, indexer in ((4, INDEXER_FP8), (128, None)):
         for tokens in (1, 300):
             x = Served(backend, Size(tokens=tokens, pages=-(-tokens // Size.block_size)))
-            given = compressor.compress(x, DSV4_FP8, indexer, ratio, np.int32)
-            call = functools.partial(compress_and_insert, **given, backend=backend)
+            arguments = compressor.compress(x, DSV4_FP8, indexer, ratio, np.int32)
+            call = functools.partial(compress_and_insert, **arguments, backend=backend)
             yield f"compress_and_insert ratio {ratio}, {tokens} tokens", call
 
 
@@ -38,12 +38,12 @@ def norm_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[st
     x, (first, second) = Served(backend, model.size(1, block_size)), model.formats
     for layout in dict.fromkeys((first, second)):
         if model.kind == "v4" and layout is first:
-            given = norm_rope.window_rows(x, layout)
-            call = functools.partial(qnorm_rope_and_insert, **given, backend=backend)
+            arguments = norm_rope.window_rows(x, layout)
+            call = functools.partial(qnorm_rope_and_insert, **arguments, backend=backend)
             yield f"qnorm_rope_and_insert {layout.name}", call
         if model.kind != "v4" or (layout is second and first is not DSV4_FP8):
-            given = norm_rope.latent_rows(x, layout)
-            call = functools.partial(norm_rope_and_insert, **given, backend=backend)
+            arguments = norm_rope.latent_rows(x, layout)
+            call = functools.partial(norm_rope_and_insert, **arguments, backend=backend)
             yield f"norm_rope_and_insert {layout.name}", call
 
 
@@ -52,20 +52,20 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
     x, layouts = Served(backend, model.size(batch, block_size)), dict.fromkeys(model.formats)
     for dtype in (np.int64, np.int32):
         for layout in layouts:
-            given = sparse_cache.insert(x, layout, slots=dtype)
-            yield "insert", functools.partial(quantize_and_insert_k_cache, **given, backend=backend)
-    for given in decodes(model, x):
-        results = SPECS["sparse_mla_decode"].new_results(x, given)
+            arguments = sparse_cache.insert(x, layout, slots=dtype)
+            yield "insert", functools.partial(quantize_and_insert_k_cache, **arguments, backend=backend)
+    for arguments in decodes(model, x):
+        results = SPECS["sparse_mla_decode"].new_results(x, arguments)
         for options in ({}, {**results, "plan": DecodePlan()}):
-            yield "decode", functools.partial(sparse_mla_decode, **given, **options, backend=backend)
+            yield "decode", functools.partial(sparse_mla_decode, **arguments, **options, backend=backend)
     for layout in layouts:
-        given = sparse_cache.gather(x, layout)
-        yield "gather", functools.partial(dequantize_and_gather_k_cache, **given, backend=backend)
+        arguments = sparse_cache.gather(x, layout)
+        yield "gather", functools.partial(dequantize_and_gather_k_cache, **arguments, backend=backend)
     if model.has_window:
         yield from prefill_row_calls(model, block_size, backend)
     of_prompts = Served(backend, replace(x.size, tokens=batch, rows=batch * x.size.context))
-    given = sparse_attention.prefill(of_prompts, model.formats[0].head_dim, model.has_window)
-    yield "prefill", functools.partial(sparse_mla_prefill, **given, backend=backend)
+    arguments = sparse_attention.prefill(of_prompts, model.formats[0].head_dim, model.has_window)
+    yield "prefill", functools.partial(sparse_mla_prefill, **arguments, backend=backend)
 
 
 def decodes(model: Model, x: Served) -> Iterator[dict[str, Any]]:
@@ -80,8 +80,8 @@ def prefill_row_calls(model: Model, block_size: int, backend: str) -> Iterator[t
     for rows in (64, 1 << 14):
         x = Served(backend, replace(model.size(1, block_size), tokens=1, rows=rows, context=rows))
         for ratio in (0, 4, C128A_RATIO):
-            given = prefill_rows.gather(x, *model.formats, ratio, compact=ratio != C128A_RATIO)
-            yield "prefill rows", functools.partial(gather_prefill_rows, **given, backend=backend)
+            arguments = prefill_rows.gather(x, *model.formats, ratio, compact=ratio != C128A_RATIO)
+            yield "prefill rows", functools.partial(gather_prefill_rows, **arguments, backend=backend)
 
 
 def decodes_of_any_number(model: Model, most: int, backend: str) -> None:
@@ -92,5 +92,5 @@ def decodes_of_any_number(model: Model, most: int, backend: str) -> None:
     shared: dict[Any, Any] = {}
     for tokens in range(1, most * model.decode_tokens + 1):
         size = replace(model.size(tokens, Size.block_size), pages=1)
-        for given in decodes(model, Served(backend, size, shared)):
-            sparse_mla_decode(**given, backend=backend)
+        for arguments in decodes(model, Served(backend, size, shared)):
+            sparse_mla_decode(**arguments, backend=backend)

@@ -11,16 +11,25 @@ from typing import Any
 from rich.console import Console
 
 from ..dispatch import backends
-from ..dispatch.self_test import run_pending
+from ..dispatch.kernel_check import run_pending
 from ..errors import RunError
-from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, UNKEPT, VARIABLE, MiscompiledError, note_unkept
+from ..kernels.check_results import (
+    NOT_REACHED,
+    RESULTS,
+    RIGHT,
+    SAVED,
+    UNSAVED,
+    VARIABLE,
+    MiscompiledError,
+    note_unsaved,
+)
 from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
 from ..replay.options import V41_RATIOS, ReplayOptions
 from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
-from .selection_calls import Call, call_all, find_needed, selection_calls
+from .selection_calls import Thunk, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, sparse_calls
 
@@ -32,11 +41,11 @@ def tasks(
     model: Model, batches: Sequence[int], block_size: int, backend: str
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls by name."""
-    calls: Iterable[Call] = ()
+    calls: Iterable[Thunk] = ()
     if model.kind != "mla":
         calls = selection_calls(model, max(batches), backend)
         if backend == "cuda":  # one call for each kernel, compiled by threads while the tasks in between run
-            needed: list[Call] = []
+            needed: list[Thunk] = []
             yield "kernels of selections of every size, begun", functools.partial(find_needed, calls, needed)
             calls = needed
     for case in CASES:
@@ -99,8 +108,8 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
             except MiscompiledError as error:
                 raise RunError(str(error)) from None
             except OSError as error:  # CuPy's, for its folder
-                note_unkept(str(error))
-            check_kept(name)
+                note_unsaved(str(error))
+            check_saved(name)
             seconds, count = time.perf_counter() - before, count + 1
             slowest = max(slowest, seconds)
             if seconds > 0.1:  # what was there already is not worth a line
@@ -111,12 +120,12 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
     return 0
 
 
-def check_kept(name: str) -> None:
+def check_saved(name: str) -> None:
     """Raise RunError if the code of a call, or the result of its test, is not on disk: the next ones would not be."""
-    if UNKEPT:
+    if UNSAVED:
         raise RunError(
             f"{name}: compiled kernels cannot be kept, so that every process would compile them again "
-            f"({'; '.join(UNKEPT)}). Set {FOLDERS}, to a folder that can be written"
+            f"({'; '.join(UNSAVED)}). Set {FOLDERS}, to a folder that can be written"
         )
 
 
@@ -124,10 +133,10 @@ def found() -> str:
     """What became of the kernels, in a sentence."""
     if os.environ.get(VARIABLE) == "0":
         return f"Kernels were not tested ({VARIABLE}=0)"
-    kept, right, missed = (RESULTS[key] for key in (KEPT, RIGHT, NOT_REACHED))
+    cached, right, missed = (RESULTS[key] for key in (SAVED, RIGHT, NOT_REACHED))
     if not right + missed:
-        return f"All {kept} kernels were in the cache"
+        return f"All {cached} kernels were in the cache"
     return (
         f"{right + missed} kernels were compiled: {right} tested and right, {missed} not reached by a small case; "
-        f"{kept} were in the cache"
+        f"{cached} were in the cache"
     )

@@ -26,8 +26,8 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..arrays.dlpack import Argument
 from ..arrays.memory import coincide, extent, share_elements
+from ..kernels.check_results import FAILED, check_not_failed
 from ..kernels.cuda.ordinary import ordinary_launch
-from ..kernels.self_tests import FAILED, check_not_failed
 from ..kernels.types.stream_workspace import MOST_BYTES, workspace_of_stream
 from . import debug, dry_run
 from .backends import choose, kernels
@@ -60,7 +60,7 @@ class Call:
         self._stream = None if stream is None else streams.handle_of(stream)
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
-        self._given: dict[str, Any] = {}  # the caller's arrays by name
+        self._arrays: dict[str, Any] = {}  # the caller's arrays by name
         self.written: dict[str, Any] = {}  # the caller's arrays that are written
         self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that may be the same arrays
         self.may_share: Callable[[Any, Any], bool] | None = None  # whether written arrays may share elements
@@ -127,7 +127,7 @@ class Call:
 
     def uses(self, name: str, native: Any, writable: bool = False) -> None:
         """Register an array of the caller that kernels read or, if `writable`, write."""
-        self._given[name] = native
+        self._arrays[name] = native
         if writable:
             self.written[name] = native
 
@@ -175,22 +175,22 @@ class Call:
     def output(
         self,
         name: str,
-        given: Any,
+        out: Any,
         dtypes: tuple[np.dtype[Any], ...],
         shape: tuple[int, ...],
         may_be: str | None = None,
     ) -> Any:
-        """An array to write, which is a result of the call: the caller's `given`, checked, or a new one of `dtypes[0]`.
+        """An array to write, which is a result of the call: the caller's `out`, checked, or a new one of `dtypes[0]`.
 
         may_be  the input that may also be this output, if the operation reads each element before it writes it
         """
-        if given is None:
-            given, native = self._new_output(name, shape, dtypes[0])
-            self._results.append((given, native))
+        if out is None:
+            out, native = self._new_output(name, shape, dtypes[0])
+            self._results.append((out, native))
         else:
-            native = self.array(name, given, dtypes, shape, writable=True)
-            self._results.append((given, native))
-            if may_be is not None and coincide(native, self._given[may_be]):
+            native = self.array(name, out, dtypes, shape, writable=True)
+            self._results.append((out, native))
+            if may_be is not None and coincide(native, self._arrays[may_be]):
                 self._in_place.add((name, may_be))
         return native
 
@@ -203,19 +203,19 @@ class Call:
         """Raise ValueError if a written array shares elements with another one: kernels read and write in any order."""
         may_share: Callable[[Any, Any], bool] = np.may_share_memory
         if self.current.device >= 0 and self.written:
-            extents = {id(array): extent(array) for array in (*self._given.values(), *self.written.values())}
+            extents = {id(array): extent(array) for array in (*self._arrays.values(), *self.written.values())}
 
             def may_share(a: Any, b: Any) -> bool:
                 return extents[id(a)].intersects(extents[id(b)])
 
         for name, array in self.written.items():
-            for other, other_array in self._given.items():
+            for other, other_array in self._arrays.items():
                 if other != name and may_share(array, other_array) and self._is_shared(name, other):
                     raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
 
     def _is_shared(self, name: str, other: str) -> bool:
         """Whether two arrays share elements that neither the operation nor a compiler allows them to share."""
-        a, b = self.written[name], self._given[other]
+        a, b = self.written[name], self._arrays[other]
         if not share_elements(a, b) or {(name, other), (other, name)} & self._in_place:
             return False
         return not (self.may_share is not None and self.may_share(a, b)) and not debug.thread.unchecked
@@ -287,7 +287,7 @@ class Call:
         assert self.first is not None
         framework = self.first.framework
         with self.current:  # the stream for which readers of the results wait
-            back = tuple(dlpack.give(native, framework) if given is None else given for given, native in self._results)
+            back = tuple(dlpack.give(native, framework) if out is None else out for out, native in self._results)
         return back[0] if len(back) == 1 else back
 
 

@@ -29,8 +29,8 @@ from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.stream_workspace import StreamWorkspace, known_workspace
 from ..layout import CacheLayout
 from . import debug
+from .kernel_check import tested
 from .relocation import relocate
-from .self_test import tested
 from .values import plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -337,9 +337,9 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
     returned = [] if result is None else list(result) if isinstance(result, tuple) else [result]
     indices, new = [], iter(range(len(arrays), len(arrays) + len(outputs)))
     for item in returned:
-        given = [i for i, array in enumerate(arrays) if array is item]
-        indices.append(given[0] if given else next(new, -1))
-        together |= {(given[0], i, 0) for i in given[1:]}
+        positions = [i for i, array in enumerate(arrays) if array is item]
+        indices.append(positions[0] if positions else next(new, -1))
+        together |= {(positions[0], i, 0) for i in positions[1:]}
     if not relocation.launches or -1 in indices or next(new, None) is not None:
         return None
     shared, apart = _relations(extents[: len(arrays)], {array.data.ptr for array in used.written})

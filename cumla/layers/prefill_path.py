@@ -103,8 +103,8 @@ FEW_HEADS = {
 
 def costs_of(backend: str, layout: CacheLayout, heads: int) -> Costs | None:
     """The costs of a chunk with `heads` heads; None if not measured."""
-    few = FEW_HEADS.get((backend, layout.name), {})
-    return few.get(min((most for most in few if heads <= most), default=0), COSTS.get((backend, layout.name)))
+    by_heads = FEW_HEADS.get((backend, layout.name), {})
+    return by_heads.get(min((most for most in by_heads if heads <= most), default=0), COSTS.get((backend, layout.name)))
 
 
 def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:

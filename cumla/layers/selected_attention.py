@@ -23,7 +23,7 @@ from ..ops.sparse_cache import dequantize_and_gather_k_cache
 from .prefill_path import COSTS, HEADS, cheaper_path, tokens_of_a_last_wave
 
 WORKSPACE_ROWS = 1 << 18  # most dequantised rows, 302 MB in bfloat16; a longer request gets a workspace of its own
-Chunk = tuple[int, int, int]  # prefills: the first, one past the last, and the rows of the longest
+PrefillRange = tuple[int, int, int]  # prefills: the first, one past the last, and the rows of the longest
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SelectedAttention:
         for chunk in chunks:
             self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages)
 
-    def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[Chunk], int]:
+    def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[PrefillRange], int]:
         """The chunks of prefills whose rows are dequantised together; none if prefills read pages.
 
         Also the number of their first tokens that read pages in the decodes' call. Reads host integers only.
@@ -117,8 +117,8 @@ class SelectedAttention:
         return chunks, 0
 
     def _over_rows(
-        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any, chunk: Chunk,
-        done: int,
+        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any,
+        chunk: PrefillRange, done: int,
     ) -> None:  # fmt: skip
         """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them.
 
@@ -173,7 +173,7 @@ def listed_rows(seq_lens: np.ndarray, query_lens: np.ndarray, topk: int) -> int:
 
     def up_to(n: np.ndarray) -> np.ndarray:
         """Rows that a request's first n tokens select."""
-        few = np.minimum(n, topk).astype(np.int64)
-        return few * (few + 1) // 2 + (n - few) * topk
+        growing = np.minimum(n, topk).astype(np.int64)
+        return growing * (growing + 1) // 2 + (n - growing) * topk
 
     return int((up_to(seq_lens) - up_to(seq_lens - query_lens)).sum())

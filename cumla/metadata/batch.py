@@ -340,7 +340,7 @@ def get_dcp_local_seq_lens(
         if not 0 <= dcp_rank < dcp_world_size:
             raise ValueError(f"dcp_rank: got {dcp_rank}, expected 0 to {dcp_world_size - 1}")
     interleave = cp_kv_cache_interleave_size
-    whole_rounds = lens // interleave // dcp_world_size * interleave
-    rest = lens - whole_rounds * dcp_world_size - ranks * interleave
-    local = (whole_rounds + rest.clip(0, interleave)).astype(native.dtype)
+    full_rounds = lens // interleave // dcp_world_size * interleave
+    rest = lens - full_rounds * dcp_world_size - ranks * interleave
+    local = (full_rounds + rest.clip(0, interleave)).astype(native.dtype)
     return dlpack.give(local, dlpack.framework_of(seq_lens))

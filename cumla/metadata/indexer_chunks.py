@@ -108,10 +108,10 @@ def _split(
         stop, queries, rows = start + 1, query_lens[start], seq_lens[start]
         fits = rows <= workspace_size and queries * rows <= max_logits
         while fits and stop < len(seq_lens):
-            more_queries, more_rows = queries + query_lens[stop], rows + seq_lens[stop]
-            fits = more_rows <= workspace_size and more_queries * more_rows <= max_logits
+            next_queries, next_rows = queries + query_lens[stop], rows + seq_lens[stop]
+            fits = next_rows <= workspace_size and next_queries * next_rows <= max_logits
             if fits:
-                stop, queries, rows = stop + 1, more_queries, more_rows
+                stop, queries, rows = stop + 1, next_queries, next_rows
         requests = slice(start + request_offset, stop + request_offset)
         step = max(max_logits // rows if rows else queries, 1)
         chunks += [(requests, slice(first, min(first + step, queries))) for first in range(0, queries, step)]
@@ -227,7 +227,7 @@ class ChunkBuilder:
         self._space: ChunkArrays | None = None
         self._row_capacity = -1  # no buffers yet: the first step allocates them even if it has no rows
         self._native = functools.lru_cache(MOST_PARTS)(self._cut)
-        self._given = functools.lru_cache(MOST_PARTS)(self._give)
+        self._cached = functools.lru_cache(MOST_PARTS)(self._give)
 
     def lay_out(self, lens: HostLens, num_decodes: int, like: Any) -> list[LaidOut]:
         """The chunks of the requests after the decodes, on `like`'s device. Raises ValueError for too many rows."""
@@ -244,14 +244,14 @@ class ChunkBuilder:
             if requests is not before:
                 first, stop = requests.start - num_decodes, requests.stop - num_decodes
                 before, number, parts = requests, number + 1, [queries]
-                its_rows = rows[first:stop]
-                total_rows = sum(its_rows)
+                request_rows = rows[first:stop]
+                total_rows = sum(request_rows)
                 if total_rows > self.workspace_rows:
                     raise self._too_many(total_rows, requests)
                 if total_rows:
                     part = (starts[first], starts[stop], first + number, stop + number + 1, row, row + total_rows)
                     row += total_rows
-                    chunk = IndexerChunk(requests.start, stop - first, max(its_rows), *self._native(part))
+                    chunk = IndexerChunk(requests.start, stop - first, max(request_rows), *self._native(part))
                     laid_out.append(LaidOut(chunk, part, starts[first], requests, parts))
             else:
                 parts.append(queries)
@@ -260,9 +260,9 @@ class ChunkBuilder:
     def metadata(self, laid_out: list[LaidOut], block_table: Any, framework: str) -> DeepseekV32IndexerPrefillMetadata:
         """Metadata of chunks that kernels filled; `block_table` is the step's in the caller's `framework`."""
         chunks = []
-        for chunk, part, first_token, requests, its_queries in laid_out:
+        for chunk, part, first_token, requests, chunk_queries in laid_out:
             arrays = ChunkArrays(*chunk[3:]) if framework in ("cupy", "numpy") else self._parts(framework, part)
-            for queries in its_queries:
+            for queries in chunk_queries:
                 again = queries.start > 0
                 chunks.append(arrays.metadata(requests, queries, first_token, block_table, again, chunk.longest))
         return DeepseekV32IndexerPrefillMetadata(chunks)
@@ -314,12 +314,12 @@ class ChunkBuilder:
             rows = xp.zeros(1 << (total_rows - 1).bit_length(), np.int32)
             self._space = self._space._replace(token_to_seq=rows)
             self._native.cache_clear()
-            self._given.cache_clear()
+            self._cached.cache_clear()
         self._row_capacity = len(self._space.token_to_seq)
 
     def _parts(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
         """A chunk's part of the buffers as arrays of `framework`."""
-        return (self._give if framework == "jax" else self._given)(framework, part)
+        return (self._give if framework == "jax" else self._cached)(framework, part)
 
     def _cut(self, part: tuple[int, ...]) -> ChunkArrays:
         """A chunk's part of the buffers: its tokens, entries of cu_seq_lens and rows, each by first and end."""

@@ -145,12 +145,14 @@ class DeepseekSparseSWAMetadata:
         window = query_lens + np.minimum(seq_lens - query_lens, config.window_size - 1)
         plan: list[tuple[int, int, int, int]] = []
         start, rows_compressed, rows_window = 0, 0, 0
-        for i, (its_compressed, its_window) in enumerate(zip(compressed.tolist(), window.tolist(), strict=True)):
-            more_compressed, more_window = max(rows_compressed, its_compressed), max(rows_window, its_window)
-            if i > start and (i + 1 - start) * (more_compressed + more_window) > budget:
+        for i, (request_compressed, request_window) in enumerate(
+            zip(compressed.tolist(), window.tolist(), strict=True)
+        ):
+            most_compressed, most_window = max(rows_compressed, request_compressed), max(rows_window, request_window)
+            if i > start and (i + 1 - start) * (most_compressed + most_window) > budget:
                 plan.append((start, i, rows_compressed, rows_compressed + rows_window))
-                start, more_compressed, more_window = i, its_compressed, its_window
-            rows_compressed, rows_window = more_compressed, more_window
+                start, most_compressed, most_window = i, request_compressed, request_window
+            rows_compressed, rows_window = most_compressed, most_window
         plan.append((start, self.num_prefills, rows_compressed, rows_compressed + rows_window))
         return plan
 

@@ -74,7 +74,7 @@ class BlockScaledWeight:
         blocks = slice(first // self.block_rows, -(-end // self.block_rows))
         return replace(self, codes=self.codes[first:end], scales=self.scales[blocks])
 
-    def some_rows(self, first: int, end: int) -> BlockScaledWeight:
+    def copied_rows(self, first: int, end: int) -> BlockScaledWeight:
         """A copy of some rows of each group."""
         same = self.with_block_rows(math.gcd(self.block_rows, first))
         blocks = slice(first // same.block_rows, -(-end // same.block_rows))
@@ -108,7 +108,7 @@ class Parts(tuple[Any, ...]):
         return sum(part.nbytes for part in self)
 
 
-def let_products_round(layer: Any, *names: str) -> None:
+def enable_fp8_activations(layer: Any, *names: str) -> None:
     """Set that products of many tokens with these matrices of a layer round activations to FP8."""
     for name in names:
         weight = getattr(layer, name, None)

@@ -22,7 +22,7 @@ from ..layers.sparse import Observer, not_observed
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_and_insert
 from . import caches
-from .block_scaled import let_products_round
+from .block_scaled import enable_fp8_activations
 from .caches import DeepseekV32Caches
 from .hidden_states import attend
 from .products import compute_type, first_rows, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed
@@ -78,7 +78,7 @@ class DeepseekV32Attention:
         read = WeightReader(weights, expected_weights(config, layer), self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
-            let_products_round(self, *ROUNDED)
+            enable_fp8_activations(self, *ROUNDED)
         read.check_all_read()
         self.cos_sin = self.xp.asarray(config.cos_sin_table(max_position or config.max_position_embeddings))
         self.indexer = Indexer(
@@ -134,11 +134,11 @@ class DeepseekV32Attention:
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
 
     def check_step(
-        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
+        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, all_rows: bool = True
     ) -> None:
         """Raise the errors of `step`; whole: whether the cache has all latent rows, not only one rank's."""
         check_types(layer_caches=(layer_caches, DeepseekV32Caches), metadata=(metadata, DeepseekV32StepMetadata))
-        check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices, whole)
+        check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices, all_rows)
         check_indexer_metadata(metadata.indexer, metadata.tokens, topk_indices)
 
 

@@ -24,7 +24,7 @@ from ..layout import CacheLayout
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
-from .block_scaled import let_products_round
+from .block_scaled import enable_fp8_activations
 from .caches import DeepseekV4Caches
 from .hidden_states import attend
 from .output_projection import project_output
@@ -100,7 +100,7 @@ class DeepseekV4Attention:
         read = WeightReader(weights, expected_weights(config, layer), self.xp, keeps_fp8(weight_format))
         self._load(read)
         if activations == "fp8":
-            let_products_round(self, *ROUNDED)
+            enable_fp8_activations(self, *ROUNDED)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
         self.cos_sin = self.xp.asarray(table)
@@ -168,13 +168,13 @@ class DeepseekV4Attention:
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
 
     def check_step(
-        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
+        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, all_rows: bool = True
     ) -> None:
         """Raise the errors of `step`; whole: whether the cache has all compressed rows, not only one rank's."""
         if topk_indices is not None and self.ratio != 4:
             raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
         check_types(layer_caches=(layer_caches, DeepseekV4Caches), metadata=(metadata, DeepseekV4StepMetadata))
-        check_v4_step(self, hidden_states, layer_caches, metadata, topk_indices, whole)
+        check_v4_step(self, hidden_states, layer_caches, metadata, topk_indices, all_rows)
         if self.ratio == 4:
             check_indexer_metadata(metadata.indexer, metadata.window, topk_indices)
 

@@ -207,7 +207,7 @@ def first_rows(weight: Any, rows: int) -> Any:
 
 def rows_of(weight: Any, first: int, end: int) -> Any:
     """Rows `first` to `end` of each group."""
-    return weight.some_rows(first, end) if isinstance(weight, BlockScaledWeight) else weight[:, first:end]
+    return weight.copied_rows(first, end) if isinstance(weight, BlockScaledWeight) else weight[:, first:end]
 
 
 def transposed(weight: Any, dtype: Any) -> Any:

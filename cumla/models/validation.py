@@ -99,11 +99,11 @@ def check_v4_step(
     caches: DeepseekV4Caches,
     metadata: DeepseekV4StepMetadata,
     topk_indices: Any,
-    whole: bool = True,
+    all_rows: bool = True,
 ) -> None:
     """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
 
-    whole  whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
+    all_rows  whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
 
     Arguments on a device whose key was already validated are not checked again.
     """
@@ -124,12 +124,12 @@ def check_v4_step(
     check_window_pages("layer_caches.window", caches.window, window.longest)
     if ratio > 1:
         rows, page_rows = window.longest // ratio, window.config.compressed_block_size // ratio
-        check_rows_of_longest("layer_caches.compressed", caches.compressed, page_rows, rows if whole else 0)
+        check_rows_of_longest("layer_caches.compressed", caches.compressed, page_rows, rows if all_rows else 0)
         check_rows_of_longest("layer_caches.indexer", caches.indexer, page_rows, rows)
         for name in ("state", "indexer_state"):
             check_window_pages(f"layer_caches.{name}", getattr(caches, name), window.longest)
     key = call_key(
-        "v4", whole, ratio, layer.backend, layouts.v4.name, layer.cos_sin, hidden_states, topk_indices,
+        "v4", all_rows, ratio, layer.backend, layouts.v4.name, layer.cos_sin, hidden_states, topk_indices,
         *vars(caches).values(), window.block_size, window.config.compressed_block_size, window.slot_mapping,
         *(() if step is None else (step.state_block_size, step.slot_mapping)),
     )  # fmt: skip
@@ -143,7 +143,7 @@ def check_v4_step(
             raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
     if step is not None:
         rows = window.config.compressed_block_size // ratio
-        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.v4, rows if whole else None)
+        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.v4, rows if all_rows else None)
         states = (-1, step.state_block_size, layer.compressors[0].columns)
         call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
         if ratio == 4:
@@ -165,18 +165,18 @@ def check_v32_step(
     caches: DeepseekV32Caches,
     metadata: DeepseekV32StepMetadata,
     topk_indices: Any,
-    whole: bool = True,
+    all_rows: bool = True,
 ) -> None:
     """`check_v4_step` for a V3.2 layer's step; the cache may have only one rank's latent rows."""
     check_current("metadata.tokens", metadata.tokens)
     layouts, block_size = layer.layouts, metadata.tokens.block_size
     check_positions(layer, metadata.tokens)
     longest = metadata.tokens.longest
-    check_rows_of_longest("layer_caches.rows", caches.rows, block_size, longest if whole else 0)
+    check_rows_of_longest("layer_caches.rows", caches.rows, block_size, longest if all_rows else 0)
     check_rows_of_longest("layer_caches.indexer", caches.indexer, block_size, longest)
     key = call_key(
         "v32",
-        whole,
+        all_rows,
         layer.backend,
         layouts.v32.name,
         layer.cos_sin,
@@ -189,7 +189,7 @@ def check_v32_step(
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    checked_pages(call, "layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None)
+    checked_pages(call, "layer_caches.rows", caches.rows, layouts.v32, block_size if all_rows else None)
     checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, block_size)
     check_selection(call, topk_indices, len(metadata.positions))
     remember_validated(key)

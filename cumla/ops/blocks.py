@@ -92,10 +92,10 @@ def copy_blocks(
     call = Call(backend, stream)
     call.may_share = same_pages
     try:
-        given, caches = list(kv_caches), []
+        arrays, caches = list(kv_caches), []
     except TypeError:
         raise TypeError(f"kv_caches: got {type(kv_caches).__name__}, expected a list of arrays") from None
-    for i, cache in enumerate(given):
+    for i, cache in enumerate(arrays):
         native = call.borrow(f"kv_caches[{i}]", cache, writable=True, any_float8=True).native
         caches.append(page_bytes(f"kv_caches[{i}]", native))
         call.uses(f"kv_caches[{i}]", caches[-1], writable=True)

@@ -166,7 +166,7 @@ class ContextAttention:
             if self.split_heads:
                 self._by_heads(attend, self._gathered(native), sink, out_array, lse_array)
             elif is_merged_by_heads(size, shape[1], out_array.nbytes):
-                self._each_some_heads(attend, native, sink, out_array, lse_array)
+                self._merge_by_heads(attend, native, sink, out_array, lse_array)
             else:
                 self._everything_to_all(attend, native, sink, out_array, lse_array)
         return dlpack.give(out_array, framework) if out is None else out, (
@@ -218,7 +218,7 @@ class ContextAttention:
             self.comm.all_to_all((part.reshape(*by_rank, V_DIM), part_lse.reshape(by_rank)), (parts, parts_lse))
         self._merge(parts.transpose(0, 2, 1, 3), parts_lse.transpose(0, 2, 1), sink, out, lse)
 
-    def _each_some_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
+    def _merge_by_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
         """Every rank merges some heads, then all ranks gather them: fewer bytes than sending everything to all."""
         size = self.comm.size
         tokens, heads, _ = q.shape

@@ -53,7 +53,7 @@ class ShardedDeepseekV4Attention:
         if isinstance(rows, RankRows) != (layer.ratio > 1):
             expected = "None" if layer.ratio == 1 else "RankRows"
             raise ValueError(f"rows: got {type(rows).__name__}, expected {expected} for ratio {layer.ratio}")
-        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
+        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, all_rows=False)
         if rows is not None:
             call = begin(layer, hidden_states)
             check_rank_rows(call, self._sharded.comm, rows, layer_caches.compressed, metadata.window, layer.ratio)
@@ -124,7 +124,7 @@ class ShardedDeepseekV32Attention:
         """`DeepseekV32Attention.step` with `rows` of the latent cache."""
         layer = self.attention
         check_kind(RankRows, rows=rows)
-        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
+        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, all_rows=False)
         call = begin(layer, hidden_states)
         check_rank_rows(call, self._context.comm, rows, layer_caches.rows, metadata.tokens)
         run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run

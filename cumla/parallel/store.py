@@ -141,8 +141,8 @@ class TcpStore:
     def get(self, key: str) -> Any:
         with self._lock:
             self._say("get", key, None)
-            held = self._heard()
-        return None if held is None else pickle.loads(held)
+            payload = self._heard()
+        return None if payload is None else pickle.loads(payload)
 
     def delete(self, key: str) -> None:
         with self._lock:

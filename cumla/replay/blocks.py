@@ -35,7 +35,7 @@ class BlockPool:
         self._idle: OrderedDict[Prefix, None] = OrderedDict()  # longest idle first
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         return self.num_blocks - len(self._free) - self.num_idle
 
     @property

@@ -99,7 +99,7 @@ class Engine:
             decode_tokens=batch.num_decodes,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            blocks_held=self.pool.num_held,
+            blocks_held=self.pool.num_used,
             blocks_idle=self.pool.num_idle,
             seconds={},
             bytes={},

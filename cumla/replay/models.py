@@ -173,9 +173,9 @@ def state_table(batch: StepBatch, ratio: int) -> np.ndarray:
         for end in (s.start, s.end):
             wanted |= (last >= end - reach) & (first < end)
         wanted |= (last % HASH_TOKENS >= HASH_TOKENS - reach) & (last >= s.start) & (first < s.end)
-        held = wanted[: len(blocks) * per_block]
+        needed = wanted[: len(blocks) * per_block]
         pages = (blocks[:, None] * per_block + np.arange(per_block, dtype=np.int32)).ravel()
-        row[: len(held)] = np.where(held, pages, -1)
+        row[: len(needed)] = np.where(needed, pages, -1)
     return table
 
 

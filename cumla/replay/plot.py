@@ -44,9 +44,9 @@ def write_plot(path: Path, summary: dict[str, Any], title: str) -> None:
     tokens.set_title("batch", loc="left")
 
     blocks = summary["cache"]["blocks"]
-    held = [step["blocks_held"] / blocks for step in steps]
+    in_use = [step["blocks_held"] / blocks for step in steps]
     idle = [step["blocks_idle"] / blocks for step in steps]
-    cache.stackplot(x, held, idle, labels=["held by requests", "kept for later prefixes"], colors=["C0", "C9"])
+    cache.stackplot(x, in_use, idle, labels=["held by requests", "kept for later prefixes"], colors=["C0", "C9"])
     cache.set_ylim(0, 1)
     cache.yaxis.set_major_formatter(PercentFormatter(1))
     cache.set_ylabel("cache blocks")
@@ -65,8 +65,8 @@ def write_plot(path: Path, summary: dict[str, Any], title: str) -> None:
         axes.margins(x=0)
         lines, labels = axes.get_legend_handles_labels()
         if axes is tokens:
-            more_lines, more_labels = decodes.get_legend_handles_labels()
-            lines, labels = lines + more_lines, labels + more_labels
+            right_lines, right_labels = decodes.get_legend_handles_labels()
+            lines, labels = lines + right_lines, labels + right_labels
         axes.legend(lines, labels, loc="upper left", bbox_to_anchor=(1.07, 1), frameon=False)
     figure.savefig(path, dpi=110)
 

@@ -95,15 +95,15 @@ class RankLayer(Layer):
         return 0 if self.compressed_cache is None else cache_bytes(self.compressed_cache)
 
     @property
-    def whole_compressed_bytes(self) -> int:
+    def unsharded_compressed_bytes(self) -> int:
         """Bytes of all compressed rows on one device."""
         cache, layout = self.compressed_cache, self.attention.compressed_layout
         return 0 if cache is None else len(cache) * layout.page_bytes(BLOCK_TOKENS // self.ratio)
 
     @property
-    def whole_cache_bytes(self) -> int:
+    def unsharded_cache_bytes(self) -> int:
         """Bytes of the layer's caches on one device."""
-        return self.cache_bytes - self.compressed_bytes + self.whole_compressed_bytes
+        return self.cache_bytes - self.compressed_bytes + self.unsharded_compressed_bytes
 
     def step(
         self, batch: StepBatch, inputs: LayerInputs, shared: SparseStep, observe: Observer, picked: SequenceOf[int] = ()
@@ -150,7 +150,7 @@ class RankDenseLayer(DenseLayer):
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
         super().__init__(index, name, options)
         self.comm, self.backend, self.sent = comm, options.backend, 0
-        self.whole_cache_bytes = self.whole_compressed_bytes = self.cache_bytes
+        self.unsharded_cache_bytes = self.unsharded_compressed_bytes = self.cache_bytes
         self.cache = self.xp.zeros((len(self.cache), self.sharding.rows, MLA_BF16.head_dim), self.cache.dtype)
         self.sharded = ShardedMLALayer(self.attention, comm)
 
@@ -212,17 +212,17 @@ class RankModelLayer(ModelLayer):
     sharded_class: Any
     sharded_cache: str | None  # the name of the sharded cache
     rows_of_page: int
-    whole_layout: Any
+    unsharded_layout: Any
 
     def share(self, comm: Communicator, backend: str) -> None:
         """Replace the sharded cache by the rank's part."""
         self.comm, self.backend, self.sent = comm, backend, 0
         self.sharded = self.sharded_class(self.attention, comm)
-        self.whole_cache_bytes, self.whole_compressed_bytes = self.cache_bytes, 0
+        self.unsharded_cache_bytes, self.unsharded_compressed_bytes = self.cache_bytes, 0
         if self.sharded_cache is not None:
             unsharded = getattr(self.caches, self.sharded_cache)
-            self.whole_compressed_bytes = cache_bytes(unsharded)
-            rows = self.whole_layout.allocate(len(unsharded), self.sharding.rows, self.xp)
+            self.unsharded_compressed_bytes = cache_bytes(unsharded)
+            rows = self.unsharded_layout.allocate(len(unsharded), self.sharding.rows, self.xp)
             self.caches = replace(self.caches, **{self.sharded_cache: rows})
 
     @property
@@ -262,7 +262,7 @@ class RankModelLayer(ModelLayer):
 
 
 class RankV4Layer(RankModelLayer, V4Layer):
-    sharded_class, whole_layout = ShardedDeepseekV4Attention, DSV4_FP8
+    sharded_class, unsharded_layout = ShardedDeepseekV4Attention, DSV4_FP8
 
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
         super().__init__(index, name, options, longest, comm.rank)
@@ -275,7 +275,7 @@ class RankV4Layer(RankModelLayer, V4Layer):
 
 
 class RankV32Layer(RankModelLayer, V32Layer):
-    sharded_class, whole_layout = ShardedDeepseekV32Attention, V32_FP8
+    sharded_class, unsharded_layout = ShardedDeepseekV32Attention, V32_FP8
     sharded_cache, rows_of_page = "rows", SWA_BLOCK
 
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:

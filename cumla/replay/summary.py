@@ -21,7 +21,7 @@ ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
 def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float) -> dict[str, Any]:
     """Totals of a run and its series by step: plain dicts, lists, numbers and strings."""
     sequences = engine.scheduler.finished
-    held = np.array([record.blocks_held for record in records])
+    in_use = np.array([record.blocks_held for record in records])
     blocks = engine.pool.num_blocks
     prompt_tokens = sum(sequence.request.input_length for sequence in sequences)
     shared_tokens = sum(sequence.shared for sequence in sequences)
@@ -39,8 +39,8 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
         "cache": {
             "blocks": blocks,
             "bytes": sum(layer.cache_bytes for layer in engine.layers),
-            "held_peak": float(held.max() / blocks),
-            "held_mean": float(held.mean() / blocks),
+            "held_peak": float(in_use.max() / blocks),
+            "held_mean": float(in_use.mean() / blocks),
             "idle_peak": max(record.blocks_idle for record in records) / blocks,
         },
         "prefix": {
@@ -65,9 +65,9 @@ def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list
             {
                 "rank": rank,
                 "cache_bytes": sum(layer.cache_bytes for layer in layers),
-                "bytes_on_one": sum(layer.whole_cache_bytes for layer in layers),
+                "bytes_on_one": sum(layer.unsharded_cache_bytes for layer in layers),
                 "compressed_bytes": sum(layer.compressed_bytes for layer in layers),
-                "compressed_bytes_on_one": sum(layer.whole_compressed_bytes for layer in layers),
+                "compressed_bytes_on_one": sum(layer.unsharded_compressed_bytes for layer in layers),
                 "sent_bytes": sum(sent),
                 "seconds": {op: sum(op_seconds(record, (op,)) for record in records) for op in ATTENTION_OPS},
             }

@@ -119,9 +119,9 @@ class Direction:
         bound, first = self.bound, self.samples[0]
         if not self.is_checked or self.cosine <= bound:
             return None
-        more = f" and {len(self.samples) - 1} more" if len(self.samples) > 1 else ""
+        others = f" and {len(self.samples) - 1} more" if len(self.samples) > 1 else ""
         return (
-            f"step {first.step}, request {first.request}, position {first.position}{more}, layer {first.layer} "
+            f"step {first.step}, request {first.request}, position {first.position}{others}, layer {first.layer} "
             f"({self.kind}): cosine distance is {self.cosine:.3g}, expected at most {bound:.3g}"
         )
 

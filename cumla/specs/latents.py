@@ -19,23 +19,23 @@ def compress(x: Inputs, ratio: int, dtype: Any = np.float32, capacity: int = 2, 
     """dtype: of weights and results; capacity: rows of a ring; restart: what a step needs to be run again is kept."""
     step = x.step
     rings = step.requests * capacity + step.positions % capacity
-    given = {
+    arguments = {
         "kv_score": x.floats(step.num_tokens, DIM * ratio), "norm_weight": x.rows(DIM, dtype=dtype),
         "slot_mapping": x.put(rings, np.int64) if ratio == 2 else x.slots(step.num_tokens),
         "latents": x.unwritten(step.num_tokens, DIM, dtype=dtype), "compress_ratio": ratio,
     }  # fmt: skip
     if ratio == 1:
-        return given
+        return arguments
     requests = x.size.requests + x.size.spare
-    given |= {
+    arguments |= {
         "positions": x.put(step.positions, np.int64), "query_start_loc": x.starts(step.query_lens),
         "state_cache": x.states(requests, capacity, 2 * DIM),
     }  # fmt: skip
     if restart:  # of every other request, at the step's first position
-        kept = np.zeros(requests, np.int32)
-        kept[1 : x.size.requests : 2] = (step.seq_lens - step.query_lens)[1::2]
-        given |= {"restart_rows": x.states(requests, 2 * DIM), "restart_positions": x.put(kept)}
-    return given
+        restarts = np.zeros(requests, np.int32)
+        restarts[1 : x.size.requests : 2] = (step.seq_lens - step.query_lens)[1::2]
+        arguments |= {"restart_rows": x.states(requests, 2 * DIM), "restart_positions": x.put(restarts)}
+    return arguments
 
 
 SPECS = (

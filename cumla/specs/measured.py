@@ -190,19 +190,19 @@ class Measured(Inputs):
 def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: int) -> RepeatingCache:
     rows = DEVICE_ROWS if backends.takes_device_arrays(backend) else HOST_ROWS
     rows *= KEYS_FOR_ROWS if layout.head_dim == INDEXER_FP8.head_dim else 1
-    few = min(slots, rows) // block_size
+    base_pages = min(slots, rows) // block_size
     x = Measured(backend, Size())
     array = layout.allocate(slots // block_size, block_size, x.xp)
-    base = layout.allocate(few, block_size, x.xp)
-    k = x.rows(few * block_size, layout.head_dim)
+    base = layout.allocate(base_pages, block_size, x.xp)
+    k = x.rows(base_pages * block_size, layout.head_dim)
     if layout.quantized_dim:
         quantize_and_insert_k_cache(k, base, x.xp.arange(len(k)), block_size, layout=layout, backend=backend)
     else:
         base[...] = k.view(np.uint16).view(np.uint8).reshape(base.shape)
-    for start in range(0, len(array), few):
-        chunk = array[start : start + few]
+    for start in range(0, len(array), base_pages):
+        chunk = array[start : start + base_pages]
         chunk[...] = base[: len(chunk)]
-    on_host = layout.allocate(few, block_size)
+    on_host = layout.allocate(base_pages, block_size)
     on_host[...] = to_host(base)
     return RepeatingCache(array, on_host, float(abs(k[: 1 << 12].astype(np.float32)).max()))
 

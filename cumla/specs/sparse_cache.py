@@ -45,10 +45,10 @@ def insert(x: Inputs, layout: CacheLayout, is_ue8m0: bool = True, slots: Any = n
 def gather(x: Inputs, layout: CacheLayout) -> dict[str, Any]:
     """The last rows of contexts, between rows of the workspace that are not theirs."""
     step, rows = x.step, x.longest(x.step.gathered) + 2 * x.size.spare
-    some = None if step.gather_lens is None else x.put(step.gather_lens, np.int32)
+    lens = None if step.gather_lens is None else x.put(step.gather_lens, np.int32)
     return {
         "out": x.unwritten(x.size.requests, rows, layout.head_dim, dtype=x.choose(BFLOAT16, np.float16, np.float32)),
-        "k_cache": x.cache(layout), "seq_lens": x.put(step.seq_lens, np.int32), "gather_lens": x.choose(some, None),
+        "k_cache": x.cache(layout), "seq_lens": x.put(step.seq_lens, np.int32), "gather_lens": x.choose(lens, None),
         "block_table": x.table(x.size.requests, x.size.context), "block_size": x.size.block_size,
         "offset": x.size.spare, "layout": layout,
     }  # fmt: skip

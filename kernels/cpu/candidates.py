@@ -41,10 +41,10 @@ def _find_maxima(first_row, end_row, logits, first, count, block, maxima):
             maxima[m, i] = best
 
 
-def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
-    paged_mqa_logits(given)
+def paged_logits_and_blocks(args: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
+    paged_mqa_logits(args)
     select_candidate_blocks(
-        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+        args.logits, Rows(lens=args.context_lens, next_n=args.q.shape[1]), block, maxima, candidates
     )
 
 
@@ -70,8 +70,8 @@ def _mask(first_row, end_row, logits, first, count, candidates, block, fill, all
                 logits[m, first[m] + column] = fill
 
 
-def candidate_logits(given: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
+def candidate_logits(args: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
     next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     slots = np.empty(logits.shape[1], np.int64)
     for row, length in enumerate(row_lens(context_lens, next_n)):

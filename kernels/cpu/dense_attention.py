@@ -10,8 +10,8 @@ from .sparse_attention import merge_attn_states
 SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32
 
 
-def mha_varlen(given: PackedAttention) -> None:
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
+def mha_varlen(args: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = args
     heads = q.shape[1]
     for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
         m, n = queries.stop - queries.start, keys.stop - keys.start
@@ -36,8 +36,8 @@ def mha_varlen(given: PackedAttention) -> None:
                 out[part], lse[:, part] = result, log_sum
 
 
-def dense_mla_decode(given: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = given
+def dense_mla_decode(args: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = args
     batch, s_q, heads, head_dim = q.shape
     rows = pages.bytes.reshape(len(pages.bytes), pages.block_size, pages.layout.row_bytes)
     for b in range(batch):

@@ -120,10 +120,10 @@ def _to_mxfp4(x, out, least_exponent):
 
 
 def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
-    kept = np.flatnonzero((slot_mapping >= 0) & (slot_mapping < pages.num_slots))
-    page, row = np.divmod(slot_mapping[kept].astype(np.int64), pages.block_size)
+    inserted = np.flatnonzero((slot_mapping >= 0) & (slot_mapping < pages.num_slots))
+    page, row = np.divmod(slot_mapping[inserted].astype(np.int64), pages.block_size)
     with np.errstate(invalid="ignore"):  # signalling NaN
-        keys_of(pages)[page, row] = k[kept].astype(keys_of(pages).dtype)
+        keys_of(pages)[page, row] = k[inserted].astype(keys_of(pages).dtype)
 
 
 def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray) -> None:
@@ -155,8 +155,8 @@ def _look_up(block_table, request, start, block_size, slots):
 # ---- scores
 
 
-def mqa_logits(given: PackedScores) -> None:
-    q, k, scales, weights, starts, ends, compressed, clean, logits = given
+def mqa_logits(args: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = args
     firsts = np.clip(starts.astype(np.int64), 0, len(k))
     lasts = np.clip(ends.astype(np.int64), firsts, len(k))
     if scales is not None and scales.dtype == np.uint8:
@@ -166,9 +166,9 @@ def mqa_logits(given: PackedScores) -> None:
         keys = _float32(k)
     step = max(1, PRODUCTS_AT_ONCE // max(q.shape[1] * len(k), 1))
     for begin in range(0, len(q), step):
-        some = slice(begin, begin + step)
-        first, last = int(firsts[some].min()), int(lasts[some].max())
-        found = _scores(q[some], keys[first:last], None if scales is None else scales[first:last], weights[some])
+        rows = slice(begin, begin + step)
+        first, last = int(firsts[rows].min()), int(lasts[rows].max())
+        found = _scores(q[rows], keys[first:last], None if scales is None else scales[first:last], weights[rows])
         for m in range(begin, min(begin + step, len(q))):
             start, end = int(firsts[m]), int(lasts[m])
             shift = start if compressed else 0
@@ -178,8 +178,8 @@ def mqa_logits(given: PackedScores) -> None:
             logits[m, start - shift : end - shift] = found[m - begin, start - first : end - first]
 
 
-def paged_mqa_logits(given: PagedScores) -> None:
-    q, pages, weights, context_lens, block_table, clean, logits = given
+def paged_mqa_logits(args: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = args
     batch, next_n = q.shape[:2]
     lens = np.clip(row_lens(context_lens, next_n).astype(np.int64), 0, logits.shape[1]).reshape(batch, next_n)
     for request in range(batch):

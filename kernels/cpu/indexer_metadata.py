@@ -34,8 +34,8 @@ def build_indexer_chunk(
     _chunk(query_start_loc, seq_lens, compress_ratio, chunk)
 
 
-def compressed_slot_mapping(given: CompressedSlots) -> None:
-    parallel_for(len(given.slots), TO_SEARCH, _slot_mapping, given)
+def compressed_slot_mapping(args: CompressedSlots) -> None:
+    parallel_for(len(args.slots), TO_SEARCH, _slot_mapping, args)
 
 
 @compiled(nogil=True)
@@ -106,21 +106,21 @@ def splits_of(lens, lens_per_entry, entry, split):
 
 
 @compiled(nogil=True)
-def _slot_mapping(first_token, end_token, given):
+def _slot_mapping(first_token, end_token, args):
     for token in range(first_token, end_token):
-        given.slots[token] = -1
+        args.slots[token] = -1
         request = np.int64(-1)
-        if token < given.num_tokens:
-            request = request_of(given.query_start_loc, len(given.seq_lens), token)
+        if token < args.num_tokens:
+            request = request_of(args.query_start_loc, len(args.seq_lens), token)
         if request < 0:
             continue
-        positions = visible_to(given.query_start_loc, given.seq_lens, request, token)
-        row, rows = positions // given.compress_ratio - 1, given.block_table.shape[1] * given.block_size
-        if positions <= 0 or positions % given.compress_ratio or row >= rows:
+        positions = visible_to(args.query_start_loc, args.seq_lens, request, token)
+        row, rows = positions // args.compress_ratio - 1, args.block_table.shape[1] * args.block_size
+        if positions <= 0 or positions % args.compress_ratio or row >= rows:
             continue
-        block = np.int64(given.block_table[request, row // given.block_size])
+        block = np.int64(args.block_table[request, row // args.block_size])
         if block >= 0:
-            given.slots[token] = block * given.block_size + row % given.block_size
+            args.slots[token] = block * args.block_size + row % args.block_size
 
 
 @compiled

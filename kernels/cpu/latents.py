@@ -17,7 +17,7 @@ NO_RESTART = np.empty((0, 0), np.float32), np.empty(0, np.int32)
 
 def compress_latents(rows: LatentRows) -> None:
     with np.errstate(invalid="ignore"):  # signalling NaN
-        given, weight = rows.kv_score.astype(np.float32), rows.norm_weight.astype(np.float32)
+        kv_score, weight = rows.kv_score.astype(np.float32), rows.norm_weight.astype(np.float32)
     slots, latents = np.asarray(rows.slots, np.int64), rows.latents
     at = np.empty(0, np.int64) if rows.positions is None else np.asarray(rows.positions, np.int64)
     starts = np.empty(0, np.int32) if rows.query_start_loc is None else rows.query_start_loc
@@ -26,22 +26,22 @@ def compress_latents(rows: LatentRows) -> None:
     pooled, written = np.empty((len(slots), DIM), np.float32), np.zeros(len(slots), np.bool_)
     parallel_for(
         len(slots), DIM * TO_POOL, _pool,
-        given, weight, slots, at, starts, state, *restart, rows.eps, rows.round_pooled, pooled, written,
+        kv_score, weight, slots, at, starts, state, *restart, rows.eps, rows.round_pooled, pooled, written,
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
         latents[: len(slots)][written] = pooled[written].astype(latents.dtype)
     if len(state):
-        parallel_for(len(slots), 2 * DIM * TO_COPY, _save, given, slots, at, starts, state, restart[1])
+        parallel_for(len(slots), 2 * DIM * TO_COPY, _save, kv_score, slots, at, starts, state, restart[1])
 
 
 @compiled(nogil=True)
 def _pool(
-    first, end, given, weight, slots, positions, starts, state, restart_rows, restart_positions, eps, round_pooled,
+    first, end, kv_score, weight, slots, positions, starts, state, restart_rows, restart_positions, eps, round_pooled,
     rows, written,
 ):  # fmt: skip
     capacity = state.shape[1]
     for token in range(first, end):
-        slot, row, own = slots[token], rows[token], given[token]
+        slot, row, own = slots[token], rows[token], kv_score[token]
         if slot < 0:
             continue
         if len(positions) == 0:
@@ -54,7 +54,7 @@ def _pool(
             ring, start = slot // capacity, max(starts[request], 0)
             before = state[ring, (position - 1) % capacity]
             if token > start:
-                before = given[token - 1]
+                before = kv_score[token - 1]
             elif len(restart_positions) > 0:
                 if restart_positions[ring] == position:
                     before = restart_rows[ring]
@@ -80,7 +80,7 @@ def _pool(
 
 
 @compiled(nogil=True)
-def _save(first, end, given, slots, positions, starts, state, restart_positions):
+def _save(first, end, kv_score, slots, positions, starts, state, restart_positions):
     capacity = state.shape[1]
     most = len(state) * capacity
     for token in range(first, end):
@@ -94,4 +94,4 @@ def _save(first, end, given, slots, positions, starts, state, restart_positions)
             if not is_odd or restart_positions[ring] != position:
                 restart_positions[ring] = position if is_odd and stop - start >= capacity else 0
         if token >= stop - capacity and 0 <= slots[start] < most:
-            copy_row(state[slots[token] // capacity, slots[token] % capacity], given[token])
+            copy_row(state[slots[token] // capacity, slots[token] % capacity], kv_score[token])

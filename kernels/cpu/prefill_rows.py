@@ -5,8 +5,8 @@ from .indices import combine_topk_swa_indices
 from .sparse_cache import dequantize_and_gather_k_cache
 
 
-def gather_prefill_rows(given: PrefillRows) -> None:
-    if given.compressed is not None:
-        dequantize_and_gather_k_cache(given.compressed)
-    dequantize_and_gather_k_cache(given.windows)
-    combine_topk_swa_indices(given.lists)
+def gather_prefill_rows(args: PrefillRows) -> None:
+    if args.compressed is not None:
+        dequantize_and_gather_k_cache(args.compressed)
+    dequantize_and_gather_k_cache(args.windows)
+    combine_topk_swa_indices(args.lists)

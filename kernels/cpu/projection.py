@@ -21,20 +21,20 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     out[...] = np.matmul(a.astype(np.float32, copy=False), b.astype(np.float32, copy=False))
 
 
-def block_scaled_product(given: BlockScaledProduct) -> None:
+def block_scaled_product(args: BlockScaledProduct) -> None:
     """Dequantises a slice of the weight's rows at a time, into memory that stays in the cache."""
-    _, weight, scales, block_rows, block_columns, out, *_ = given
+    _, weight, scales, block_rows, block_columns, out, *_ = args
     scales = flush_subnormals(scales)
     groups, rows, columns = weight.shape
     together = min(max(VALUES_AT_A_TIME // max(columns, 1) // block_rows, 1) * block_rows, rows)
-    values, x = np.empty((together, columns), np.float32), given.x.astype(np.float32, copy=False)
+    values, x = np.empty((together, columns), np.float32), args.x.astype(np.float32, copy=False)
     for group in range(groups):
         for first in range(0, rows, together):
-            some = values[: min(together, rows - first)]
-            its = scales[group, first // block_rows :]
-            _dequantize(weight[group, first : first + len(some)], its, block_rows, block_columns, some)
+            part = values[: min(together, rows - first)]
+            part_scales = scales[group, first // block_rows :]
+            _dequantize(weight[group, first : first + len(part)], part_scales, block_rows, block_columns, part)
             with np.errstate(over="ignore", invalid="ignore"):
-                out[group, :, first : first + len(some)] = x[group] @ some.T
+                out[group, :, first : first + len(part)] = x[group] @ part.T
 
 
 def dequantize_blocks(
@@ -88,8 +88,8 @@ def _dequantize_rows(
 ) -> None:
     columns = values.shape[1]
     for row in range(first, end):
-        own, codes, its = values[row], weight[row], scales[row // block_rows]
-        for block in range(len(its)):
+        own, codes, row_scales = values[row], weight[row], scales[row // block_rows]
+        for block in range(len(row_scales)):
             start = block * block_columns
             for k in range(start, min(start + block_columns, columns)):
-                own[k] = table[codes[k]] * its[block]
+                own[k] = table[codes[k]] * row_scales[block]

@@ -33,41 +33,41 @@ def _local_lens(seq_lens, s_q, shard, out):
         out[i] = local_count(np.int64(seq_lens[i // s_q]) - (s_q - 1 - i % s_q), shard)
 
 
-def local_slot_mapping(given: ShardedSlots) -> None:
-    parallel_for(len(given.out), TO_MAP, _slot_mapping, given)
+def local_slot_mapping(args: ShardedSlots) -> None:
+    parallel_for(len(args.out), TO_MAP, _slot_mapping, args)
 
 
 @compiled(nogil=True)
-def _slot_mapping(first_token, end_token, given):
+def _slot_mapping(first_token, end_token, args):
     for token in range(first_token, end_token):
-        given.out[token] = -1
-        request = find_request(given.query_start_loc, token)
-        if 0 <= request < len(given.seq_lens):
-            tokens = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
-            if tokens > 0 and tokens % given.compress_ratio == 0:
-                local = local_position(tokens // given.compress_ratio - 1, given.shard)
-                given.out[token] = lookup_slot(given.block_table, request, local, given.block_size)
+        args.out[token] = -1
+        request = find_request(args.query_start_loc, token)
+        if 0 <= request < len(args.seq_lens):
+            tokens = token_position(args.query_start_loc, args.seq_lens, request, token) + 1
+            if tokens > 0 and tokens % args.compress_ratio == 0:
+                local = local_position(tokens // args.compress_ratio - 1, args.shard)
+                args.out[token] = lookup_slot(args.block_table, request, local, args.block_size)
 
 
-def localise_indices(given: ShardedIndices) -> None:
-    if given.is_valid_token is None:
-        given = given._replace(is_valid_token=NO_FLAGS)
-    parallel_for(len(given.indices), given.indices.shape[1] * TO_MAP, _localise, given)
+def localise_indices(args: ShardedIndices) -> None:
+    if args.is_valid_token is None:
+        args = args._replace(is_valid_token=NO_FLAGS)
+    parallel_for(len(args.indices), args.indices.shape[1] * TO_MAP, _localise, args)
 
 
 @compiled(nogil=True)
-def _localise(first_token, end_token, given):
-    indices, slots, is_valid_token = given.indices, given.slots, given.is_valid_token
+def _localise(first_token, end_token, args):
+    indices, slots, is_valid_token = args.indices, args.slots, args.is_valid_token
     for token in range(first_token, end_token):
-        request, count = given.token_to_req[token], 0
+        request, count = args.token_to_req[token], 0
         for j in range(indices.shape[1]):
-            local = local_position(indices[token, j], given.shard)
-            slot = lookup_slot(given.block_table, request, local, given.block_size)
+            local = local_position(indices[token, j], args.shard)
+            slot = lookup_slot(args.block_table, request, local, args.block_size)
             slots[token, j] = -1
             if slot >= 0:
                 slots[token, count] = slot
                 count += 1
-        given.lens[token] = count if len(is_valid_token) == 0 or is_valid_token[token] else 0
+        args.lens[token] = count if len(is_valid_token) == 0 or is_valid_token[token] else 0
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
@@ -101,13 +101,13 @@ def _merge(first_row, end_row, parts, lses, attn_sink, all_weights, out, lse):
             weights[i] = np.float32(0) if empty else exponential(weights[i] - top, LEAST_FLOAT32)
             total += weights[i]
         lse[request, head, query] = np.float32(np.inf) if empty else top + np.log(total)
-        whole = total
+        denominator = total
         if len(attn_sink) and not empty:
-            whole += np.exp(attn_sink[head] - top)
+            denominator += np.exp(attn_sink[head] - top)
         result = out[request, query, head]
         result[:] = 0
         for i in range(count):
             if weights[i] != 0:  # a part of weight 0 may hold any value
-                weight = weights[i] / whole
+                weight = weights[i] / denominator
                 for d in range(dim):
                     result[d] += weight * parts[i, request, query, head, d]

@@ -19,10 +19,10 @@ def exponentials(differences: np.ndarray) -> np.ndarray:
 
     NumPy's exponential is also slow where it underflows; such inputs are masked.
     """
-    kept = differences >= LEAST_FLOAT32
+    is_normal = differences >= LEAST_FLOAT32
     np.maximum(differences, LEAST_FLOAT32, out=differences)
     np.exp(differences, out=differences)
-    differences *= kept  # NaN stays
+    differences *= is_normal  # NaN stays
     return differences
 
 

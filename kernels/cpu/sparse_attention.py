@@ -22,9 +22,9 @@ LARGE_VALUE = np.float32(2.0**100)  # below it, weights that are flushed to 0 ar
 Gather = Callable[[int, np.ndarray], int]  # fills the rows of a token and returns their number
 
 
-def sparse_mla_decode(given: SparseDecode) -> None:
+def sparse_mla_decode(args: SparseDecode) -> None:
     """The plan is not used: every token is computed on its own."""
-    q, segments, attn_sink, softmax_scale, out, lse, _, _ = given
+    q, segments, attn_sink, softmax_scale, out, lse, _, _ = args
     s_q = q.shape[1]
     caches = [(*flat(x.pages), x.indices, x.lengths, geometry_of(x.pages)) for x in segments]
 
@@ -39,9 +39,9 @@ def sparse_mla_decode(given: SparseDecode) -> None:
     _attend(q, sum(x.indices.shape[2] for x in segments), gather, attn_sink, softmax_scale, out, None, lse)
 
 
-def sparse_mla_prefill(given: SparsePrefill) -> None:
+def sparse_mla_prefill(args: SparsePrefill) -> None:
     """Multiplies float32 values, also where the arguments allow e4m3."""
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = args
     width, append = indices.shape[1], _appending(kv)
 
     def gather(token: int, rows: np.ndarray) -> int:
@@ -209,7 +209,7 @@ def _softmax(
     Returns whether all scores were finite, the differences between relevant scores fit float32's precision, and
     weights that are flushed to 0 are negligible.
     """
-    fits, all_kept = True, True
+    fits, all_normal = True, True
     least = scores.dtype.type(LEAST_FLOAT32 if scores.itemsize == 4 else LEAST_FLOAT64)
     for head in range(len(scores)):
         row = scores[head]
@@ -227,11 +227,11 @@ def _softmax(
             row[j] = exponential(row[j] - top, least)
             total += row[j]
         fits = fits and abs(top) < PRECISE_SCORE
-        all_kept = all_kept and low - top >= least
+        all_normal = all_normal and low - top >= least
         log_sum = top + np.log(total)
         max_logits[head], lse[head] = top, log_sum
         inv_sum[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
-    return fits and (all_kept or not _has_large_values(rows))
+    return fits and (all_normal or not _has_large_values(rows))
 
 
 @compiled(nogil=True)

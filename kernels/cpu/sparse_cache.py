@@ -46,8 +46,8 @@ def _insert(
             write_row(pages[slot // g.block_size], slot % g.block_size, values[token], rope[token], g, power_of_two)
 
 
-def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
-    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
+def dequantize_and_gather_k_cache(args: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = args
     seq_lens = seq_lens.astype(np.int64) // compress_ratio
     lens = np.minimum(np.maximum(seq_lens if gather_lens is None else gather_lens, 0), seq_lens).astype(np.int64)
     rows = np.maximum(np.minimum(lens, out.shape[1] - offset), 0)
@@ -58,7 +58,7 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
         len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
         values, pages.bytes, seq_lens - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
-    kept = pages.layout.quantized_dim
+    quantized = pages.layout.quantized_dim
     holds_bfloat16 = pages.layout.value_type != "float32"  # values from `kept` on
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
@@ -66,7 +66,7 @@ def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
             source = values[starts[request] : starts[request + 1]]
             target[:] = source
             if out.dtype == BFLOAT16 and holds_bfloat16:  # NaN's bits, too
-                target.view(np.uint16)[:, kept:] = source.view(np.uint32)[:, kept:] >> 16
+                target.view(np.uint16)[:, quantized:] = source.view(np.uint32)[:, quantized:] >> 16
 
 
 @compiled(nogil=True)

@@ -10,23 +10,23 @@ from .threads import parallel_for
 NO_TABLE, NO_VECTOR = np.empty((0, 0), np.int32), np.empty(0, np.int32)
 
 
-def build_sparse_swa(given: WindowStep) -> None:
-    table, replay, counts = given.c128a_block_table, given.replay_start, given.counts
-    given = given._replace(
+def build_sparse_swa(args: WindowStep) -> None:
+    table, replay, counts = args.c128a_block_table, args.replay_start, args.counts
+    args = args._replace(
         c128a_block_table=NO_TABLE if table is None else table, replay_start=NO_VECTOR if replay is None else replay
     )
-    width = max(given.c128a_width, counts.width_before)
-    parallel_for(max(counts.rows, counts.rows_before), given.window_size + width, _build, given)
-    lens = given.buffers.prefill_gather_lens
-    _gather_lens(given.query_start_loc, given.seq_lens, counts, given.window_size, given.replay_start, lens)
+    width = max(args.c128a_width, counts.width_before)
+    parallel_for(max(counts.rows, counts.rows_before), args.window_size + width, _build, args)
+    lens = args.buffers.prefill_gather_lens
+    _gather_lens(args.query_start_loc, args.seq_lens, counts, args.window_size, args.replay_start, lens)
 
 
 @compiled(nogil=True)
-def _build(first_token, end_token, given):
-    query_start_loc, seq_lens, counts, buffers = given.query_start_loc, given.seq_lens, given.counts, given.buffers
-    width = max(given.c128a_width, counts.width_before)
+def _build(first_token, end_token, args):
+    query_start_loc, seq_lens, counts, buffers = args.query_start_loc, args.seq_lens, args.counts, args.buffers
+    width = max(args.c128a_width, counts.width_before)
     for token in range(first_token, end_token):
-        valid = token < counts.rows and given.slot_mapping[token] >= 0
+        valid = token < counts.rows and args.slot_mapping[token] >= 0
         buffers.is_valid_token[token] = valid
         request = 0
         if token < counts.num_tokens:
@@ -38,21 +38,21 @@ def _build(first_token, end_token, given):
         position = np.int64(-1)
         if valid and token < counts.num_tokens:
             position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
-            start = max(position - given.window_size + 1, 0)
-            if len(given.replay_start):
-                start = max(start, np.int64(given.replay_start[request]))
+            start = max(position - args.window_size + 1, 0)
+            if len(args.replay_start):
+                start = max(start, np.int64(args.replay_start[request]))
             length = max(position + 1 - start, 0)
-            if given.noncausal and position >= 0 and token < counts.num_decode_tokens:
-                start = first_of_block(query_start_loc, seq_lens, request, given.window_size)
+            if args.noncausal and position >= 0 and token < counts.num_decode_tokens:
+                start = first_of_block(query_start_loc, seq_lens, request, args.window_size)
                 length = min(np.int64(seq_lens[request]) - start, buffers.swa_indices.shape[1])
-            compressed = min((position + 1) // C128A_RATIO, given.c128a_width)
+            compressed = min((position + 1) // C128A_RATIO, args.c128a_width)
         buffers.positions[token] = min(position, 2**31 - 1)
-        write_slots(given.block_table, request, start, length, given.block_size, buffers.swa_indices[token])
+        write_slots(args.block_table, request, start, length, args.block_size, buffers.swa_indices[token])
         buffers.swa_lens[token] = length
-        if given.c128a_width > 0:
+        if args.c128a_width > 0:
             row = buffers.c128a_indices[token, :width]
             if token < counts.num_decode_tokens:
-                write_slots(given.c128a_block_table, request, 0, compressed, given.c128a_block_size, row)
+                write_slots(args.c128a_block_table, request, 0, compressed, args.c128a_block_size, row)
             else:
                 for j in range(width):
                     row[j] = j if j < compressed else -1

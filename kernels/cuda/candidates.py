@@ -50,14 +50,14 @@ def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, ca
     top_k_per_row(maxima, Rows(), candidates)
 
 
-def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+def paged_logits_and_blocks(args: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
     # MXFP4 keys are loaded as fast as they are scored: for many queries a separate kernel for the maxima is faster.
-    fused = block == MAXIMUM_OF and (given.pages.layout is not INDEXER_MXFP4 or len(given.weights) <= FEW_QUERIES)
-    if scores_of_pages(given, maxima if fused else None):
+    fused = block == MAXIMUM_OF and (args.pages.layout is not INDEXER_MXFP4 or len(args.weights) <= FEW_QUERIES)
+    if scores_of_pages(args, maxima if fused else None):
         top_k_per_row(maxima, Rows(), candidates)
     else:
-        rows = Rows(lens=given.context_lens, next_n=given.q.shape[1])
-        select_candidate_blocks(given.logits, rows, block, maxima, candidates)
+        rows = Rows(lens=args.context_lens, next_n=args.q.shape[1])
+        select_candidate_blocks(args.logits, rows, block, maxima, candidates)
 
 
 def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, fill: float) -> None:
@@ -69,8 +69,8 @@ def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, f
     )  # fmt: skip
 
 
-def candidate_logits(given: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
+def candidate_logits(args: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
     blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":
@@ -91,15 +91,15 @@ def candidate_logits(given: CandidateScores) -> None:
     )  # fmt: skip
 
 
-def kernel_for_candidates(given: CandidateScores, device: int) -> str:
+def kernel_for_candidates(args: CandidateScores, device: int) -> str:
     """The kernel of candidate_logits for aligned arrays: "hopper" or "portable"."""
-    fits = candidates_fit_hopper(len(given.weights), given.pages, given.block)
-    return kernel_for_pages(given.q, given.pages, CANDIDATE_ROWS, device) if fits else "portable"
+    fits = candidates_fit_hopper(len(args.weights), args.pages, args.block)
+    return kernel_for_pages(args.q, args.pages, CANDIDATE_ROWS, device) if fits else "portable"
 
 
-def kernel_for_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any, device: int) -> str:
+def kernel_for_blocks(args: PagedScores, block: int, maxima: Any, candidates: Any, device: int) -> str:
     """The kernel of paged_logits_and_blocks: "hopper" or "portable"."""
-    return kernel_for_pages(given.q, given.pages, BOX_ROWS, device)
+    return kernel_for_pages(args.q, args.pages, BOX_ROWS, device)
 
 
 KERNEL_FOR: dict[str, Callable[..., str]] = {

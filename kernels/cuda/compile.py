@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ...arrays.streams import relaxed_capture
 from ...layout import BUILT_IN, LAYOUTS, CacheLayout
-from ..self_tests import Fresh, announce_compilation, note, note_unkept
+from ..check_results import Fresh, announce_compilation, note, note_unsaved
 from .constants import CSRC, INCLUDE, numbers_of
 from .device import asked, assumed_capability, cached_by_capability
 from .launch import Kernel, packing, parameters, recorded_launches
@@ -208,7 +208,7 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     made = Kernel(raw, packing(text, name, defines), parameters(text, name))
     if not _is_emulated():
         if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
-            note_unkept("CUPY_CACHE_IN_MEMORY is set")
+            note_unsaved("CUPY_CACHE_IN_MEMORY is set")
         _note(made, name, file, defines, result_file)
     return made
 

@@ -41,9 +41,9 @@ def _launch(rows: CompressorRows, second: CompressorRows | None, step: Compressi
     rounds, parts = -(-coff * ratio // ahead), 1
     most_together = MOST_TOGETHER
     if rounds > 1 and dim == 512 and has_clusters(rows.kv_score.device.id):
-        few = -(-tokens // min(ratio, MOST_TOGETHER)) <= MOST_CLUSTERS_OF_FEW
-        parts, groups = CLUSTER_OF_FEW if few else CLUSTER_OF_MANY
-        most_together = MOST_TOGETHER if few else MOST_TOGETHER_OF_MANY
+        one_wave = -(-tokens // min(ratio, MOST_TOGETHER)) <= MOST_CLUSTERS_OF_FEW
+        parts, groups = CLUSTER_OF_FEW if one_wave else CLUSTER_OF_MANY
+        most_together = MOST_TOGETHER if one_wave else MOST_TOGETHER_OF_MANY
     else:
         groups = min(MOST_GROUPS, MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
         if groups > 1:  # the merge takes registers

@@ -89,21 +89,21 @@ class _Source:
             for declared in _DECLARATION.findall(text):
                 for one in _NEXT.split(declared):
                     self.expressions.__setitem__(*one.split(" =", 1))
-            self.functions.update((name, (given, body)) for name, given, body in _FUNCTION.findall(text))
+            self.functions.update((name, (parameters, body)) for name, parameters, body in _FUNCTION.findall(text))
             self.defaults.update(_DEFINED.findall(text))  # a file's definitions precede those in the files it includes
 
         add(file)
 
     def value_of(self, name: str, known: Mapping[str, Macro]) -> int:
         name, _, field = name.partition("::")
-        given: Macro | None = name
-        while isinstance(given, str) and (given in known or given in self.defaults):  # EXTRA_LAYOUT is LAYOUT
-            given = known.get(given, self.defaults.get(given))
+        value: Macro | None = name
+        while isinstance(value, str) and (value in known or value in self.defaults):  # EXTRA_LAYOUT is LAYOUT
+            value = known.get(value, self.defaults.get(value))
         if field:
-            return numbers_of(given if isinstance(given, CacheLayout) else LAYOUTS[str(given)])[field]
-        if isinstance(given, int):
-            return given
-        return _Expression(self, self.expressions[name] if given == name else str(given), known).value()
+            return numbers_of(value if isinstance(value, CacheLayout) else LAYOUTS[str(value)])[field]
+        if isinstance(value, int):
+            return value
+        return _Expression(self, self.expressions[name] if value == name else str(value), known).value()
 
 
 class _Expression:
@@ -145,6 +145,6 @@ class _Expression:
         if token in ("true", "false"):
             return int(token == "true")
         if token in self.source.functions:
-            given, body = self.source.functions[token]
-            return _Expression(self.source, body, {**self.known, given: self.operand()}).value()
+            parameter, body = self.source.functions[token]
+            return _Expression(self.source, body, {**self.known, parameter: self.operand()}).value()
         return self.source.value_of(token, self.known)

@@ -24,8 +24,8 @@ HOPPER_HEAD_DIMS = (192, 64, 128)  # head sizes of sm90/dense/mha_varlen.cu: q, 
 HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/, in addition to the limit of all tokens' blocks
 
 
-def mha_varlen(given: PackedAttention) -> None:
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
+def mha_varlen(args: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = args
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
@@ -34,7 +34,7 @@ def mha_varlen(given: PackedAttention) -> None:
         "ACCUMULATE": int(accumulate),
     }  # fmt: skip
     device = q.device.id
-    name = kernel_for_packed(given, device)
+    name = kernel_for_packed(args, device)
     if aligned and name == "hopper":
         file, dims = "sm90/dense/mha_varlen.cu", {}
         shared_bytes = constant(file, "SHARED_BYTES")
@@ -57,10 +57,10 @@ def mha_varlen(given: PackedAttention) -> None:
     mha(grid, (constant(file, "THREADS"),), arguments, shared_mem=shared_bytes)
 
 
-def kernel_for_packed(given: PackedAttention, device: int) -> str:
+def kernel_for_packed(args: PackedAttention, device: int) -> str:
     """The kernel of mha_varlen for aligned arrays: "hopper" or "portable". Raises ValueError if there is none."""
-    head_dim, v_dim = given.q.shape[2], given.v.shape[2]
-    rope_dim = head_dim - given.k.shape[2]
+    head_dim, v_dim = args.q.shape[2], args.v.shape[2]
+    rope_dim = head_dim - args.k.shape[2]
     if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
         raise ValueError(
             f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
@@ -69,14 +69,14 @@ def kernel_for_packed(given: PackedAttention, device: int) -> str:
     return "hopper" if is_hopper(device) and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS else "portable"
 
 
-def dense_mla_decode(given: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = given
+def dense_mla_decode(args: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = args
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     tokens, groups = batch * s_q, -(-heads // HEADS)
-    hopper = aligned and kernel_for_decode(given, device) == "hopper"
+    hopper = aligned and kernel_for_decode(args, device) == "hopper"
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
-    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(given)
+    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(args)
     plan = plan or DenseDecodePlan(workspace_of_stream(q))
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
     lengths = {
@@ -115,17 +115,17 @@ def dense_mla_decode(given: DenseDecode) -> None:
         merge((grid,), (block,), arguments, overlap=True)
 
 
-def kernel_for_decode(given: DenseDecode, device: int) -> str:
+def kernel_for_decode(args: DenseDecode, device: int) -> str:
     """The kernel of dense_mla_decode for aligned arrays: "hopper" or "portable"."""
-    cache = given.pages.bytes
-    fits = given.scale is None and is_countable(given) and len(cache) * cache.strides[0] <= HOPPER_CACHE_BYTES
+    cache = args.pages.bytes
+    fits = args.scale is None and is_countable(args) and len(cache) * cache.strides[0] <= HOPPER_CACHE_BYTES
     return "hopper" if fits and is_hopper(device) else "portable"
 
 
-def is_countable(given: DenseDecode) -> bool:
+def is_countable(args: DenseDecode) -> bool:
     """Whether 32-bit integers of the kernels can count the blocks of all tokens."""
-    blocks = given.block_table.shape[1] * given.pages.block_size // BLOCK
-    return given.q.shape[0] * given.q.shape[1] * (blocks + 1 + TOKEN_COST) < 1 << 31
+    blocks = args.block_table.shape[1] * args.pages.block_size // BLOCK
+    return args.q.shape[0] * args.q.shape[1] * (blocks + 1 + TOKEN_COST) < 1 << 31
 
 
 KERNEL_FOR: dict[str, Callable[..., str]] = {"mha_varlen": kernel_for_packed, "dense_mla_decode": kernel_for_decode}

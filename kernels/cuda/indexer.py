@@ -87,8 +87,8 @@ def gather_keys(pages: Pages, dst_k: Any, block_table: Any, cu_seq_lens: Any) ->
 # ---- scores
 
 
-def mqa_logits(given: PackedScores) -> None:
-    q, k, scales, weights, starts, ends, compressed, clean, logits = given
+def mqa_logits(args: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = args
     room = logits.shape[1] if compressed else 0
     seen = (starts, ends, 0, False, len(q))
     if clean:
@@ -97,7 +97,7 @@ def mqa_logits(given: PackedScores) -> None:
         return
     maps, heads = None, q.shape[1]
     size = HopperSize(max(heads, 1), PACKED_COLUMNS // max(heads, 1), query_groups=2 if len(q) < MANY_QUERIES else 4)
-    if kernel_for_packed(given, q.data.device_id) == "hopper" and k.strides[0] == DIM:
+    if kernel_for_packed(args, q.data.device_id) == "hopper" and k.strides[0] == DIM:
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
         score_on_hopper(size, False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits)
@@ -105,21 +105,21 @@ def mqa_logits(given: PackedScores) -> None:
     score(q[None], weights, seen, (k, scales), NO_TABLE, room, logits)
 
 
-def paged_mqa_logits(given: PagedScores) -> None:
-    if given.clean:
-        clean_logits(lengths_of(given), given.logits.shape[1], 0, given.logits, paged=True)
-    scores_of_pages(given)
+def paged_mqa_logits(args: PagedScores) -> None:
+    if args.clean:
+        clean_logits(lengths_of(args), args.logits.shape[1], 0, args.logits, paged=True)
+    scores_of_pages(args)
 
 
-def lengths_of(given: PagedScores) -> tuple[Any, ...]:
-    lens = given.context_lens
-    return lens, 0, strides(lens)[0], lens.ndim == 2, given.q.shape[1]
+def lengths_of(args: PagedScores) -> tuple[Any, ...]:
+    lens = args.context_lens
+    return lens, 0, strides(lens)[0], lens.ndim == 2, args.q.shape[1]
 
 
-def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
+def scores_of_pages(args: PagedScores, maxima: Any | None = None) -> bool:
     """Write scores. Returns whether the kernel has also written each eight logits' maximum to `maxima`, if given."""
-    q, pages, weights, _, block_table, _, logits = given
-    next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(given)
+    q, pages, weights, _, block_table, _, logits = args
+    next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(args)
     table, inputs = table_arguments(block_table), pages_for_hopper(q, pages, BOX_ROWS)
     if inputs is None:
         score(q, weights, seen, pages, table, 0, logits)
@@ -203,9 +203,9 @@ FEW_CANDIDATE_QUERIES = 31  # most queries for e4m3 keys: with more, index_score
 HOPPER_THREADS = constant("sm90/indexer/work.cuh", "THREADS")
 
 
-def kernel_for_packed(given: PackedScores, device: int) -> str:
+def kernel_for_packed(args: PackedScores, device: int) -> str:
     """The kernel of mqa_logits for aligned arrays: "hopper" or "portable"."""
-    fits = given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
+    fits = args.scales is not None and args.k.shape[1] == DIM and args.q.shape[1] in HEADS
     return "hopper" if fits and is_hopper(device) else "portable"
 
 
@@ -217,7 +217,7 @@ def kernel_for_pages(q: Any, pages: Pages, rows: int, device: int) -> str:
 
 KERNEL_FOR: dict[str, Callable[..., str]] = {
     "mqa_logits": kernel_for_packed,
-    "paged_mqa_logits": lambda given, device: kernel_for_pages(given.q, given.pages, BOX_ROWS, device),
+    "paged_mqa_logits": lambda args, device: kernel_for_pages(args.q, args.pages, BOX_ROWS, device),
 }
 
 

@@ -20,9 +20,9 @@ def build_indexer(step: IndexerStep) -> None:
     copied = counts.batch_size if counts.flatten else 0
     width = max(counts.columns, counts.columns_before)
     copy_blocks = -(-max(copied, counts.entries_before) // WARPS) * -(-width // COLUMNS)
-    decode_blocks, chunk_blocks, its_chunk = 1 + element_blocks + copy_blocks, 0, NO_CHUNK
+    decode_blocks, chunk_blocks, chunk_struct = 1 + element_blocks + copy_blocks, 0, NO_CHUNK
     if chunk is not None:
-        its_chunk, chunk_blocks = _struct(chunk)
+        chunk_struct, chunk_blocks = _struct(chunk)
     kernel("common/indexer_metadata.cu", "build_indexer")(
         (decode_blocks + chunk_blocks,),
         (THREADS,),
@@ -33,31 +33,31 @@ def build_indexer(step: IndexerStep) -> None:
             counts.columns_before, counts.block_size, counts.compress_ratio, counts.decode_len, counts.maps_slots,
             buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
             buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
-            decode_blocks, *its_chunk,
+            decode_blocks, *chunk_struct,
         ),
         overlap=True,
     )  # fmt: skip
 
 
-def compressed_slot_mapping(given: CompressedSlots) -> None:
-    table, slots = given.block_table, given.slots
+def compressed_slot_mapping(args: CompressedSlots) -> None:
+    table, slots = args.block_table, args.slots
     if not len(slots):
         return
     kernel("common/indexer_metadata.cu", "compressed_slot_mapping")(
         (-(-len(slots) // THREADS),),
         (THREADS,),
         (
-            given.query_start_loc, given.seq_lens, len(given.seq_lens), table, table.strides[0] // 4, table.shape[1],
-            given.num_tokens, given.block_size, given.compress_ratio, slots, len(slots),
+            args.query_start_loc, args.seq_lens, len(args.seq_lens), table, table.strides[0] // 4, table.shape[1],
+            args.num_tokens, args.block_size, args.compress_ratio, slots, len(slots),
         ),
         overlap=True,
     )  # fmt: skip
 
 
 def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
-    its_chunk, blocks = _struct(chunk)
+    chunk_struct, blocks = _struct(chunk)
     kernel("common/indexer_metadata.cu", "build_indexer_chunk")(
-        (blocks,), (THREADS,), (query_start_loc, seq_lens, compress_ratio, *its_chunk), overlap=True
+        (blocks,), (THREADS,), (query_start_loc, seq_lens, compress_ratio, *chunk_struct), overlap=True
     )
 
 

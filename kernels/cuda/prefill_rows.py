@@ -9,8 +9,8 @@ from .sparse_cache import TOKENS, WARPS, dequantize_and_gather_k_cache, gather_a
 MOST_BLOCKS = 2**31 - 1
 
 
-def gather_prefill_rows(given: PrefillRows) -> None:
-    windows, compressed, lists = given
+def gather_prefill_rows(args: PrefillRows) -> None:
+    windows, compressed, lists = args
     gathers = [windows] if compressed is None else [windows, compressed]
     requests, tokens = len(windows.out), len(lists.combined_lens)
     rows = [x.out.shape[1] - x.offset for x in gathers]

@@ -124,13 +124,13 @@ def cublas_library(handle: int) -> Any:
     return library
 
 
-def block_scaled_product(given: BlockScaledProduct) -> None:
-    x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = given
+def block_scaled_product(args: BlockScaledProduct) -> None:
+    x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = args
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
-    block_columns = columns_of_block(given)
+    block_columns = columns_of_block(args)
     aligned = is_aligned(x, weight, out)
-    hopper = aligned and kernel_for_block_scaled(given, out.device.id) == "hopper"
+    hopper = aligned and kernel_for_block_scaled(args, out.device.id) == "hopper"
     uniform = power_of_two and finite and block_columns % CHUNK == 0
     tiles = division(rows, columns, groups, tokens, uniform, hopper, out.device.id)
     maps: list[Words] = []
@@ -155,14 +155,14 @@ def block_scaled_product(given: BlockScaledProduct) -> None:
     )  # fmt: skip
 
 
-def columns_of_block(given: BlockScaledProduct) -> int:
+def columns_of_block(args: BlockScaledProduct) -> int:
     """Columns of a block, limited to the weight's columns: fewer macro values need fewer programs."""
-    return min(given.block_columns, -(-given.x.shape[2] // CHUNK) * CHUNK)
+    return min(args.block_columns, -(-args.x.shape[2] // CHUNK) * CHUNK)
 
 
-def kernel_for_block_scaled(given: BlockScaledProduct, device: int) -> str:
+def kernel_for_block_scaled(args: BlockScaledProduct, device: int) -> str:
     """The kernel of block_scaled_product for aligned arrays: "hopper" or "portable"."""
-    fits = given.power_of_two or columns_of_block(given) % CHUNK == 0
+    fits = args.power_of_two or columns_of_block(args) % CHUNK == 0
     return "hopper" if fits and is_hopper(device) else "portable"
 
 
@@ -192,11 +192,11 @@ def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, h
     of_tokens = groups * -(-tokens // tile)
     most_splits, splits = MOST_SPLITS if has_clusters(device) else 1, 1
     if hopper:
-        few = tile <= TWO_CTAS
-        wide, enough = (MOST_ROWS, sms) if few or not uniform else (2 * MOST_ROWS, ENOUGH * sms)
+        two_an_sm = tile <= TWO_CTAS
+        wide, enough = (MOST_ROWS, sms) if two_an_sm or not uniform else (2 * MOST_ROWS, ENOUGH * sms)
         tile_rows = wide if of_tokens * -(-rows // wide) >= enough else MOST_ROWS // 2
-        splits = cluster_size(of_tokens * -(-rows // tile_rows), columns // CHUNK, few, sms)
-        if few and uniform and tile_rows == MOST_ROWS and splits == 1:
+        splits = cluster_size(of_tokens * -(-rows // tile_rows), columns // CHUNK, two_an_sm, sms)
+        if two_an_sm and uniform and tile_rows == MOST_ROWS and splits == 1:
             tile = TWO_CTAS  # 8 tokens' sums would be added in float32 in shared memory
         return Tiles(tile, tile_rows, splits, True)
     tiles = of_tokens * -(-rows // MOST_ROWS)
@@ -218,16 +218,16 @@ def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, h
     return Tiles(tile, tile_rows, splits)
 
 
-def cluster_size(tiles: int, chunks: int, few: bool, sms: int) -> int:
+def cluster_size(tiles: int, chunks: int, two_an_sm: bool, sms: int) -> int:
     """CTAs that divide the columns of a tile on Hopper, each with at least 4 chunks.
 
     Clusters of two occupy every SM. Larger clusters cannot: the SMs of a GPC are not always a multiple of their size.
 
-    few  two CTAs fit on an SM
+    two_an_sm  two CTAs fit on an SM
     """
-    most = 1.5 * sms if few else 0.9 * sms
+    most = 1.5 * sms if two_an_sm else 0.9 * sms
     fitting = [size for size in range(1, MOST_SPLITS + 1) if size * tiles <= most and 4 * size <= chunks]
-    pairs = 2 * tiles <= (2 if few else 1) * sms and chunks >= 16
+    pairs = 2 * tiles <= (2 if two_an_sm else 1) * sms and chunks >= 16
     return max([1, *fitting, *([2] if pairs else [])])
 
 
@@ -293,8 +293,8 @@ def fp8_product(
     """
     (groups, tokens, columns), rows = values.shape, weight.shape[1]
     device = out.device.id
-    whole = columns % CHUNK == 0 and rows % 8 == 0 and block_rows % CHUNK == 0 and block_columns % CHUNK == 0
-    if not (whole and is_hopper(device) and is_aligned(values, weight, out)):
+    in_chunks = columns % CHUNK == 0 and rows % 8 == 0 and block_rows % CHUNK == 0 and block_columns % CHUNK == 0
+    if not (in_chunks and is_hopper(device) and is_aligned(values, weight, out)):
         return False
     rounds = out_scales is not None
     if rounds and rows % FP8_ROWS:

@@ -26,20 +26,20 @@ def local_block_table(block_table: Any, s_q: int, first: int, step: int, out: An
     launch("local_block_table", rows * columns, (*table, s_q, first, step, out, strides(out)[0], rows, columns))
 
 
-def local_slot_mapping(given: ShardedSlots) -> None:
-    batch = (given.query_start_loc, given.seq_lens, len(given.seq_lens))
-    rest = (given.block_size, given.compress_ratio, *given.shard, given.out, len(given.out))
-    launch("local_slot_mapping", len(given.out), (*batch, *table_arguments(given.block_table), *rest))
+def local_slot_mapping(args: ShardedSlots) -> None:
+    batch = (args.query_start_loc, args.seq_lens, len(args.seq_lens))
+    rest = (args.block_size, args.compress_ratio, *args.shard, args.out, len(args.out))
+    launch("local_slot_mapping", len(args.out), (*batch, *table_arguments(args.block_table), *rest))
 
 
-def localise_indices(given: ShardedIndices) -> None:
-    indices, slots = given.indices, given.slots
+def localise_indices(args: ShardedIndices) -> None:
+    indices, slots = args.indices, args.slots
     tokens, width = indices.shape
     launch(
         "localise_indices", THREADS * tokens,
         (
-            indices, strides(indices)[0], width, given.token_to_req, pointer(given.is_valid_token),
-            *table_arguments(given.block_table), given.block_size, *given.shard, slots, strides(slots)[0], given.lens,
+            indices, strides(indices)[0], width, args.token_to_req, pointer(args.is_valid_token),
+            *table_arguments(args.block_table), args.block_size, *args.shard, slots, strides(slots)[0], args.lens,
         ),
     )  # fmt: skip
 

@@ -21,15 +21,15 @@ from .sparse.work import AttentionCall
 ROWS_OF_CTA, CONVERTING_CTAS = 8, 8  # sm90/prefill_fp8_rows.cu, common/sparse/expand_rows.cu: rows a CTA, CTAs an SM
 
 
-def sparse_mla_decode(given: SparseDecode) -> None:
-    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = given
+def sparse_mla_decode(args: SparseDecode) -> None:
+    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = args
     work = AttentionCall(q, segments, attn_sink, softmax_scale, out, None, (0, 0), lse, strides(lse))
     _attend(work, plan, not batch_invariant)
 
 
-def sparse_mla_prefill(given: SparsePrefill) -> None:
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, workspace = given
-    pages = given.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
+def sparse_mla_prefill(args: SparsePrefill) -> None:
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, workspace = args
+    pages = args.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
     lengths = None if topk_length is None else topk_length[:, None]
     lse_stride_s, lse_stride_h = strides(lse)
     work = AttentionCall(
@@ -94,10 +94,10 @@ def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
 
 
 KERNEL_FOR: dict[str, Callable[..., str]] = {
-    "sparse_mla_decode": lambda given, device: sparse_kernels.kernel_for_decode(
-        device, given.segments[0].pages.layout, int(given.q.shape[2])
+    "sparse_mla_decode": lambda args, device: sparse_kernels.kernel_for_decode(
+        device, args.segments[0].pages.layout, int(args.q.shape[2])
     ),
-    "sparse_mla_prefill": lambda given, device: sparse_kernels.kernel_for_prefill(device),
+    "sparse_mla_prefill": lambda args, device: sparse_kernels.kernel_for_prefill(device),
 }
 
 

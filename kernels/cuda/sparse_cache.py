@@ -70,20 +70,20 @@ def insert(
     )  # fmt: skip
 
 
-def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
-    requests, num_rows = given.out.shape[0], given.out.shape[1] - given.offset
+def dequantize_and_gather_k_cache(args: GatheredRows) -> None:
+    requests, num_rows = args.out.shape[0], args.out.shape[1] - args.offset
     if num_rows == 0:
         return
     kernel(
         "common/cache_gather.cu",
         "dequantize_and_gather_k_cache",
-        LAYOUT=given.pages.layout.name,
-        ALIGNED=int(is_aligned(given.out, given.pages.bytes)),
-        **gather_macros(given.out, requests * num_rows),
+        LAYOUT=args.pages.layout.name,
+        ALIGNED=int(is_aligned(args.out, args.pages.bytes)),
+        **gather_macros(args.out, requests * num_rows),
     )(
         (-(-num_rows // (WARPS * TOKENS)), min(requests, MAX_GRID_Y)),
         (32 * WARPS,),
-        gather_arguments(given),
+        gather_arguments(args),
         overlap=True,
     )
 
@@ -92,9 +92,9 @@ def gather_macros(out: Any, num_rows: int) -> dict[str, Any]:
     return {"OUTPUT": C_NAMES[out.dtype.name], "TOKENS": TOKENS, "STREAM": int(num_rows >= STREAMED_ROWS)}
 
 
-def gather_arguments(given: GatheredRows) -> tuple[Any, ...]:
+def gather_arguments(args: GatheredRows) -> tuple[Any, ...]:
     """Members of `GatheredRows` (common/gathered_rows.cuh)."""
-    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = args
     request_stride, token_stride, _ = strides(out)
     return (
         out.data.ptr + offset * out.strides[1], request_stride, token_stride, pages.bytes, pages.bytes.strides[0],

@@ -22,8 +22,8 @@ from numba.core.compiler import Compiler, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
-from ..self_tests import Fresh, announce_compilation, note, note_unkept
-from . import kept
+from ..check_results import Fresh, announce_compilation, note, note_unsaved
+from . import code_folder
 
 log = logging.getLogger(__name__)
 RESULT_SUFFIX = ".verdict"  # self-test result, in the folder of the machine code
@@ -93,18 +93,18 @@ class Cache(NullCache):
         if path is not None:
             payload = serialize.dumps(overload._reduce())
             try:
-                kept.write(path, hashlib.sha256(payload).digest() + payload)
+                code_folder.write(path, hashlib.sha256(payload).digest() + payload)
             except OSError as error:
                 reason = f"{path.parent}: {error.strerror or error}"
             else:
-                log.debug("%s: compiled, kept in %s", self._name, path.parent)
+                log.debug("%s: compiled, stored in %s", self._name, path.parent)
                 return
-        note_unkept(reason)
+        note_unsaved(reason)
         log.debug("%s: compiled, for this process alone: %s", self._name, reason)
 
     def _path(self, sig: Any, target_context: Any) -> Path | None:
         """The file, named by everything that the machine code depends on except the content of kernels/."""
-        folder = kept.folder()
+        folder = code_folder.folder()
         identity = repr((self._identity, str(sig), target_context.codegen().magic_tuple()))
         name = f"{self._name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
         return None if folder is None else folder / name

@@ -204,10 +204,10 @@ def attention_of(tile: Tile) -> Attention:
         m.parts[row * parts + part] = total
         cuda.syncthreads()
         if part == 0:
-            whole = np.float32(0)
+            row_total = np.float32(0)
             for i in range(parts):
-                whole += m.parts[row * parts + i]
-            m.tops[row], m.totals[row] = top, whole * growing
+                row_total += m.parts[row * parts + i]
+            m.tops[row], m.totals[row] = top, row_total * growing
         cuda.syncthreads()
 
     return Attention(growing, mix_part.count, mix_part.stride, memory, score, weigh, mix, finish)

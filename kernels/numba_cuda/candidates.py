@@ -71,10 +71,10 @@ def maxima_kernel(logits, starts, ends, lens, next_n, block, maxima):
         maxima[m, i] = best
 
 
-def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
-    paged_mqa_logits(given)
+def paged_logits_and_blocks(args: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+    paged_mqa_logits(args)
     select_candidate_blocks(
-        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+        args.logits, Rows(lens=args.context_lens, next_n=args.q.shape[1]), block, maxima, candidates
     )
 
 
@@ -109,8 +109,8 @@ def mask_kernel(logits, starts, ends, lens, next_n, candidates, block, fill):
         cuda.syncthreads()
 
 
-def candidate_logits(given: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
+def candidate_logits(args: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
     layout = pages.layout
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,

@@ -70,11 +70,11 @@ def compress_kernel(
                 score = to_float32(kv_score[token - back, channels + at], kind)
                 score = score + float32_value(bias[(position - back) % ratio, at])
             else:
-                its_slot = lookup_slot(block_table, request, position - back, block)
-                if its_slot < 0 or its_slot >= state.shape[0] * block:
+                row_slot = lookup_slot(block_table, request, position - back, block)
+                if row_slot < 0 or row_slot >= state.shape[0] * block:
                     continue
-                kv = float32_value(state[its_slot // block, its_slot % block, at])
-                score = float32_value(state[its_slot // block, its_slot % block, channels + at])
+                kv = float32_value(state[row_slot // block, row_slot % block, at])
+                score = float32_value(state[row_slot // block, row_slot % block, channels + at])
             if score > top:
                 keep = np.float32(math.exp(top - score))
                 weights, mean, top = weights * keep, mean * keep, score

@@ -22,15 +22,15 @@ MAX_HEAD_DIM = 256
 UNSCALED = (NO_SCALE, np.float32(1))
 
 
-def dense_mla_decode(given: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = given
+def dense_mla_decode(args: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = args
     keys = KeyList(pages, block_table, cache_seqlens)
     scale = UNSCALED if scale is None else scale_arguments(scale)
     attend(q, [keys], max_seqlen, None, softmax_scale, Results(out, None, lse), plan, True, causal, scale)
 
 
-def mha_varlen(given: PackedAttention) -> None:
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
+def mha_varlen(args: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = args
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
     if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
@@ -119,12 +119,12 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
             )  # fmt: skip
             for row in range(cuda.threadIdx.x, end - first, THREADS):
                 log_sum, inv_sum = summary(m.tops[row], m.totals[row], ONE)
-                kept = np.float32(0)
+                former_weight = np.float32(0)
                 if accumulate:
-                    log_sum, kept, taken = joined(log_sum_of(lse[head, first + row]), log_sum)
+                    log_sum, former_weight, taken = joined(log_sum_of(lse[head, first + row]), log_sum)
                     inv_sum *= taken
                 lse[head, first + row] = bits_of_log_sum(log_sum, ONE)
-                m.factors[row], m.tops[row] = inv_sum * growing, kept
+                m.factors[row], m.tops[row] = inv_sum * growing, former_weight
             cuda.syncthreads()
             for i in range(cuda.threadIdx.x, (end - first) * v_dim, THREADS):
                 row, dim = i // v_dim, i % v_dim

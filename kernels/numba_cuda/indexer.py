@@ -192,8 +192,8 @@ def gather_kernel(pages, block_size, dst_k, size, block_table, cu_seq_lens):
 # ---- scores
 
 
-def mqa_logits(given: PackedScores) -> None:
-    q, k, scales, weights, starts, ends, compressed, clean, logits = given
+def mqa_logits(args: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = args
     is_e2m1 = scales is not None and scales.dtype == np.uint8
     keys = PLAIN_KEYS if scales is None else E2M1_KEYS if is_e2m1 else E4M3_KEYS
     launch(
@@ -291,8 +291,8 @@ def page_score(queries, weights, pages, slot, g, key_kind, size, kind):
     return score
 
 
-def paged_mqa_logits(given: PagedScores) -> None:
-    q, pages, weights, context_lens, block_table, clean, logits = given
+def paged_mqa_logits(args: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = args
     layout = pages.layout
     launch(
         paged_logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,

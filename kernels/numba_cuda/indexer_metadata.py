@@ -30,8 +30,8 @@ def build_indexer(step: IndexerStep) -> None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
 
-def compressed_slot_mapping(given: CompressedSlots) -> None:
-    launch(slots_kernel, -(-len(given.slots) // THREADS), THREADS, given)
+def compressed_slot_mapping(args: CompressedSlots) -> None:
+    launch(slots_kernel, -(-len(args.slots) // THREADS), THREADS, args)
 
 
 def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
@@ -106,19 +106,19 @@ def splits_of(lens, counts, entry):
     return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + split - 1) // split
 
 
-def slots_kernel(given):
+def slots_kernel(args):
     """A thread takes the tokens of its index, in a grid-stride loop."""
-    for token in range(cuda.grid(1), len(given.slots), cuda.gridsize(1)):
+    for token in range(cuda.grid(1), len(args.slots), cuda.gridsize(1)):
         slot = np.int64(-1)
-        request = find_request(given.query_start_loc, token)
-        if token < given.num_tokens and request >= 0:
-            positions = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
-            if positions > 0 and positions % given.compress_ratio == 0:
-                row = positions // given.compress_ratio - 1
-                block = lookup_block(given.block_table, request, row // given.block_size)
+        request = find_request(args.query_start_loc, token)
+        if token < args.num_tokens and request >= 0:
+            positions = token_position(args.query_start_loc, args.seq_lens, request, token) + 1
+            if positions > 0 and positions % args.compress_ratio == 0:
+                row = positions // args.compress_ratio - 1
+                block = lookup_block(args.block_table, request, row // args.block_size)
                 if block >= 0:
-                    slot = block * given.block_size + row % given.block_size
-        given.slots[token] = slot
+                    slot = block * args.block_size + row % args.block_size
+        args.slots[token] = slot
 
 
 def chunk_kernel(query_start_loc, seq_lens, compress_ratio, chunk):

@@ -320,8 +320,8 @@ def merge_parts_kernel(part_out, part_sums, parts, growing, attn_sink, out, kind
         top = larger(top, float32_value(part_sums[token * parts + part, head, TOP]))
     shift, scale = np.float32(0) if top == MINUS_INFINITY else top, float32_value(part_sums[token * parts, head, SCALE])
     for part in range(cuda.threadIdx.x, parts, cuda.blockDim.x):
-        its_top, its_total = part_sums[token * parts + part, head, TOP], part_sums[token * parts + part, head, TOTAL]
-        weights[part] = exponential((float32_value(its_top) - shift) * scale) * float32_value(its_total)
+        part_top, part_total = part_sums[token * parts + part, head, TOP], part_sums[token * parts + part, head, TOTAL]
+        weights[part] = exponential((float32_value(part_top) - shift) * scale) * float32_value(part_total)
     cuda.syncthreads()
     total = np.float32(0)
     for part in range(parts):

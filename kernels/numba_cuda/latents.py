@@ -16,11 +16,11 @@ NO_STATE = np.empty((0, 1, 0), np.float32)
 
 
 def compress_latents(rows: LatentRows) -> None:
-    given, kind = rows.kv_score, kind_of(rows.kv_score)
+    kv_score, kind = rows.kv_score, kind_of(rows.kv_score)
     restart = (NO_PARTS, NO_VECTOR) if rows.restart_rows is None else (rows.restart_rows, rows.restart_positions)
     launch(
         pool_kernel, len(rows.slots), THREADS,
-        given, kind, rows.norm_weight, kind_of(rows.norm_weight), rows.slots, rows.latents, kind_of(rows.latents),
+        kv_score, kind, rows.norm_weight, kind_of(rows.norm_weight), rows.slots, rows.latents, kind_of(rows.latents),
         NO_VECTOR if rows.positions is None else rows.positions,
         NO_VECTOR if rows.query_start_loc is None else rows.query_start_loc,
         NO_STATE if rows.state is None else rows.state, *restart, np.float32(rows.eps), rows.round_pooled,
@@ -28,7 +28,7 @@ def compress_latents(rows: LatentRows) -> None:
     if rows.state is not None:  # after all rows of the rings are read
         launch(
             save_kernel, len(rows.slots), THREADS,
-            given, kind, rows.slots, rows.positions, rows.query_start_loc, rows.state, restart[1],
+            kv_score, kind, rows.slots, rows.positions, rows.query_start_loc, rows.state, restart[1],
         )  # fmt: skip
 
 

@@ -78,8 +78,8 @@ def product_kernel_of(float16: bool) -> Any:
     return product_kernel
 
 
-def block_scaled_product(given: BlockScaledProduct) -> None:
-    x, weight, scales, block_rows, block_columns, out, *_ = given
+def block_scaled_product(args: BlockScaledProduct) -> None:
+    x, weight, scales, block_rows, block_columns, out, *_ = args
     groups, tokens, rows = out.shape
     launch(
         row_kernel, groups * rows * -(-tokens // TOGETHER), THREADS, x, kind_of(x), weight, scales, block_rows,

@@ -21,27 +21,27 @@ def _ptx(statement: str, results: str, operands: str) -> Any:
     results   register kind of each result: r 32 bits, l 64, h 16, f a float32
     operands  register kind of each operand
     """
-    given, made = [_OPERANDS[x] for x in operands], [_OPERANDS[x] for x in results]
+    operand_types, result_types = [_OPERANDS[x] for x in operands], [_OPERANDS[x] for x in results]
     constraints = ",".join([*(f"={x}" for x in results), *operands])
 
     @intrinsic
     def function(_, arguments):
-        result = made[0][0] if len(made) == 1 else types.UniTuple(made[0][0], len(made))
+        result = result_types[0][0] if len(result_types) == 1 else types.UniTuple(result_types[0][0], len(result_types))
 
         def generate(context, builder, signature, values):
             (kinds,) = signature.args
             unpacked = cgutils.unpack_tuple(builder, values[0])
             unpacked = [
                 context.cast(builder, value, kind, wanted)
-                for value, kind, (wanted, _) in zip(unpacked, kinds, given, strict=True)
+                for value, kind, (wanted, _) in zip(unpacked, kinds, operand_types, strict=True)
             ]
-            made_types = [x for _, x in made]
-            returned = made_types[0] if len(made) == 1 else ir.LiteralStructType(made_types)
-            code = ir.InlineAsm(ir.FunctionType(returned, [x for _, x in given]), statement, constraints)
+            made_types = [x for _, x in result_types]
+            returned = made_types[0] if len(result_types) == 1 else ir.LiteralStructType(made_types)
+            code = ir.InlineAsm(ir.FunctionType(returned, [x for _, x in operand_types]), statement, constraints)
             called = builder.call(code, unpacked)
-            if len(made) == 1:
+            if len(result_types) == 1:
                 return called
-            return cgutils.pack_array(builder, [builder.extract_value(called, i) for i in range(len(made))])
+            return cgutils.pack_array(builder, [builder.extract_value(called, i) for i in range(len(result_types))])
 
         return result(arguments), generate
 

@@ -41,43 +41,43 @@ def table_kernel(block_table, s_q, first, step, out):
             out[row, column] = block_table[row // s_q, source] if source < block_table.shape[1] else -1
 
 
-def local_slot_mapping(given: ShardedSlots) -> None:
-    launch(slots_kernel, -(-len(given.out) // THREADS), THREADS, given)
+def local_slot_mapping(args: ShardedSlots) -> None:
+    launch(slots_kernel, -(-len(args.out) // THREADS), THREADS, args)
 
 
-def slots_kernel(given):
-    for token in range(cuda.grid(1), len(given.out), cuda.gridsize(1)):
-        request = find_request(given.query_start_loc, token)
+def slots_kernel(args):
+    for token in range(cuda.grid(1), len(args.out), cuda.gridsize(1)):
+        request = find_request(args.query_start_loc, token)
         slot = np.int64(-1)
-        if request >= 0 and request < len(given.seq_lens):
-            tokens = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
-            if tokens > 0 and tokens % given.compress_ratio == 0:
-                local = local_position(tokens // given.compress_ratio - 1, given.shard)
-                slot = np.int64(lookup_slot(given.block_table, request, local, given.block_size))
-        given.out[token] = slot
+        if request >= 0 and request < len(args.seq_lens):
+            tokens = token_position(args.query_start_loc, args.seq_lens, request, token) + 1
+            if tokens > 0 and tokens % args.compress_ratio == 0:
+                local = local_position(tokens // args.compress_ratio - 1, args.shard)
+                slot = np.int64(lookup_slot(args.block_table, request, local, args.block_size))
+        args.out[token] = slot
 
 
-def localise_indices(given: ShardedIndices) -> None:
-    if given.is_valid_token is None:
-        given = given._replace(is_valid_token=NO_FLAGS)
-    launch(localise_kernel, len(given.indices), THREADS, given)
+def localise_indices(args: ShardedIndices) -> None:
+    if args.is_valid_token is None:
+        args = args._replace(is_valid_token=NO_FLAGS)
+    launch(localise_kernel, len(args.indices), THREADS, args)
 
 
-def localise_kernel(given):
+def localise_kernel(args):
     """A thread block takes a token, and a thread writes the rank's entries of a piece of the token's row.
 
     A thread counts its entries; the counts of earlier threads give their place.
     """
     found = cuda.shared.array(THREADS, np.int32)  # the rank's entries in each thread's piece of the row
     token = cuda.blockIdx.x
-    request, width = given.token_to_req[token], given.indices.shape[1]
+    request, width = args.token_to_req[token], args.indices.shape[1]
     piece = (width + cuda.blockDim.x - 1) // cuda.blockDim.x
     first = cuda.threadIdx.x * piece
     end = min(first + piece, width)
     count = 0
     for j in range(first, end):
-        local = local_position(given.indices[token, j], given.shard)
-        count += lookup_slot(given.block_table, request, local, given.block_size) >= 0
+        local = local_position(args.indices[token, j], args.shard)
+        count += lookup_slot(args.block_table, request, local, args.block_size) >= 0
     found[cuda.threadIdx.x] = count
     cuda.syncthreads()
 
@@ -87,15 +87,15 @@ def localise_kernel(given):
             to += found[thread]
         total += found[thread]
     for j in range(first, end):
-        local = local_position(given.indices[token, j], given.shard)
-        slot = lookup_slot(given.block_table, request, local, given.block_size)
+        local = local_position(args.indices[token, j], args.shard)
+        slot = lookup_slot(args.block_table, request, local, args.block_size)
         if slot >= 0:
-            given.slots[token, to] = slot
+            args.slots[token, to] = slot
             to += 1
     for j in range(total + cuda.threadIdx.x, width, cuda.blockDim.x):
-        given.slots[token, j] = -1
+        args.slots[token, j] = -1
     if cuda.threadIdx.x == 0:
-        given.lens[token] = total if len(given.is_valid_token) == 0 or given.is_valid_token[token] else 0
+        args.lens[token] = total if len(args.is_valid_token) == 0 or args.is_valid_token[token] else 0
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:

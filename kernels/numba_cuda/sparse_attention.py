@@ -16,18 +16,18 @@ from .log_sums import ONE, bits_of_log_sum, joined, log_sum_of
 MERGE_THREADS = 128
 
 
-def sparse_mla_decode(given: SparseDecode) -> None:
+def sparse_mla_decode(args: SparseDecode) -> None:
     """The plan provides memory for partial results only; the shapes determine the number of parts."""
-    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = given
+    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = args
     lists = [KeyList(x.pages, x.indices, x.lengths) for x in segments]
     most_keys = sum(x.indices.shape[2] for x in segments)
     attend(q, lists, most_keys, attn_sink, softmax_scale, Results(out, None, lse), plan, not batch_invariant)
 
 
-def sparse_mla_prefill(given: SparsePrefill) -> None:
+def sparse_mla_prefill(args: SparsePrefill) -> None:
     """Tokens are a batch with one query each; a workspace row is a page of one token. Multiplies without FP8."""
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = given
-    pages = given.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, _, _ = args
+    pages = args.pages(None if isinstance(kv, Pages) else row_bytes_of(kv))
     lengths = None if topk_length is None else topk_length[:, None]
     results = Results(out[:, None], max_logits[..., None], lse[..., None])
     keys = KeyList(pages, indices[:, None], lengths)

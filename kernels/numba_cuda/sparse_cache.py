@@ -76,8 +76,8 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
 
 
-def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
-    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
+def dequantize_and_gather_k_cache(args: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = args
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows:
         launch(

@@ -29,11 +29,11 @@ def select_candidate_blocks(
     top_k_per_row(maxima, Rows(), candidates)
 
 
-def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
+def paged_logits_and_blocks(args: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
     """Scores as in paged_mqa_logits, and the blocks with the largest scores."""
-    paged_mqa_logits(given)
+    paged_mqa_logits(args)
     select_candidate_blocks(
-        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+        args.logits, Rows(lens=args.context_lens, next_n=args.q.shape[1]), block, maxima, candidates
     )
 
 
@@ -44,8 +44,8 @@ def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray,
         row[start:end][~is_candidate] = fill
 
 
-def candidate_logits(given: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
+def candidate_logits(args: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
     next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)

@@ -55,13 +55,13 @@ def _window(token: int, states: np.ndarray, state: np.ndarray, step: Compression
         if at < 0:
             break
         if token - back >= first_token:
-            whole = states[token - back]
+            state_row = states[token - back]
         else:
             slot = lookup_slot(step.state_block_table, request, at, state.shape[1])
             if not 0 <= slot < len(state) * state.shape[1]:
                 continue
-            whole = state[slot // state.shape[1], slot % state.shape[1]]
-        halves = whole.astype(np.float64).reshape(2, -1, head_dim)
+            state_row = state[slot // state.shape[1], slot % state.shape[1]]
+        halves = state_row.astype(np.float64).reshape(2, -1, head_dim)
         rows.append(halves[:, -1 if back < ratio else 0])
     return np.array(rows[::-1]).reshape(-1, 2, head_dim)
 

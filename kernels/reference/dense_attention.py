@@ -14,8 +14,8 @@ from .rows import lookup_slot
 from .sparse_attention import merge_attn_states
 
 
-def mha_varlen(given: PackedAttention) -> None:
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
+def mha_varlen(args: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = args
     for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
         part, part_lse = np.empty(out[queries].shape), np.empty(lse[:, queries].shape)
         for head in range(q.shape[1]):
@@ -29,8 +29,8 @@ def mha_varlen(given: PackedAttention) -> None:
             out[queries], lse[:, queries] = part, part_lse
 
 
-def dense_mla_decode(given: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = given
+def dense_mla_decode(args: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = args
     for b in range(q.shape[0]):
         length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * pages.block_size)
         found = [lookup_slot(block_table, b, position, pages.block_size) for position in range(length)]

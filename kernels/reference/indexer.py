@@ -27,9 +27,9 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
     q = index_q.astype(np.float32)
     part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
     rotate(part, positions, table.astype(np.float32), is_neox)
-    given, factor = flush_subnormals(index_weights.astype(np.float32)), flush_subnormals(np.float32(scale))
+    head_weights, factor = flush_subnormals(index_weights.astype(np.float32)), flush_subnormals(np.float32(scale))
     if q_out.dtype != np.uint8:
-        q_out[:], weights[:] = q, flush_subnormals(given * factor)
+        q_out[:], weights[:] = q, flush_subnormals(head_weights * factor)
         return
     q = q.astype(ml_dtypes.bfloat16).astype(np.float32)
     for token, head in np.ndindex(weights.shape):
@@ -41,7 +41,9 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
                 q_out[token, head], q_scale = np.append(codes, scale_bytes(scales, INDEXER_MXFP4.scale_type)), 1.0
             else:
                 q_out[token, head], q_scale = mxfp4_in_e4m3(codes, scales, least)
-        weights[token, head] = flush_subnormals(flush_subnormals(given[token, head] * np.float32(q_scale)) * factor)
+        weights[token, head] = flush_subnormals(
+            flush_subnormals(head_weights[token, head] * np.float32(q_scale)) * factor
+        )
 
 
 def e4m3_query(x: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:
@@ -144,8 +146,8 @@ def scores(q: np.ndarray, k: np.ndarray, scales: np.ndarray, weights: np.ndarray
         return (flush_subnormals(weights).astype(np.float64) @ products) * flush_subnormals(scales).astype(np.float64)
 
 
-def mqa_logits(given: PackedScores) -> None:
-    q, k, scales, weights, starts, ends, compressed, clean, logits = given
+def mqa_logits(args: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = args
     k, scales = packed_keys_and_scales(k, scales)
     for m in range(len(q)):
         start, end = np.clip((int(starts[m]), int(ends[m])), 0, len(k))
@@ -165,8 +167,8 @@ def row_lens(lens: np.ndarray, next_n: int) -> np.ndarray:
     return lens.reshape(-1)
 
 
-def paged_mqa_logits(given: PagedScores) -> None:
-    q, pages, weights, context_lens, block_table, clean, logits = given
+def paged_mqa_logits(args: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = args
     next_n, width = q.shape[1], logits.shape[1]
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)

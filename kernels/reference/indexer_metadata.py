@@ -37,18 +37,18 @@ def rows_of(positions: int, compress_ratio: int) -> int:
     return max(positions, 0) // compress_ratio
 
 
-def compressed_slot_mapping(given: CompressedSlots) -> None:
-    given.slots[:] = -1
-    for request in range(len(given.seq_lens)):
-        start, end = (int(x) for x in given.query_start_loc[request : request + 2])
-        for token in range(max(start, 0), min(end, given.num_tokens)):
-            position = int(given.seq_lens[request]) - end + token
-            row, last = divmod(position + 1, given.compress_ratio)
-            if position < 0 or last or row > given.block_table.shape[1] * given.block_size:
+def compressed_slot_mapping(args: CompressedSlots) -> None:
+    args.slots[:] = -1
+    for request in range(len(args.seq_lens)):
+        start, end = (int(x) for x in args.query_start_loc[request : request + 2])
+        for token in range(max(start, 0), min(end, args.num_tokens)):
+            position = int(args.seq_lens[request]) - end + token
+            row, last = divmod(position + 1, args.compress_ratio)
+            if position < 0 or last or row > args.block_table.shape[1] * args.block_size:
                 continue
-            page, offset = divmod(row - 1, given.block_size)
-            if (block := int(given.block_table[request, page])) >= 0:
-                given.slots[token] = block * given.block_size + offset
+            page, offset = divmod(row - 1, args.block_size)
+            if (block := int(args.block_table[request, page])) >= 0:
+                args.slots[token] = block * args.block_size + offset
 
 
 def build_indexer_chunk(

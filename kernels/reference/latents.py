@@ -19,10 +19,10 @@ def compress_latents(rows: LatentRows) -> None:
                 row = row.astype(ml_dtypes.bfloat16).astype(np.float64)
             rows.latents[token] = normed(row, rows.eps) * rows.norm_weight.astype(np.float64)
 
-    given = rows.kv_score.astype(np.float32)
+    kv_score = rows.kv_score.astype(np.float32)
     if state is None:
         for token in np.flatnonzero(slots >= 0).tolist():
-            write(token, given[token].astype(np.float64))
+            write(token, kv_score[token].astype(np.float64))
         return
     capacity, most = state.shape[1], len(state) * state.shape[1]
     for start, end in zip(query_start_loc[:-1].tolist(), query_start_loc[1:].tolist(), strict=True):
@@ -32,15 +32,15 @@ def compress_latents(rows: LatentRows) -> None:
             position = int(rows.positions[token])
             if position < 0 or position % 2 == 0:
                 continue
-            before = given[token - 1] if token > start else _row_before(rows, token)
-            window = np.stack([before, given[token]]).astype(np.float64).reshape(2, 2, DIM)
+            before = kv_score[token - 1] if token > start else _row_before(rows, token)
+            window = np.stack([before, kv_score[token]]).astype(np.float64).reshape(2, 2, DIM)
             write(token, pooled(window))
         if start in here:
             if rows.restart_positions is not None:
                 _keep_for_restart(rows, start, end - start)
             for token in here:
                 if token >= end - capacity:
-                    state[slots[token] // capacity, slots[token] % capacity] = given[token]
+                    state[slots[token] // capacity, slots[token] % capacity] = kv_score[token]
 
 
 def _row_before(rows: LatentRows, token: int) -> np.ndarray:

@@ -14,11 +14,11 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     out[...] = np.matmul(a.astype(np.float64), b.astype(np.float64))
 
 
-def block_scaled_product(given: BlockScaledProduct) -> None:
-    scales = flush_subnormals(given.scales)
-    weights = dequantized(given.weight, scales, given.block_rows, given.block_columns)
+def block_scaled_product(args: BlockScaledProduct) -> None:
+    scales = flush_subnormals(args.scales)
+    weights = dequantized(args.weight, scales, args.block_rows, args.block_columns)
     with np.errstate(over="ignore", invalid="ignore"):
-        given.out[...] = np.matmul(given.x.astype(np.float64), weights.transpose(0, 2, 1))
+        args.out[...] = np.matmul(args.x.astype(np.float64), weights.transpose(0, 2, 1))
 
 
 def dequantize_blocks(

@@ -32,8 +32,8 @@ def flush_subnormals(x: Any) -> Any:
 def scale_exponent(amax: Any, min_exponent: int, largest: float = E4M3_MAX) -> Any:
     """Smallest e >= `min_exponent` with amax <= largest * 2^e. Exact: 448 is 0.875 * 2^9, and 6 is 0.75 * 2^3."""
     fraction, exponent = np.frexp(amax)
-    most, more = np.frexp(largest)
-    return np.where(amax == 0, min_exponent, np.maximum(exponent - more + (fraction > most), min_exponent))
+    most, bound_exponent = np.frexp(largest)
+    return np.where(amax == 0, min_exponent, np.maximum(exponent - bound_exponent + (fraction > most), min_exponent))
 
 
 def quantize_tiles(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:

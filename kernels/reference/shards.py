@@ -26,25 +26,25 @@ def local_block_table(block_table: np.ndarray, s_q: int, first: int, step: int, 
     out[:, : columns.shape[1]] = np.repeat(columns, s_q, axis=0)
 
 
-def local_slot_mapping(given: ShardedSlots) -> None:
-    given.out[:] = -1
-    for request in range(len(given.seq_lens)):
-        first, end = int(given.query_start_loc[request]), int(given.query_start_loc[request + 1])
-        for token in range(max(first, 0), min(end, len(given.out))):
-            tokens = int(given.seq_lens[request]) - end + token + 1
-            if tokens > 0 and tokens % given.compress_ratio == 0:
-                local = local_position(tokens // given.compress_ratio - 1, given.shard)
-                given.out[token] = lookup_slot(given.block_table, request, local, given.block_size)
+def local_slot_mapping(args: ShardedSlots) -> None:
+    args.out[:] = -1
+    for request in range(len(args.seq_lens)):
+        first, end = int(args.query_start_loc[request]), int(args.query_start_loc[request + 1])
+        for token in range(max(first, 0), min(end, len(args.out))):
+            tokens = int(args.seq_lens[request]) - end + token + 1
+            if tokens > 0 and tokens % args.compress_ratio == 0:
+                local = local_position(tokens // args.compress_ratio - 1, args.shard)
+                args.out[token] = lookup_slot(args.block_table, request, local, args.block_size)
 
 
-def localise_indices(given: ShardedIndices) -> None:
-    given.slots[:] = -1
-    for token, row in enumerate(given.indices):
-        request, local = int(given.token_to_req[token]), [local_position(int(i), given.shard) for i in row]
-        mine = [lookup_slot(given.block_table, request, i, given.block_size) for i in local]
+def localise_indices(args: ShardedIndices) -> None:
+    args.slots[:] = -1
+    for token, row in enumerate(args.indices):
+        request, local = int(args.token_to_req[token]), [local_position(int(i), args.shard) for i in row]
+        mine = [lookup_slot(args.block_table, request, i, args.block_size) for i in local]
         mine = [slot for slot in mine if slot >= 0]
-        given.slots[token, : len(mine)] = mine
-        given.lens[token] = len(mine) if given.is_valid_token is None or given.is_valid_token[token] else 0
+        args.slots[token, : len(mine)] = mine
+        args.lens[token] = len(mine) if args.is_valid_token is None or args.is_valid_token[token] else 0
 
 
 def merge_partials(
@@ -61,12 +61,12 @@ def merge_partials(
     weights = np.exp(logs - np.where(empty, 0.0, top))
     total = np.where(empty, 1.0, weights.sum(axis=0))
     log_sum = np.where(empty, -np.inf, top) + np.log(total)
-    kept: np.ndarray | float = 1.0
+    sink_factor: np.ndarray | float = 1.0
     if attn_sink is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            kept = 1 / (1 + np.exp(attn_sink.astype(np.float64)[:, None] - np.where(empty, 0.0, log_sum)))
-    fraction = (weights / total * kept).transpose(0, 1, 3, 2)[..., None]  # [n, b, s_q, h, 1]
+            sink_factor = 1 / (1 + np.exp(attn_sink.astype(np.float64)[:, None] - np.where(empty, 0.0, log_sum)))
+    fraction = (weights / total * sink_factor).transpose(0, 1, 3, 2)[..., None]  # [n, b, s_q, h, 1]
     # A part of weight 0 may hold any value; a NaN lse must propagate.
-    given = np.where(weights.transpose(0, 1, 3, 2)[..., None] == 0, 0.0, parts.astype(np.float64))
-    out[:] = (fraction * given).sum(axis=0).astype(out.dtype)
+    present = np.where(weights.transpose(0, 1, 3, 2)[..., None] == 0, 0.0, parts.astype(np.float64))
+    out[:] = (fraction * present).sum(axis=0).astype(out.dtype)
     lse[:] = np.where(empty, np.inf, log_sum)

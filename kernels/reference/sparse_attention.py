@@ -15,9 +15,9 @@ from .rows import read_tokens, scale_exponent
 
 
 @np.errstate(over="ignore")  # overflow of bfloat16 or float32 gives infinite results, without a warning
-def sparse_mla_decode(given: SparseDecode) -> None:
+def sparse_mla_decode(args: SparseDecode) -> None:
     """The plan is not used: every token is computed on its own."""
-    q, segments, attn_sink, softmax_scale, out, lse, _, _ = given
+    q, segments, attn_sink, softmax_scale, out, lse, _, _ = args
     for b in range(q.shape[0]):
         for s in range(q.shape[1]):
             keys = np.concatenate([read_tokens(x.pages, attended_slots(x, b, s)) for x in segments])
@@ -27,13 +27,13 @@ def sparse_mla_decode(given: SparseDecode) -> None:
 
 
 @np.errstate(over="ignore")
-def sparse_mla_prefill(given: SparsePrefill) -> None:
+def sparse_mla_prefill(args: SparsePrefill) -> None:
     """Queries, rows and softmax weights are rounded to e4m3 where the Hopper kernel multiplies FP8 values."""
-    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, fp8, _ = given
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse, fp8, _ = args
     in_fp8 = fp8 and rounds_to_e4m3(*q.shape[1:])
     for s in range(q.shape[0]):
         listed = indices[s] if topk_length is None else indices[s, : max(0, int(topk_length[s]))]
-        listed = listed[(listed >= 0) & (listed < given.num_rows)]
+        listed = listed[(listed >= 0) & (listed < args.num_rows)]
         keys = read_tokens(kv, listed) if isinstance(kv, Pages) else kv[listed].astype(np.float64)
         queries = q[s].astype(np.float64)
         if in_fp8:

@@ -20,8 +20,8 @@ def quantize_and_insert_k_cache(
         write_tokens(pages, slots, values.astype(np.float32), rope.astype(BFLOAT16), power_of_two_scales)
 
 
-def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
-    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
+def dequantize_and_gather_k_cache(args: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = args
     for request, seq_len in enumerate(seq_lens.astype(np.int64) // compress_ratio):
         wanted = seq_len if gather_lens is None else gather_lens[request]
         gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))

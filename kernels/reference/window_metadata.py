@@ -8,16 +8,16 @@ from .rows import lookup_slot
 INT32_MAX = 2**31 - 1
 
 
-def build_sparse_swa(given: WindowStep) -> None:
-    query_start_loc, seq_lens, counts, buffers = given.query_start_loc, given.seq_lens, given.counts, given.buffers
-    width = max(given.c128a_width, counts.width_before)
+def build_sparse_swa(args: WindowStep) -> None:
+    query_start_loc, seq_lens, counts, buffers = args.query_start_loc, args.seq_lens, args.counts, args.buffers
+    width = max(args.c128a_width, counts.width_before)
     for token in range(max(counts.rows, counts.rows_before)):
         buffers.token_to_req_indices[token] = 0
-        buffers.is_valid_token[token] = token < counts.rows and given.slot_mapping[token] >= 0
+        buffers.is_valid_token[token] = token < counts.rows and args.slot_mapping[token] >= 0
         buffers.positions[token] = -1
         buffers.swa_indices[token] = -1
         buffers.swa_lens[token] = 0
-        if given.c128a_width:
+        if args.c128a_width:
             buffers.c128a_indices[token, :width] = -1
             buffers.c128a_lens[token] = 0
         if token >= counts.num_tokens:
@@ -28,22 +28,22 @@ def build_sparse_swa(given: WindowStep) -> None:
             continue
         position = int(seq_lens[request]) - int(query_start_loc[request + 1]) + token
         buffers.positions[token] = min(max(position, -1), INT32_MAX)
-        first_valid = 0 if given.replay_start is None else int(given.replay_start[request])
-        start, end = max(position - given.window_size + 1, 0, first_valid), position + 1
+        first_valid = 0 if args.replay_start is None else int(args.replay_start[request])
+        start, end = max(position - args.window_size + 1, 0, first_valid), position + 1
         if (
-            given.noncausal and position >= 0 and token < counts.num_decode_tokens
+            args.noncausal and position >= 0 and token < counts.num_decode_tokens
         ):  # the same for all tokens of a request
             end = int(seq_lens[request])
             prefix = end - int(query_start_loc[request + 1]) + int(query_start_loc[request])
-            start = max(prefix - given.window_size, 0)
+            start = max(prefix - args.window_size, 0)
             end = min(end, start + buffers.swa_indices.shape[1])
-        window = [lookup_slot(given.block_table, request, p, given.block_size) for p in range(start, end)]
+        window = [lookup_slot(args.block_table, request, p, args.block_size) for p in range(start, end)]
         buffers.swa_indices[token, : len(window)] = window
         buffers.swa_lens[token] = len(window)
-        if given.c128a_width:
-            rows = range(min((position + 1) // C128A_RATIO, given.c128a_width))
+        if args.c128a_width:
+            rows = range(min((position + 1) // C128A_RATIO, args.c128a_width))
             if token < counts.num_decode_tokens:
-                table, size = given.c128a_block_table, given.c128a_block_size
+                table, size = args.c128a_block_table, args.c128a_block_size
                 slots = [lookup_slot(table, request, row, size) for row in rows]
             else:
                 slots = list(rows)
@@ -53,8 +53,8 @@ def build_sparse_swa(given: WindowStep) -> None:
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = int(query_start_loc[request + 1]) - int(query_start_loc[request])
-        first_valid = 0 if given.replay_start is None else max(int(given.replay_start[request]), 0)
-        before = min(max(int(seq_lens[request]) - query_len - first_valid, 0), given.window_size - 1)
+        first_valid = 0 if args.replay_start is None else max(int(args.replay_start[request]), 0)
+        before = min(max(int(seq_lens[request]) - query_len - first_valid, 0), args.window_size - 1)
         buffers.prefill_gather_lens[prefill] = max(min(int(seq_lens[request]), query_len + before), 0)
 
 

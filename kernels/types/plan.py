@@ -44,14 +44,14 @@ class Workspace:
         """
         self.check_place(like)
         dtype = np.dtype(dtype)
-        held = self._arrays.get((name, dtype))
-        if held is not None and held.size >= size:
-            return held
-        new = self._allocated(size, dtype, like, held) if self.memory is None else self._cut(size, dtype, held)
+        current = self._arrays.get((name, dtype))
+        if current is not None and current.size >= size:
+            return current
+        new = self._allocated(size, dtype, like, current) if self.memory is None else self._cut(size, dtype, current)
         if clear is not None:
             clear(new)
-        if held is not None:
-            self._outgrown.append(held)
+        if current is not None:
+            self._outgrown.append(current)
         self._arrays[name, dtype], self._place = new, place_of(like)
         self.cache_key = None
         self.contents.pop(name, None)
@@ -84,21 +84,21 @@ class Workspace:
                 "where the call's arrays are"
             )
 
-    def _allocated(self, size: int, dtype: np.dtype[Any], like: Any, held: Any) -> Any:
+    def _allocated(self, size: int, dtype: np.dtype[Any], like: Any, current: Any) -> Any:
         if not isinstance(like, np.ndarray) and streams.is_capturing():
             raise RuntimeError(
                 f"{self.owner}: memory would have to be allocated while a CUDA graph is captured; "
                 f"give a {self.owner} that has served a call of this shape before"
             )
         # At least twice as large as before: retained arrays then take no more memory than arrays in use.
-        size = size if held is None else max(size, 2 * held.size)
+        size = size if current is None else max(size, 2 * current.size)
         if self._allocate is None:
             return dlpack.empty((size,), dtype, like)
         return piece(self._allocate(size * dtype.itemsize, like), 0, (size,), dtype)
 
-    def _cut(self, size: int, dtype: np.dtype[Any], held: Any) -> Any:
+    def _cut(self, size: int, dtype: np.dtype[Any], current: Any) -> Any:
         first = self._used
-        if held is not None and self._used == self._last + aligned_bytes(held.nbytes):
+        if current is not None and self._used == self._last + aligned_bytes(current.nbytes):
             first = self._last  # the last piece grows in place
         end = first + size * dtype.itemsize
         if end > self.memory.nbytes:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.arrays import held, streams
+from cumla.arrays import foreign_memory, streams
 from support import pairs
 from support.capsules import Foreign
 
@@ -116,7 +116,7 @@ class Torch:
 @pytest.fixture
 def emulated(emulated):
     yield Emulated()
-    held.UntilDone._waiting.clear()  # exported memory is released while these devices exist
+    foreign_memory.UntilDone._waiting.clear()  # exported memory is released while these devices exist
 
 
 @pytest.fixture(
@@ -207,7 +207,11 @@ class TestOfOtherLibraries:
     def test_dlpack_gets_the_stream_that_will_read(self, emulated, rng):
         side, (topk, *rest) = emulated.stream(), arguments(rng)
         rest = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in rest]
-        for stream, expected in ((None, held.LEGACY_STREAM), (0, held.LEGACY_STREAM), (side, side.ptr)):
+        for stream, expected in (
+            (None, foreign_memory.LEGACY_STREAM),
+            (0, foreign_memory.LEGACY_STREAM),
+            (side, side.ptr),
+        ):
             array = Foreign(emulated.put(topk))
             cumla.compute_global_topk_indices_and_lens(array, *rest, stream=stream)
             assert array.stream == expected
@@ -482,10 +486,10 @@ class NotDone:
 
 @pytest.mark.usefixtures("emulated")
 def test_memory_in_use_is_kept_where_two_threads_release_some():
-    waiting, used = held.UntilDone._waiting, (NotDone(), "memory in use")
+    waiting, used = foreign_memory.UntilDone._waiting, (NotDone(), "memory in use")
 
     def release():
-        held.UntilDone("other memory", 0, 0)  # is over at once
+        foreign_memory.UntilDone("other memory", 0, 0)  # is over at once
 
     waiting.extend([(QueriedMeanwhile(release), "memory"), used])
     release()

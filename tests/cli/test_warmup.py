@@ -13,14 +13,14 @@ from support.command_line import error_line
 
 def test_warmup_says_what_was_in_the_cache(monkeypatch):
     from cumla.cli import warmup
-    from cumla.kernels import self_tests
+    from cumla.kernels import check_results
 
     monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
     for counts, says in (
-        ({"kept": 44}, "All 44 kernels were in the cache"),
-        ({"kept": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
+        ({"saved": 44}, "All 44 kernels were in the cache"),
+        ({"saved": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
     ):
-        monkeypatch.setattr(warmup, "RESULTS", type(self_tests.RESULTS)(counts))
+        monkeypatch.setattr(warmup, "RESULTS", type(check_results.RESULTS)(counts))
         assert says in warmup.found()
     monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
     assert "not tested" in warmup.found()
@@ -30,13 +30,13 @@ def test_warmup_says_what_was_in_the_cache(monkeypatch):
 def test_warmup_says_that_nothing_is_kept(monkeypatch, capsys, unkept):
     """At the first kernel: an image would be built without code, and every process of it would compile again."""
     from cumla.cli import warmup
-    from cumla.kernels import self_tests
+    from cumla.kernels import check_results
 
     done = []
 
     def call():
         if unkept == "code":
-            self_tests.note_unkept("/cache/compiled-1: Read-only file system")
+            check_results.note_unsaved("/cache/compiled-1: Read-only file system")
         else:
             raise PermissionError(30, "Read-only file system", "/cache/compiled-1")
 
@@ -44,7 +44,7 @@ def test_warmup_says_that_nothing_is_kept(monkeypatch, capsys, unkept):
     try:
         assert main(["warmup", "--backend", "cpu"]) == 1
     finally:
-        self_tests.UNKEPT.clear()
+        check_results.UNSAVED.clear()
     error = capsys.readouterr().err
     assert "cumla: error: decode: compiled kernels cannot be kept" in error
     assert "/cache/compiled-1" in error
@@ -53,18 +53,18 @@ def test_warmup_says_that_nothing_is_kept(monkeypatch, capsys, unkept):
 
 
 def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
-    from cumla.kernels import self_tests
+    from cumla.kernels import check_results
 
     monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
     kept, fresh = tmp_path / "kernel.verdict", []
     kept.write_text("right")
-    token = self_tests.RUNNING.set(self_tests.RunningCall("an operation", fresh))
+    token = check_results.RUNNING.set(check_results.RunningCall("an operation", fresh))
     try:
-        before = self_tests.RESULTS["kept"]
-        self_tests.note(self_tests.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+        before = check_results.RESULTS["saved"]
+        check_results.note(check_results.Fresh("kernel", "cpu", "compiler", "remedy", kept))
     finally:
-        self_tests.RUNNING.reset(token)
-    assert self_tests.RESULTS["kept"] == before + 1
+        check_results.RUNNING.reset(token)
+    assert check_results.RESULTS["saved"] == before + 1
     assert not fresh
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.kernels import cpu, self_tests
-from cumla.kernels.numba_common import compiled
-from cumla.kernels.numba_common import kept as kept_on_disk
+from cumla.kernels import check_results, cpu
+from cumla.kernels.numba_common import code_folder, compiled
 from support.operations import CASES, operation
 
 CHECKOUT = Path(__file__).parent.parent.parent
@@ -262,25 +261,25 @@ def test_many_threads_at_once_compile_it_once(monkeypatch):
 def test_what_cannot_be_kept_is_counted(monkeypatch, tmp_path):
     """By the reason, for `cumla warmup`; code that is on disk already counts for nothing."""
     unkept = collections.Counter()
-    monkeypatch.setattr(self_tests, "UNKEPT", unkept)
+    monkeypatch.setattr(check_results, "UNSAVED", unkept)
     (tmp_path / "file").touch()  # not even root can create a folder below it
     for folder, reason in (
         (tmp_path / "file" / "compiled", f"{tmp_path / 'file' / 'compiled'}: Not a directory"),
         (None, "no folder can be used"), (tmp_path / "compiled", None), (tmp_path / "compiled", None),
     ):  # fmt: skip
         unkept.clear()
-        monkeypatch.setattr(kept_on_disk, "folder", lambda folder=folder: folder)
+        monkeypatch.setattr(code_folder, "folder", lambda folder=folder: folder)
         assert compiled.compiled(_twice)(21) == 42
         assert unkept == ({reason: 1} if reason else {})
     result_file = tmp_path / "file" / "a.verdict"
-    self_tests.conclude(self_tests.Fresh("a", "cpu", "", "", result_file), self_tests.RIGHT)
+    check_results.conclude(check_results.Fresh("a", "cpu", "", "", result_file), check_results.RIGHT)
     assert unkept == {f"{tmp_path / 'file'}: Not a directory": 1}
 
 
 def test_a_file_that_cannot_be_replaced_is_an_error_and_leaves_no_other(tmp_path):
     (tmp_path / "code").mkdir()
     with pytest.raises(OSError, match="code"):
-        kept_on_disk.write(tmp_path / "code", b"data")
+        code_folder.write(tmp_path / "code", b"data")
     assert list(tmp_path.iterdir()) == [tmp_path / "code"]
 
 
@@ -334,7 +333,7 @@ def test_no_code_is_loaded_from_the_current_directory(variables, place, monkeypa
     relative = variables.get("NUMBA_CACHE_DIR", "").removeprefix("/code")
     warns = pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR: got .* expected an absolute path")
     with warns if relative else contextlib.nullcontext():
-        assert kept_on_disk._place() == (None if place is None else Path(place))
+        assert code_folder._place() == (None if place is None else Path(place))
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
@@ -351,9 +350,9 @@ def test_a_user_without_a_home_leaves_nothing_in_the_current_directory(tmp_path)
 
 
 def test_few_folders_are_kept(tmp_path, monkeypatch):
-    for number in range(kept_on_disk.MOST_FOLDERS + 3):
-        folder = tmp_path / f"{kept_on_disk.PREFIX}{number}"
-        kept_on_disk.write(folder / "f", b"machine code")
+    for number in range(code_folder.MOST_FOLDERS + 3):
+        folder = tmp_path / f"{code_folder.PREFIX}{number}"
+        code_folder.write(folder / "f", b"machine code")
         os.utime(folder, (number, number))
-    left = sorted(int(path.name.removeprefix(kept_on_disk.PREFIX)) for path in tmp_path.iterdir())
-    assert left == list(range(3, kept_on_disk.MOST_FOLDERS + 3))
+    left = sorted(int(path.name.removeprefix(code_folder.PREFIX)) for path in tmp_path.iterdir())
+    assert left == list(range(3, code_folder.MOST_FOLDERS + 3))

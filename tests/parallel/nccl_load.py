@@ -140,7 +140,7 @@ class Decode:
                 **self.options,
             )  # fmt: skip
 
-        self.attention._each_some_heads(attend, self.queries[call], None, self.outs[call], self.lse)
+        self.attention._merge_by_heads(attend, self.queries[call], None, self.outs[call], self.lse)
 
     def check(self, call):
         out, _, sizes = (array[:, self.own] for array in self.want[call])

@@ -19,7 +19,7 @@ def check_pool(pool, held):
     free, idle = list(pool._free), [block for prefix in pool._idle for block in pool._shared[prefix]]
     everything = Counter(free) + Counter(idle) + Counter(set(counts))
     assert everything == Counter(range(pool.num_blocks)), "a block is nowhere, or in two places"
-    assert pool.num_held == len(counts)
+    assert pool.num_used == len(counts)
     assert pool.num_idle == len(idle)
 
 
@@ -36,7 +36,7 @@ def test_pool_invariants(data):
             prefixes = [(i, data.draw(st.integers(0, 1)) if i else 0) for i in range(data.draw(st.integers(0, 4)))]
             shared = pool.find(prefixes)
             own = data.draw(st.integers(0, 3)) + (len(prefixes) - len(shared)) * BLOCKS_PER_HASH
-            room = pool.num_blocks - pool.num_held - sum(BLOCKS_PER_HASH for prefix in shared if prefix in pool._idle)
+            room = pool.num_blocks - pool.num_used - sum(BLOCKS_PER_HASH for prefix in shared if prefix in pool._idle)
             blocks = pool.acquire(shared, own)
             assert (blocks is None) == (own > room)
             if blocks is not None:
@@ -66,7 +66,7 @@ def run(requests, num_blocks, batch_tokens=600, max_running=8):
         scheduler.finish_step(step)
         check_pool(pool, [sequence.blocks for sequence in scheduler.running])
         assert len(steps) < 10_000
-    assert pool.num_held == 0
+    assert pool.num_used == 0
     return scheduler, steps
 
 

@@ -23,8 +23,8 @@ def compress_latents(arguments: Any) -> None:
         )
     starts, owner = host(arguments.query_start_loc), dict[int, int]()
     for request in range(len(starts) - 1):
-        its = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
-        for ring in np.unique(its[its >= 0] // capacity).tolist():
+        own = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
+        for ring in np.unique(own[own >= 0] // capacity).tolist():
             other = owner.setdefault(ring, request)
             if other != request:
                 raise ValueError(

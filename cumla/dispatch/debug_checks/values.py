@@ -206,11 +206,11 @@ def check_complete(name: str, indices: np.ndarray, used: np.ndarray, complete: n
     indices, used  [tokens, entries], and which of them count
     complete       [tokens] number of complete rows
     """
-    some = used & (indices >= 0)
-    none = some.any(axis=1) & (complete > 0) & ~(some & (indices < complete[:, None])).any(axis=1)
+    selected = used & (indices >= 0)
+    none = selected.any(axis=1) & (complete > 0) & ~(selected & (indices < complete[:, None])).any(axis=1)
     if none.any():
         i = int(np.argmax(none))
-        entry = int(np.argmax(some[i]))
+        entry = int(np.argmax(selected[i]))
         raise ValueError(
             f"{name}: token {i} selects no complete row: entry {entry} is {indices[i, entry]}, expected an entry among "
             f"its rows 0 to {complete[i] - 1}"

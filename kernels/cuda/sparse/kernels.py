@@ -110,9 +110,9 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
         return None
     if name == "hopper":
         fast, heads = _hopper_prefill(device, layout, HEADS), int(work.q.shape[2])
-        few = min(height for height in PREFILL_HEADS if height >= min(heads, HEADS))
-        if few < HEADS and map_of_queries(work, few) != NO_MAP:
-            return _hopper_prefill(device, layout, few)
+        tile_heads = min(height for height in PREFILL_HEADS if height >= min(heads, HEADS))
+        if tile_heads < HEADS and map_of_queries(work, tile_heads) != NO_MAP:
+            return _hopper_prefill(device, layout, tile_heads)
         return fast
     fast = _portable(device, work.formats, int(work.q.shape[2]))
     return fast._replace(max_ranges=PREFILL_WAVES * fast.max_ranges)

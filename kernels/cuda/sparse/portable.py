@@ -80,5 +80,5 @@ def macros(formats: Formats, size: Size) -> dict[str, str | int]:
 def shared_bytes(formats: Formats, size: Size) -> int:
     """Shared memory of a CTA of these sizes."""
     first, second = formats
-    given = macros(formats, size) | {"LAYOUT": first, "EXTRA_LAYOUT": second}
-    return constant(f"sm80/sparse/{'heads64_' if size.heads == 64 else ''}scores.cuh", "SHARED_BYTES", **given)
+    defines = macros(formats, size) | {"LAYOUT": first, "EXTRA_LAYOUT": second}
+    return constant(f"sm80/sparse/{'heads64_' if size.heads == 64 else ''}scores.cuh", "SHARED_BYTES", **defines)

@@ -240,8 +240,8 @@ def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, captur
     # The size is independent of the tiles' height. Buffers are taken from the workspace in a fixed order: more tiles
     # use more of the same memory.
     workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
-    given = workspace.memory is not None
-    tiles, split = work.tiles if given else max(work.tiles, LEAST_TILES), division.split or given
+    is_bounded = workspace.memory is not None
+    tiles, split = work.tiles if is_bounded else max(work.tiles, LEAST_TILES), division.split or is_bounded
     sizes = _sizes(tiles, rows)
     starts = [workspace.array(name, sizes.starts, np.int32, work.q) for name in STARTS]
     return Buffers(

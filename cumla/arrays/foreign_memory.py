@@ -1,4 +1,4 @@
-"""Keeps other libraries' memory alive while NumPy or CuPy use it."""
+"""Memory of other libraries that NumPy and CuPy use, and that stays allocated until they are done."""
 
 from __future__ import annotations
 

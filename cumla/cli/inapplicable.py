@@ -1,4 +1,4 @@
-"""Options that were given and do not apply."""
+"""Reject options that do not apply."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from ..errors import InputError
 def refuse(args: argparse.Namespace, options: Iterable[str], reason: str) -> None:
     """Raises InputError for the first of these options that is on the command line."""
     for option in options:
-        if option in args.given:
+        if option in args.passed:
             raise InputError(f"{option}: does not apply {reason}")

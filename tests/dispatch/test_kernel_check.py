@@ -9,10 +9,10 @@ import pytest
 
 import cumla
 import emulation
-from cumla.dispatch import self_test
-from cumla.kernels import self_tests
+from cumla.dispatch import kernel_check
+from cumla.kernels import check_results
+from cumla.kernels.check_results import Fresh, MiscompiledError, note
 from cumla.kernels.cpu import sparse_cache, threads
-from cumla.kernels.self_tests import Fresh, MiscompiledError, note
 from cumla.specs.self_test import CASES, check_case
 from support.lab import BF16
 
@@ -22,11 +22,11 @@ OP = "quantize_and_insert_k_cache"
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """Tests are on, and nothing that other tests compiled waits for one."""
-    monkeypatch.setenv(self_tests.VARIABLE, "1")
-    monkeypatch.setattr(self_test, "PENDING", {})
+    monkeypatch.setenv(check_results.VARIABLE, "1")
+    monkeypatch.setattr(kernel_check, "PENDING", {})
     yield
-    self_tests.FAILED.clear()
-    self_tests.UNKEPT.clear()
+    check_results.FAILED.clear()
+    check_results.UNSAVED.clear()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_wrong_kernel_is_an_error_now_and_later(fresh, monkeypatch, compiling)
 
 
 def test_a_wrong_kernel_writes_nothing_later(fresh, monkeypatch):
-    monkeypatch.setitem(self_tests.FAILED, (OP, "cpu"), "wrong")
+    monkeypatch.setitem(check_results.FAILED, (OP, "cpu"), "wrong")
     cache = cumla.DSV4_FP8.allocate(2, 5)
     before = cache.copy()
     with pytest.raises(MiscompiledError, match="wrong"):
@@ -134,7 +134,7 @@ def test_an_error_from_outside_says_nothing_about_a_kernel(error, fresh, compili
     assert raised.value is error
     if isinstance(error, Exception):
         assert error.__notes__ == [f"raised by the self-test of {OP} (_insert), which its next call repeats"]
-    assert not self_tests.FAILED
+    assert not check_results.FAILED
     assert not fresh.result_file.exists()
     insert()
     assert fresh.result_file.read_text() == "right"
@@ -217,8 +217,8 @@ def test_a_damaged_result_is_no_result(damage, fresh, compiling):
 
 
 def test_a_first_call_that_compiles_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(self_tests, "_announced", {})
-    monkeypatch.setattr(sparse_cache, OP, lambda *_: self_tests.announce_compilation())
+    monkeypatch.setattr(check_results, "_announced", {})
+    monkeypatch.setattr(sparse_cache, OP, lambda *_: check_results.announce_compilation())
     with caplog.at_level(logging.INFO, "cumla"):
         insert()
         insert()
@@ -226,11 +226,15 @@ def test_a_first_call_that_compiles_is_logged_once(caplog, monkeypatch):
 
 
 def test_a_call_is_tested_by_the_case_of_a_keyword_that_it_gives():
-    cases = self_test._cases("indexer_topk", {"INDEXER_FP8"}, self_test._given({"slots": (1, 2), "out": None}))
+    cases = kernel_check._cases(
+        "indexer_topk", {"INDEXER_FP8"}, kernel_check._keyword_names({"slots": (1, 2), "out": None})
+    )
     assert [case.variant for case in cases] == ["slots"]
-    cases = self_test._cases("indexer_topk", {"INDEXER_FP8"}, self_test._given({"slots": None, "out": 1}))
+    cases = kernel_check._cases("indexer_topk", {"INDEXER_FP8"}, kernel_check._keyword_names({"slots": None, "out": 1}))
     assert [case.variant for case in cases] == [""]
-    cases = self_test._cases("compute_global_topk_indices_and_lens", set(), self_test._given({"compact": False}))
+    cases = kernel_check._cases(
+        "compute_global_topk_indices_and_lens", set(), kernel_check._keyword_names({"compact": False})
+    )
     assert [case.variant for case in cases] == [""]
 
 
@@ -243,7 +247,7 @@ def test_infinite_results_are_compared_without_a_warning():
 
 
 def test_nothing_is_tested_where_self_tests_are_off(fresh, monkeypatch, compiling, checked):
-    monkeypatch.setenv(self_tests.VARIABLE, "0")
+    monkeypatch.setenv(check_results.VARIABLE, "0")
     compiling(fresh)
     insert()
     assert not checked

@@ -1,4 +1,4 @@
-"""Where machine code is kept on disk: in folders named by everything it depends on.
+"""The folder of machine code on disk, named by everything that the code depends on.
 
 Numba's own cache checks whether a function's file has changed, but not the functions it calls: a changed helper would
 stay compiled as it was. So a folder is named by the content of kernels/ and the compiler's versions. If the folder is

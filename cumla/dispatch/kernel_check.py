@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..arrays import streams
-from ..kernels.self_tests import (
+from ..kernels.check_results import (
     FAILED,
     NOT_REACHED,
     RIGHT,
@@ -78,7 +78,7 @@ def tested(function: Callable[..., Any], op: str, arguments: Sequence[Any], keyw
     finally:
         RUNNING.reset(token)
         if fresh:
-            cases = _cases(op, _layouts([*arguments, *keywords.values()], fresh), _given(keywords))
+            cases = _cases(op, _layouts([*arguments, *keywords.values()], fresh), _keyword_names(keywords))
             test = Test(op, fresh, cases, _heads(arguments, keywords))
             PENDING.setdefault(op, collections.deque()).append(test)
     pending = PENDING.get(op)
@@ -153,14 +153,14 @@ def _run_cases(test: Test, backend: str) -> None:
             log.debug("%s: %s", x.what, RIGHT if reached else NOT_REACHED)
 
 
-def _cases(op: str, layouts: set[str], given: set[str]) -> list[Any]:
+def _cases(op: str, layouts: set[str], keywords: set[str]) -> list[Any]:
     """The cases of an operation for these cache formats or named like a given keyword; if none, the first case."""
     cases = [case for case in _self_tests[0]().CASES if case.op == op]
-    some = [case for case in cases if case.variant in given or layouts & set(case.variant.split(", "))]
-    return some or cases[:1]
+    fitting = [case for case in cases if case.variant in keywords or layouts & set(case.variant.split(", "))]
+    return fitting or cases[:1]
 
 
-def _given(keywords: Mapping[str, Any]) -> set[str]:
+def _keyword_names(keywords: Mapping[str, Any]) -> set[str]:
     """Names of the keywords that a call gives a value."""
     return {name for name, value in keywords.items() if value is not None and value is not False}
 

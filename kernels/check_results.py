@@ -1,7 +1,7 @@
 """Compiled kernels that are not yet self-tested.
 
 Compilers have bugs (NVRTC of CUDA 13.1 to 13.3 is known to miscompile kernels on sm_90a). So a backend records
-here what it compiles or loads, `dispatch.self_test` runs it once on a small case and compares it with the reference,
+here what it compiles or loads, `dispatch.kernel_check` runs it once on a small case and compares it with the reference,
 and the result is a file beside the compiled code: a process that finds it neither tests nor waits.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 log = logging.getLogger(__name__)
 VARIABLE = "CUMLA_TEST_KERNELS"  # "0": no self-tests
 RIGHT, NOT_REACHED, WRONG = "right", "not reached", "wrong"
-KEPT = "kept"  # by an earlier process, in which it passed or its test was not reached
+SAVED = "saved"  # by an earlier process, in which it passed or its test was not reached
 
 
 class MiscompiledError(RuntimeError):
@@ -66,7 +66,7 @@ RUNNING: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar("ru
 # The message by operation and backend whose self-test gave a wrong result in this process, where the code stays loaded.
 FAILED: dict[tuple[str, str], str] = {}
 RESULTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each result
-UNKEPT: collections.Counter[str] = collections.Counter()  # compiled code and results that no file holds, by the reason
+UNSAVED: collections.Counter[str] = collections.Counter()  # compiled code and results that no file holds, by the reason
 _counting = threading.Lock()
 _announced: dict[str, object] = {}  # operations that compiled in this process
 
@@ -88,7 +88,7 @@ def note(fresh: Fresh) -> None:
     if result is not None:
         if result.startswith(WRONG):
             raise MiscompiledError(result.partition(": ")[2])
-        _count(KEPT)
+        _count(SAVED)
         return
     running = RUNNING.get()
     if running is not None:
@@ -120,15 +120,15 @@ def conclude(fresh: Fresh, result: str) -> None:
         temporary.write_text(f"{result}\n" if result.startswith(WRONG) else result)
         temporary.replace(fresh.result_file)
     except OSError as error:
-        note_unkept(f"{fresh.result_file.parent}: {error.strerror or error}")
+        note_unsaved(f"{fresh.result_file.parent}: {error.strerror or error}")
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
-def note_unkept(reason: str) -> None:
+def note_unsaved(reason: str) -> None:
     """Record that compiled code, or a result, is not on disk: every process compiles, or tests, again."""
     with _counting:
-        UNKEPT[reason] += 1
+        UNSAVED[reason] += 1
 
 
 def _count(what: str) -> None:
