@@ -1,4 +1,4 @@
-"""Which backends can run here, whatever else is named like the packages that they need."""
+"""Backends that can run here, also next to folders with the names of packages that they need."""
 
 import importlib
 import sys
@@ -23,7 +23,7 @@ def module(name, **contents):
 
 
 def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
-    """`python -m cumla info` beside a checkout of CuPy."""
+    """`python -m cumla info` next to a checkout of CuPy."""
     (tmp_path / "a_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert not backends.is_installed("a_package")
@@ -41,7 +41,7 @@ def test_a_stand_in_for_cupy(stand_in, monkeypatch, capsys):
 
 
 def test_an_error_of_the_driver_is_not_remembered(monkeypatch):
-    """It may be out of memory, or the device be in use, just then."""
+    """The cause may be temporary: no memory, or a device in use."""
     errors = [RuntimeError("out of memory")]
 
     def count():

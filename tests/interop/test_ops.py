@@ -1,4 +1,4 @@
-"""Shapes and dtypes that operations declare to compilers of frameworks are those of their results."""
+"""Shapes and dtypes that operations declare to frameworks' compilers equal the results' shapes and dtypes."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_shapes_and_dtypes(case, rng):
 
 @pytest.mark.parametrize("topk", [0, 124, 125, 126, 253, 512])
 def test_widths_of_combined_rows(topk, rng):
-    """Includes whole multiples of 128, as models have them."""
+    """Includes multiples of 128, which models have."""
     arguments = operations.CASES["combine_topk_swa_indices"](rng)
     arguments |= {"topk": topk, "topk_indices": np.zeros((6, topk), np.int32)}
     inferred, given = inferred_and_returned("combine_topk_swa_indices", arguments)

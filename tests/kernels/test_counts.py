@@ -1,4 +1,4 @@
-"""Products of sizes that each fit in an int32 and together do not: emulated, without such large arrays."""
+"""Sizes that fit in an int32 and whose product does not, emulated without large arrays."""
 
 import ctypes
 
@@ -13,7 +13,7 @@ INT32_MAX = 2**31 - 1
 
 
 def launch(here, text, name, blocks, threads, *arrays):
-    """The first array after a kernel ran on these arrays."""
+    """The first array's contents after a kernel ran on these arrays."""
     placed = [here.put(x) for x in arrays]
     packed = (ctypes.c_void_p * len(placed))(*[x.data.ptr for x in placed])
     launches.Kernel(text, name, 90).launch((blocks, 1, 1), (threads, 1, 1), 4096, ctypes.addressof(packed))

@@ -1,4 +1,4 @@
-"""Which path a chunk of prefills takes."""
+"""The path that a chunk of prefills takes."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ WINDOW = 128
 
 
 def metadata(*chunks):
-    """Prefills (tokens, length) in chunks, with the fields that the choice of path uses."""
+    """Prefills (tokens, length) in chunks, with the fields that select the path."""
     prefills = [prefill for chunk in chunks for prefill in chunk]
     ends = np.cumsum([len(chunk) for chunk in chunks]).tolist()
     plan = [
@@ -113,7 +113,7 @@ def test_chunks_take_what_was_faster_on_a_device():
     ],
 )  # fmt: skip
 def test_tokens_of_a_last_wave_that_cost_less_over_pages(tokens, context, heads, taken):
-    """Waves of 132 tiles of 64 heads: what is left over attends with the decodes if it is little and has long lists."""
+    """Waves of 132 tiles of 64 heads: a small last wave with long lists attends with the decodes."""
     chunks, topk = metadata([(tokens, max(context, tokens))]), 512 if heads == 64 else 1024
     (chunk,) = chunk_paths(chunks, 4, heads, topk, "cuda")
     assert chunk.ahead == (taken if chunk.path == "rows" else tokens)
@@ -139,13 +139,13 @@ FREE = Costs(
     ("chunk", "given", "blocks"),
     [
         ([(3, 4096)], {}, 3 * (2 + 8)),  # a window of 128 rows and 512 of 1,024 compressed ones, 64 at a time
-        ([(3, 4096)], {"topk": None}, 3 * (2 + 16)),  # which takes all
+        ([(3, 4096)], {"topk": None}, 3 * (2 + 16)),  # all 1,024 compressed rows
         ([(3, 4096)], {"topk": None, "ratio": 128}, 3 * (2 + 1)),
         ([(3, 4096)], {"ratio": 1, "topk": None}, 3 * 2),
         ([(3, 400)], {}, 3 * (2 + 2)),  # 100 compressed rows, fewer than may be selected
         ([(3, 40)], {}, 3 * (1 + 1)),
         ([(3, 4096)], {"heads": 65}, 6 * (2 + 8)),
-        ([(3, 40), (2, 4096)], {}, 5 * (2 + 8)),  # the longest request's
+        ([(3, 40), (2, 4096)], {}, 5 * (2 + 8)),  # cost of the longest request
     ],
 )
 def test_a_chunk_costs_what_its_tokens_attend_to(monkeypatch, chunk, given, blocks):
@@ -155,7 +155,7 @@ def test_a_chunk_costs_what_its_tokens_attend_to(monkeypatch, chunk, given, bloc
     selected = min(0 if ratio == 1 else longest // ratio, topk or longest)
     tiles = tokens * (2 if given.get("heads") else 1)
     waves = tiles / 2 * -(-(min(longest, WINDOW) + selected) // 64)
-    gathered = len(chunk) * max(s // 4 + q + WINDOW for q, s in chunk)  # as `metadata` plans it
+    gathered = len(chunk) * max(s // 4 + q + WINDOW for q, s in chunk)  # as in `metadata`
 
     def path(**costs):
         monkeypatch.setitem(COSTS, ("cuda", DSV4_FP8.name), replace(FREE, **costs))

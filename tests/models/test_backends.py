@@ -1,4 +1,4 @@
-"""A layer and its builder run all that they call on their own backend."""
+"""A layer and its builder run all their operations on their own backend."""
 
 import numpy as np
 import pytest

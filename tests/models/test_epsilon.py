@@ -18,9 +18,9 @@ NORMALISED = (
 
 @pytest.mark.parametrize("case", [2, 3, 8])
 def test_an_epsilon_scales_with_the_square_of_what_is_normalised(case):
-    """x / sqrt(mean(x^2) + eps) is the same for 128 x and 128^2 eps: to the bit, for all norms of a layer at once.
+    """x / sqrt(mean(x^2) + eps) has the same bits for 128 x and 128^2 eps, for all norms of a layer at once.
 
-    A norm that keeps an epsilon of 1e-6 differs in the last bits of its rows.
+    A norm with a fixed epsilon of 1e-6 differs in the last bits of its rows.
     """
     golden, scaled = GoldenLayer(case), GoldenLayer(case)
     scaled.config = golden.config | {"rms_norm_eps": golden.config.get("rms_norm_eps", 1e-6) * SCALE**2}

@@ -1,4 +1,4 @@
-"""A query of NaN in dense attention: its lse is NaN, so that a merge shows it, not the infinity of no keys."""
+"""A query of NaN in dense attention: its lse is NaN, so that a merge shows it, and not +inf as without keys."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arguments of cumla.interop.jax_parallel: errors name what the caller passed, not what it became."""
+"""Arguments of cumla.interop.jax_parallel: errors name the caller's argument, not its conversion."""
 
 import functools
 
@@ -17,7 +17,7 @@ SPARSE = {"layout": "DSV4_FP8", "block_size": 64}
 
 
 def trace(function, **arrays):
-    """Trace a function of a rank's arrays, the same on two ranks. Others than arrays stay as they are."""
+    """Trace a function of a rank's arrays, the same on two ranks. Other arguments are not changed."""
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")), ("cp",))
     given = {name: x for name, x in arrays.items() if isinstance(x, (np.ndarray, jax.Array))}
     rest = {name: x for name, x in arrays.items() if name not in given}
@@ -48,7 +48,7 @@ def sparse_arguments():
 @pytest.mark.parametrize("split_heads", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results(split_heads, dtype):
-    """Of the rank's heads, which are all of q's."""
+    """Results are for the rank's heads, here all heads of q."""
     dense, sparse = dense_arguments(), sparse_arguments()
     dense |= {"q": dense["q"].astype(dtype), "k_cache": dense["k_cache"].astype(dtype)}
     if dtype == jnp.float16:
