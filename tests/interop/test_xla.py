@@ -238,13 +238,13 @@ def test_buffers_that_lie_otherwise_have_notes_of_their_own(here, program, compi
 def test_work_that_is_no_launch_is_done_each_time(here, program, compiler, calls, monkeypatch, rng):
     import cupy
 
-    done, run = [], Op.run
+    done, write = [], Op.write
 
     def more(self, *arguments):
-        run(self, *arguments)
+        write(self, *arguments)
         cupy.cuda.get_current_stream().add(lambda: done.append(1))
 
-    monkeypatch.setattr(Op, "run", more)
+    monkeypatch.setattr(Op, "write", more)
     for turn in range(3):
         check(program, compiler, rng)
         assert len(done) == turn + 1
@@ -254,15 +254,15 @@ def test_an_error_while_launches_are_recorded_is_not_remembered(here, program, c
     """As where another library holds the device's memory."""
     import cupy
 
-    failed, run = [], Op.run
+    failed, write = [], Op.write
 
     def without_memory(self, *arguments):
         if not failed and cupy.cuda.get_current_stream().is_capturing():
             failed.append(True)
             raise MemoryError("out of memory")
-        run(self, *arguments)
+        write(self, *arguments)
 
-    monkeypatch.setattr(Op, "run", without_memory)
+    monkeypatch.setattr(Op, "write", without_memory)
     check(program, compiler, rng)
     assert failed
     check(program, compiler, rng)  # is recorded
@@ -276,7 +276,7 @@ def test_what_goes_wrong_in_python_is_an_error(program, compiler, monkeypatch, r
         raise ValueError("q: got nonsense")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Op, "run", fail)
+        patched.setattr(Op, "write", fail)
         with pytest.raises(RuntimeError, match=r"^ValueError: q: got nonsense$"):
             program.call(compiler, rng)
     check(program, compiler, rng)
