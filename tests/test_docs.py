@@ -70,7 +70,7 @@ def commands(text):
     ids=lambda path: path.name,
 )  # fmt: skip
 def test_commands_run(path, tmp_path, monkeypatch, capsys):
-    """With what takes long left out: options are taken, files read and written."""
+    """Commands run without their long parts: options are parsed, files read and written."""
     monkeypatch.chdir(tmp_path)
     row = {"op": "decode", "config": "b1", "impl": "cumla", "us": 3.0}
     record = {"environment": {"device": "a device"}, "rows": [row]}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(
 RELEASING = {name for name in OPS if "early_release" in inspect.signature(getattr(cumla, name)).parameters}
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
-# A kernel of another library: launched to overlap with the kernel ahead of it, and does not wait.
+# A kernel of another library, launched to overlap with the kernel ahead of it; it does not wait.
 FOLLOWER = """
 struct Copy { const unsigned char* from; unsigned char* to; long long bytes; };
 extern "C" __global__ void follower(const Copy* copies, int count) {
@@ -36,7 +36,7 @@ extern "C" __global__ void follower(const Copy* copies, int count) {
 
 
 class Follower:
-    """Copies arrays as soon as it may: `early_release` decides whether it sees what a call before it has written."""
+    """Copies arrays as early as possible: `early_release` decides whether it sees an earlier call's results."""
 
     def __init__(self, here, arrays):
         arrays = [x for x in arrays if x.nbytes]

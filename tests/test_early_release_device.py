@@ -1,6 +1,6 @@
 """A kernel that is launched to overlap and does not wait, after calls with early_release=False, on a device.
 
-test_early_release.py has the same without a device, where every kernel is as early as it may be.
+test_early_release.py has the same tests without a device, where every kernel starts as early as possible.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ extern "C" __global__ void follower(const uint8* from, uint8* to, int64 bytes) {
 
 @pytest.fixture
 def late():
-    """A launch of `late`, over memory that is there for it."""
+    """A launch of `late` on its memory."""
     import cupy
 
     if capability(cupy.cuda.Device().id) < 90:

@@ -1,4 +1,4 @@
-"""CUDA kernels under every schedule that the emulator knows (tests/emulation)."""
+"""CUDA kernels under every schedule of the emulator (tests/emulation)."""
 
 import itertools
 
@@ -27,7 +27,7 @@ SCHEDULES = pytest.mark.parametrize(
     [
         pytest.param(schedule, id=name, marks=[] if name in QUICK_SCHEDULES else [pytest.mark.slow])
         for name, schedule in emulation.SCHEDULES.items()
-        if name != "in order"  # as all other tests run
+        if name != "in order"  # all other tests run in order
     ],
 )
 WILDEST = emulation.SCHEDULES["random 1"]
@@ -51,7 +51,7 @@ OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "indexer_topk", "
     when=lambda x: x.get("device") == AMPERE and operations.EXAMPLES[x.get("name")].kernels not in OF_HOPPER
 )
 def test_every_operation(here, name, device):
-    """In any order, early or late."""
+    """Threads and copies run in any order, early or late."""
     with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
         outcome = check_case(operations.EXAMPLES[name], "cuda", seed=0)
     assert outcome.passed, outcome
@@ -154,7 +154,7 @@ class TestDecode:
 @pytest.mark.parametrize("tile", [16, 32])
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
 def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, monkeypatch):
-    """The last one has fewer heads than the others."""
+    """The last tile has fewer heads than the others."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
     monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *arguments: tile)
@@ -168,7 +168,7 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
 @SCHEDULES
 @pytest.mark.parametrize("tile", [16, 32, 64])
 def test_tiles_with_large_rope_are_recomputed(here, rng, schedule, tile, monkeypatch):
-    """Under any schedule and tile height: keys beyond float16 are recomputed; NaN, which all results are, is not."""
+    """Under any schedule and tile height: keys beyond float16 are recomputed; tiles whose results are NaN are not."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse.work import EXACT_COUNTERS
 
@@ -283,7 +283,7 @@ class TestPrefill:
     def test_absent_rows(self, here, rng, width, device, schedule, heads):
         self.check(here, rng, device, schedule, width, heads, 200, None, absent=0.9)
 
-    @pytest.mark.nowhere(when=lambda x: x.get("device") == AMPERE)  # which has no boxes at all
+    @pytest.mark.nowhere(when=lambda x: x.get("device") == AMPERE)  # Ampere has no boxes
     def test_queries_of_which_there_are_no_boxes(self, here, rng, width, device, schedule, monkeypatch):
         from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
@@ -315,7 +315,7 @@ KEPT_BACK = [emulation.Schedule(kept_back=group) for group in range(1, 5)]
 @pytest.mark.thorough(when=lambda x: x.get("schedule") not in (emulation.SCHEDULES["late"], KEPT_BACK[1]))
 @pytest.mark.usefixtures("no_exact_kernel")
 def test_prefill_with_fp8_products(here, rng, schedule):
-    """The bits of a run in order; tests/ops/test_prefill_fp8.py compares those with float64."""
+    """Results have the bits of a run in order, which tests/ops/test_prefill_fp8.py compares with float64."""
     lengths = np.array([330, 1, 0, 64, 65, 165, 129, 330, 2**31 - 1, -1, 128], np.int32)
     q, kv = (rng.standard_normal(shape).astype(BF16) for shape in ((len(lengths), 70, 512), (300, 512)))
     arguments = {"q": q, "kv": kv, "indices": make_indices(rng, len(lengths), 1, 330, 300)[:, 0]}
@@ -330,7 +330,7 @@ def test_prefill_with_fp8_products(here, rng, schedule):
 
 @pytest.fixture
 def many_multiprocessors(here, monkeypatch):
-    """As many as an H200 has."""
+    """The number of SMs of an H200."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
 
@@ -370,7 +370,7 @@ def test_tiles_split_into_many_parts(here, rng, device, batch, heads, topk, leng
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("ranges", [4, 5])
 def test_ranges_go_on_from_tile_to_tile(here, rng, device, ranges, monkeypatch):
-    """Two groups of heads, with as many CTAs each or not: then one CTA ends the first and begins the second."""
+    """Two groups of heads with equal or different numbers of CTAs: then a CTA ends the first and begins the second."""
     from cumla.kernels.cuda.sparse import division
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
@@ -457,7 +457,7 @@ def test_dense_decode(here, rng, block_size, device, schedule):
 @pytest.mark.parametrize("ranges", [1, 3, 10, 40])
 @pytest.mark.thorough(when=lambda x: x.get("ranges") in (1, 40))
 def test_dense_decode_of_many_lengths(here, rng, ranges, schedule, monkeypatch):
-    """A CTA has several tokens, the ends of two, a part of one, or none; tokens are more or fewer than ranges."""
+    """A CTA has several tokens, the ends of two, a part of one, or none; there are more or fewer tokens than ranges."""
     monkeypatch.setattr(dense_attention, "range_count", lambda *_: ranges)
     lens, columns = np.array([0, 700, 65, 0, 1, 640, 320, 2, 129, 64], np.int32), 12
     cache = 0.1 * rng.standard_normal((len(lens) * columns, 64, 576))

@@ -24,7 +24,7 @@ EXPECTED = {
     "with_torch.py": ["out torch.bfloat16 (4, 1, 16, 512) on ", "as eager: True"],
 }
 NEEDS = {"from_flash_mla.py": "torch", "with_jax.py": "jax", "with_torch.py": "torch"}
-# Another backend than what would be chosen.
+# A backend that is not the default.
 BACKENDS = {"with_numpy.py": ("reference",), "with_torch.py": ("reference",), "mini_engine.py": ("numpy", "reference")}
 GPU_BACKENDS = dict.fromkeys(("graph_loop.py", "with_cupy.py", "with_torch.py"), ("numba_cuda",)) | {
     "mini_engine.py": ("cupy", "numba_cuda")
@@ -45,7 +45,7 @@ def run(name, capsys, *arguments):
     return printed
 
 
-# Whole models and what they share: tests/models/test_models.py and test_example_v41.py run them.
+# Whole models and their shared files: tests/models/test_models.py and test_example_v41.py run them.
 MODELS = {
     "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "seeded_weights.py", "serving.py",
     "tiny_checkpoint.py",

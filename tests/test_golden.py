@@ -1,4 +1,4 @@
-"""Every backend against what the peers themselves computed."""
+"""Every backend against results of the peers' code."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def golden_cases(function):
 
 
 def few(lab, number):
-    """Number of tokens to check: all, or `number` where each one takes long."""
+    """Number of tokens to check: all, or `number` if each token is slow."""
     return number if lab.tiny else 10**6
 
 
@@ -24,7 +24,7 @@ def test_quantize_and_insert(lab, number):
     cache = lab.put(case["cache_before"])
     k, slots = bfloat16(case["k"]), case["slot_mapping"]
     tokens = slice(-few(lab, 6), None)
-    if lab.tiny:  # the tokens before by the reference
+    if lab.tiny:  # the reference computes the earlier tokens
         before = slice(None, tokens.start)
         cumla.quantize_and_insert_k_cache(k[before], cache, slots[before], case["block_size"], backend="reference")
     cumla.quantize_and_insert_k_cache(
@@ -56,7 +56,7 @@ def test_swa_indices(lab, number):
         case["block_size"], case["window_size"], case["num_decode_tokens"], backend=lab.backend,
     )  # fmt: skip
     np.testing.assert_array_equal(lab.get(lens), case["decode_swa_lens"])
-    padding = case["decode_swa_lens"] == 0  # the peer leaves these rows as they were; here they are cleared
+    padding = case["decode_swa_lens"] == 0  # the peer does not write these rows; cumla clears them
     np.testing.assert_array_equal(lab.get(indices)[~padding], case["decode_swa_indices"][~padding])
     assert (lab.get(indices)[padding] == -1).all()
 

@@ -30,16 +30,16 @@ extern "C" __global__ void ahead(const Move* moves, int count) {
 
 
 class KernelAhead:
-    """A kernel that writes `arrays` on the device, which hold other values until it has run.
+    """A kernel that writes `arrays` on the device; they hold other values until it has run.
 
-    A kernel that overlaps with it and does not wait reads those, or overwrites what this kernel has yet to read.
+    A kernel that overlaps with it and does not wait reads old values, or overwrites values that this one reads later.
     """
 
     OLD = 1  # in every byte: indices and lengths out of range, wrong numbers
 
     def __init__(self, here, arrays, old=OLD):
         self.here, self.old = here, old
-        # All arrays in the same memory at once: arrays may be parts of one another.
+        # All arrays in one memory: arrays may be parts of one another.
         memories = list({array.data.mem.ptr: array.data.mem for array in arrays if array.nbytes}.values())
         sources = [bytes_at(here, memory.ptr, memory.size).copy() for memory in memories]
         self.before = [here.xp.zeros(memory.size, np.uint8) for memory in memories]
@@ -60,7 +60,7 @@ class KernelAhead:
         self.here.xp.cuda.get_current_stream().add(queues.KernelWork(work, overlap=False))
 
     def check(self):
-        """Checks that no kernel wrote before this one had read."""
+        """Check that no kernel wrote before this kernel had read."""
         for before in self.before:
             assert (self.here.get(before) == self.old).all(), f"{before.size} bytes were written too early"
 
@@ -113,7 +113,7 @@ def test_every_operation_waits_for_the_kernel_ahead(here, name):
 
 @pytest.mark.parametrize("tokens", [5, 20])
 def test_a_product_reads_its_weights_ahead_and_nothing_else(here, rng, tokens):
-    """x is written, and the result's memory read, by the kernel that it overlaps with; the weights are constant."""
+    """The kernel ahead writes x and reads the result's memory; the weights are constant."""
     codes, scales = rng.integers(0, 120, (150, 800)).astype(np.uint8), np.full((2, 7), 0.25, np.float32)
     weights = here.put(codes), here.put(scales)
 

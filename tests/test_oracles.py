@@ -1,4 +1,4 @@
-"""The oracles against golden outputs of the models' own code in float64, and what tells whether a choice was right."""
+"""The oracles against golden outputs of the models' code in float64, and the test of a selection's margin."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from support.v41_stack import AMBIGUOUS, GOLDEN, golden_arrays, hidden_states, o
 
 CONFIGS = {"v4": DeepseekV4Config, "v32": DeepseekV32Config}
 BOUND = 2e-6  # RoPE's table is float32 in all of the models' code
-TIES = {7: [371], 9: [312]}  # tokens of whose last place torch decided (tests/data/README.md)
+TIES = {7: [371], 9: [312]}  # tokens with a tie that torch broke (tests/data/README.md)
 SHORT = 320  # tokens
 
 
@@ -33,7 +33,7 @@ def test_layers_of_v4_and_v32(case):
     different = [t for t, chosen in enumerate(layer.chosen(x)) if not np.array_equal(chosen, given[t])]
     if golden.record["model"] == "v4":
         assert different == TIES.get(case, [])
-    else:  # whose scores are often exactly 0
+    else:  # scores are often exactly 0
         assert len(different) < 0.05 * golden.tokens
 
 

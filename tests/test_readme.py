@@ -51,7 +51,7 @@ def test_files_that_are_named_exist():
 
 
 def test_a_checkout_can_be_imported_from_its_own_folder():
-    """As by Python started there after a plain `pip install .`, which an editable install's import hook would hide."""
+    """Like Python started there after `pip install .`; an editable install's import hook would hide this."""
     code = (
         "import sys\n"
         "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"

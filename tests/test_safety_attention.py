@@ -20,7 +20,7 @@ REFERENCE = Lab("reference", on_device=False)
 
 @pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16])
 def test_any_index_and_length(lab, layout):
-    """Indices and lengths of any value over caches of any bytes that rows may have, between guards."""
+    """Indices and lengths of any value, over caches with any valid row bytes, between guards."""
 
     @for_all(
         lab,

@@ -1,6 +1,6 @@
 """No slot, block number, length or start makes a cache operation leave its arrays; and very large caches.
 
-Reads outside are not seen here, but where arrays are checked: in Numba's simulator, and as interpreted code
+Reads outside are detected only where arrays are checked: in Numba's simulator, and in interpreted code
 (tests/kernels/test_bounds.py).
 """
 

@@ -1,6 +1,6 @@
 """No value in an index, a table or a length makes an index map leave its arrays, or its results their range.
 
-Reads outside are not seen here, but where arrays are checked: in Numba's simulator, and as interpreted code
+Reads outside are detected only where arrays are checked: in Numba's simulator, and in interpreted code
 (tests/kernels/test_bounds.py).
 """
 
@@ -115,7 +115,7 @@ def test_mixed(lab):
 
 
 def test_step(lab):
-    """The metadata kernel, called as its builder would, with host counts that contradict the device's numbers."""
+    """The metadata kernel, called as by its builder, with host counts that contradict the device's numbers."""
 
     @for_all(lab, examples=60, window=st.sampled_from((1, 5)), width=st.sampled_from((0, 3)), **sizes)
     def check(window, width, requests, tokens, columns, block_size, seed):

@@ -25,7 +25,7 @@ def test_every_operation_repeats_its_bits(problems):
 
 
 def test_results_that_change_are_noticed(problems):
-    """The results of one round, on both streams; and one word of one result."""
+    """Detects changes in the results of one round, on both streams, and in one word of one result."""
     soak = soak_device.Soak([next(x for x in problems if x.op == "top-k")])
     soak.run(repeats=4, seconds=60)
     assert soak.rounds == 2

@@ -56,7 +56,7 @@ def put(tree, block):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the repository with the operation of the page."""
+    """A copy of the repository with the page's operation."""
     copy = tmp_path_factory.mktemp("walkthrough")
     links = shutil.ignore_patterns("__pycache__", "results", "*.svg")
     for name in COPIED:
@@ -70,7 +70,7 @@ def tree(tmp_path_factory):
 
 
 def run(tree, *arguments):
-    """Output of a program of this Python, in the copy; skips where all of its tests are skipped."""
+    """Output of a program of this Python in the copy; skips if all of its tests are skipped."""
     environment = dict(os.environ, PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
@@ -95,7 +95,7 @@ def test_the_operation_runs_on_every_backend(tree):
     said = run(tree, "-m", "pytest", "-n", "0", "-rA", "-q", "tests/ops/test_valid_slots.py")
     for backend in ("reference", "cpu", "numba_cuda"):
         assert f"PASSED tests/ops/test_valid_slots.py::test_count_valid_slots[{backend}]" in said
-    assert re.search(r"(PASSED|SKIPPED).*(cuda-emulated|lab.py)", said), said  # skipped where nothing can emulate
+    assert re.search(r"(PASSED|SKIPPED).*(cuda-emulated|lab.py)", said), said  # skipped if emulation is not possible
     assert run(tree, "-c", "import cumla; print(cumla.__file__)").strip() == str(tree / "cumla" / "__init__.py")
 
 

@@ -1,6 +1,6 @@
-"""DLPack capsules with wrong fields raise errors that name the argument, whatever values the fields have.
+"""DLPack capsules with wrong fields raise errors that name the argument, for any values of the fields.
 
-Run in a separate process: using such a field unchecked crashes it.
+Runs in a separate process: using such a field unchecked crashes the process.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ MOST = 2**48  # bytes of an array, of a stride and of an offset
 TESTS = pathlib.Path(__file__).parents[1]
 BUFFER = np.arange(24, dtype=np.float32)
 SEEDS = range(3)
-DRAWS = 2000  # of each seed
+DRAWS = 2000  # draws for each seed
 
 
 def longs(*numbers):
-    """64 values; only `ndim` decides how many of them are read."""
+    """64 values; only `ndim` determines how many a consumer reads."""
     return [*numbers, *[1] * (64 - len(numbers))]
 
 
@@ -85,7 +85,7 @@ CASES = {
 
 
 def outcome(**fields):
-    """The error of borrowing BUFFER with such a description; None if it succeeds, with the given fields."""
+    """The error of borrowing BUFFER with this description; None if it succeeds with the given fields."""
     fields = {"shape": longs(24), **fields}
     array = Described(BUFFER.copy(), **fields)
     said = borrowed(array, fields)
@@ -111,7 +111,7 @@ def borrowed(array, fields):
         low, high = np.lib.array_utils.byte_bounds(native)
         begin = array.array.ctypes.data
         if begin <= low and high <= begin + BUFFER.nbytes and native.dtype.kind in "iuf":
-            native.astype(np.float64).sum()  # all of it exists, so that it can be read
+            native.astype(np.float64).sum()  # all of the memory exists and can be read
     return None
 
 
@@ -127,7 +127,7 @@ def check_case(name):
 
 
 def drawn(rng):
-    """Some fields, each with any value of its type; 1 in 3 near a value where something overflows."""
+    """Some fields, each with any value of its type; 1 in 3 near a value that overflows a computation."""
 
     def number(low, high):
         edges = [edge + step for edge in (0, 64, 2**31, 2**32, MOST, 2**61, 2**62, 2**63, 2**64) for step in (-1, 0, 1)]
@@ -213,7 +213,7 @@ def test_the_cuda_array_interface_is_bounded_too(emulated, changes, message):
 
 
 def test_a_mask_of_the_cuda_array_interface_is_refused(emulated):
-    """As of columns of a data frame with missing values; a mask of None is none."""
+    """Columns of a data frame with missing values have one; a mask of None is no mask."""
     interface = {"shape": (24,), "typestr": "<f4", "data": (BUFFER.ctypes.data, False), "version": 3}
     mask = InDeviceMemory(**interface | {"typestr": "|b1"})
     message = r"^kv: got a InDeviceMemory with a mask \(__cuda_array_interface__\), whose mask would be lost"

@@ -1,4 +1,4 @@
-"""Arrays of every framework are imported and exported as they are: same memory, same values, or a clear error."""
+"""Arrays of every framework are imported and exported without a copy: same memory, same values, or a clear error."""
 
 import ctypes
 import gc
@@ -145,7 +145,7 @@ def test_memory_lives_as_long_as_the_view_of_it(wrap):
 
 
 def test_memory_that_a_capsule_alone_keeps():
-    """The input array may know nothing of it."""
+    """The input array may hold no reference to the memory."""
     array = Foreign(np.arange(6, dtype=np.int32).reshape(2, 3))
     native = dlpack.borrow(array)
     gc.collect()
@@ -183,7 +183,7 @@ def test_results_outlive_the_call():
 
 
 class Elsewhere:
-    """An array in memory that cumla does not take."""
+    """An array in memory that cumla does not support."""
 
     def __init__(self, device):
         self.device = device
@@ -222,7 +222,7 @@ def test_unusable_torch_tensors():
         ),
         (torch.zeros(3, dtype=torch.complex64), TypeError, "x"),
     ):
-        if text == "x":  # a dtype that NumPy has is for the public function to refuse
+        if text == "x":  # the public function refuses dtypes that NumPy has
             with pytest.raises(TypeError, match="q: got dtype complex64, expected bfloat16"):
                 cumla.sparse_mla_decode(tensor, tensor, tensor)
             continue
@@ -262,7 +262,7 @@ def test_others_may_call_pythons_functions_with_other_types(name, monkeypatch):
 
 
 class Once:
-    """A library that hands out one capsule again and again."""
+    """A library that returns the same capsule on every export."""
 
     def __init__(self, array, device=(1, 0)):
         self.capsule, self.device = array.__dlpack__(), device
@@ -277,14 +277,14 @@ class Once:
 def test_a_capsule_is_taken_by_one_at_a_time():
     once = Once(np.full(100, 7.0))
     ours = dlpack.borrow(once, "k")
-    with pytest.raises((ValueError, BufferError)):  # NumPy would free what we have
+    with pytest.raises((ValueError, BufferError)):  # NumPy would free memory that cumla holds
         np.from_dlpack(once)
     with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor', expected an unused one"):
         dlpack.borrow(once, "k")
     assert (ours == 7).all()
     del ours
     gc.collect()
-    theirs = np.from_dlpack(once)  # it was given back as it was
+    theirs = np.from_dlpack(once)  # the capsule was returned unchanged
     with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor'"):
         dlpack.borrow(once, "k")
     assert (theirs == 7).all()
@@ -302,7 +302,7 @@ def test_a_tensor_that_is_elsewhere_than_it_says():
     """Reading a device address as host memory would crash."""
     foreign = Foreign(np.zeros(3))
     foreign.__class__ = type("Elsewhere", (Foreign,), {"__dlpack_device__": lambda self: next(self.devices)})
-    foreign.devices = iter([(1, 0), (2, 1)])  # what the object reports, and then its tensor
+    foreign.devices = iter([(1, 0), (2, 1)])  # the object's device, then its tensor's
     with pytest.raises(ValueError, match="q: got a tensor on CUDA 1 from an array that says it is on CPU 0"):
         dlpack.borrow(foreign, "q")
 
@@ -315,7 +315,7 @@ def test_masks_are_not_lost_in_silence():
 def test_masked_tensors_are_refused():
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype
         tensor = torch.masked.masked_tensor(torch.zeros(2), torch.tensor([True, False]))
     with pytest.raises(TypeError, match="q: got a torch MaskedTensor, whose mask would be lost, expected a plain one"):
         dlpack.borrow(tensor, "q")
@@ -373,14 +373,14 @@ def test_float8_caches_of_any_framework_are_taken_as_their_bytes():
 
 
 def test_cuda_memory_without_cupy_names_the_argument(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)  # which cannot be imported then
+    monkeypatch.setitem(sys.modules, "cupy", None)  # makes its import fail
     array = InDeviceMemory(shape=(2, 4), typestr="<i4", data=(4096, False), version=3)
     with pytest.raises(ValueError, match=r"^indices: got an array in CUDA memory, which needs CuPy: pip install"):
         cumla.sparse_mla_prefill(np.ones((2, 1, 512), BF16), np.ones((3, 512), BF16), array)
 
 
 class NoArrayType(types.ModuleType):
-    """A module whose names exist and are no classes."""
+    """A module whose names exist but are not classes."""
 
     def __init__(self):
         super().__init__("stand-in")
@@ -388,7 +388,7 @@ class NoArrayType(types.ModuleType):
 
 
 class LazyModule(types.ModuleType):
-    """A module that is imported when an attribute is asked for, which fails."""
+    """A module that is imported when an attribute is read; the import fails."""
 
     def __getattr__(self, name):
         raise ImportError(f"{name}: a library is missing")
@@ -405,7 +405,7 @@ STAND_INS = {
 def test_modules_of_a_frameworks_name_that_are_not_the_framework(name, stand_in, monkeypatch):
     """Or not yet: another thread may be importing it."""
 
-    class NewType(Foreign):  # a type that no call has seen yet
+    class NewType(Foreign):  # a type new to cumla
         pass
 
     q, kv, indices = np.ones((1, 1, 512), BF16), np.ones((3, 512), BF16), np.array([[0, 2]], np.int32)

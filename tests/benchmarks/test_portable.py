@@ -1,4 +1,4 @@
-"""Stand-ins: the same calls with the limits of other devices."""
+"""The same calls with the limits of other devices."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from support.lab import BF16
 
 @dataclass(frozen=True)
 class Asks:
-    """A call that says which device it sees; each problem accepts its own first result alone."""
+    """A call that returns the device's capability; each problem accepts only its first result."""
 
     op = "asks"
 
@@ -70,7 +70,7 @@ class Attends(Asks):
 
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 def test_what_is_compiled_ahead_is_launched_later():
-    """No placeholder of a kernel is kept."""
+    """No placeholder of a kernel is cached."""
     cases = [WithLimits(Attends(), (80,))]
     with emulation.devices():
         assert compiling(cases) == cases

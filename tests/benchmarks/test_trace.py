@@ -85,7 +85,7 @@ def test_steps_that_mean_nothing(name):
 @pytest.mark.parametrize(("heads", "name"), [(64, "decode6"), (16, "mixed3x128"), (8, "mtp2x6"), (8, "mtp4x6")])
 @pytest.mark.thorough(when=lambda x: x.get("heads") == 8)
 def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
-    """Each call of a peer gets arguments with which it computes the same as cumla; only then is it timed."""
+    """Each call of a peer gets arguments with which it computes the same as cumla; otherwise it is not timed."""
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "torch"))
@@ -268,7 +268,7 @@ def test_steps_on_an_emulated_device(kind, here, monkeypatch):
     def of_numpy(function):
         return lambda x, **options: cupy.asarray(function(x.get(), **options))
 
-    for name in ("cos", "sin", "abs", "sort"):  # what the fake CuPy lacks
+    for name in ("cos", "sin", "abs", "sort"):  # functions that the fake CuPy lacks
         monkeypatch.setattr(cupy, name, of_numpy(getattr(np, name)), raising=False)
     pool = types.SimpleNamespace(free_all_blocks=lambda: None)
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool, raising=False)

@@ -1,4 +1,4 @@
-"""`cumla bench`: rows of what runs here; files of rows compared and plotted."""
+"""`cumla bench`: rows of cases that run here; files of rows compared and plotted."""
 
 import io
 import json
@@ -79,7 +79,7 @@ def test_a_suite_alone_as_json_for_a_program(capsys):
     [("DSV41_FP8", "16+512, lengths"), ("DSV41_FP8_SPLIT", "16+512, lengths"), ("V32_NOPE_FP8", "16, full lists")],
 )
 def test_formats_of_newer_models(capsys, layout, decode):
-    """Layers, too, have V4.1's formats; other formats than V4's and V4.1's have layers of V4's."""
+    """Layers have V4.1's formats, too; with formats of other models they are V4's layers."""
     assert main(["bench", "insert", "decode", "layers", *TINY, "--batch", "1", "--layout", layout, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     configs = [(row["op"], row["config"]) for row in rows]

@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and one line for errors that a user can fix."""
+"""The command line: its output and files, and one line for errors that a user can fix."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ TINY_SWA, TINY_MLA = [*TINY[:-2], "--layers", "swa"], [*TINY[:-4], "--layers", "
 
 @pytest.fixture(autouse=True)
 def threads_as_they_are(monkeypatch):
-    """Numba's threading layer is for the whole process, and other tests' too."""
+    """Numba's threading layer is global to the process, and other tests use it, too."""
     monkeypatch.setattr("cumla.cli.replay.limit_blas_threads", lambda: None)
 
 
@@ -204,7 +204,7 @@ def test_unavailable_backend(monkeypatch, capsys):
 
 
 def test_plot_needs_matplotlib(monkeypatch, capsys):
-    find = importlib.util.find_spec  # records of other packages are kept
+    find = importlib.util.find_spec  # specs of other packages are unchanged
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert "pip install matplotlib" in error_line(capsys, [*TINY, "--plot", "run.png"])
 
@@ -319,7 +319,7 @@ def program(*arguments, **options):
 @pytest.mark.slow
 def test_json_for_a_program_and_a_trace_from_a_pipe(tmp_path):
     line = {"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}
-    trace = ("\ufeff" + json.dumps(line) + "\n").encode()  # as editors on Windows begin a file
+    trace = ("\ufeff" + json.dumps(line) + "\n").encode()  # a byte order mark, as editors on Windows write it
     done = program(*TINY, "--requests", "1", "-", "--json", "-", input=trace)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -347,7 +347,7 @@ def test_a_closed_pipe_is_no_traceback():
     ("module", "interrupt"),
     [
         ("numpy", "raise KeyboardInterrupt"),
-        ("datetime", "os.kill(os.getpid(), signal.SIGINT)"),  # inside of NumPy's import, which makes it an ImportError
+        ("datetime", "os.kill(os.getpid(), signal.SIGINT)"),  # during NumPy's import, which raises an ImportError
     ],
 )
 def test_an_early_interrupt_is_no_traceback(module, interrupt):
@@ -372,13 +372,13 @@ def test_tables_fit_sixty_columns(command, monkeypatch, capsys):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    tables = lines[1:-1] if command == "replay" else lines  # the first line says what runs, the last sums it up
+    tables = lines[1:-1] if command == "replay" else lines  # the first line names the work, the last one is a summary
     assert max(map(len, tables)) <= 60
     assert "…" not in out
 
 
 def test_lines_of_progress_without_a_terminal(monkeypatch, capsys):
-    """From the start on: with an empty cache of compiled code, compilation takes most of the time."""
+    """They begin at once: with an empty cache of compiled code, compilation takes most of the time."""
     monkeypatch.setattr("cumla.terminal.FIRST_SECONDS", 0.0)
     monkeypatch.setattr("cumla.terminal.LINE_SECONDS", 0.001)
     assert main(TINY) == 0

@@ -1,6 +1,6 @@
 """Every option of every command, with invalid values: it runs, or is refused in one line that names the option.
 
-A file is named by itself.
+For a file the line has its path.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def commands():
 
 
 def arguments():
-    """Commands and what they take, flags left out."""
+    """Commands and their arguments, without flags."""
     for command, parser in commands().items():
         for action in parser._actions:
             if action.nargs != 0:
@@ -56,7 +56,7 @@ def nothing_is_run(monkeypatch, tmp_path):
 
 
 def refusal(capsys, *argv):
-    """The line by which arguments are refused; None if they are not."""
+    """The line with which a command refuses arguments; None if it accepts them."""
     try:
         status = main(argv)
     except RunError:

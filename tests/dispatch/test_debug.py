@@ -51,7 +51,7 @@ def put(place, value):
 
 
 def changed(at, value):
-    """The right array with another value somewhere."""
+    """The valid array with one value changed."""
 
     def change(x):
         x = x.copy()
@@ -247,17 +247,17 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
         with cumla.debug(), pytest.raises(ValueError, match=text):
             right.function(**given)
         assert written(place, given) == before
-        right.function(**given)  # the value is nothing that an operation minds
+        right.function(**given)  # an operation accepts the value
 
 
 def names_of(file, name):
-    """The names of a kernel's arguments, those of the fields of NamedTuples among them."""
+    """The names of a kernel's arguments, including the fields of NamedTuples."""
     hints = typing.get_type_hints(getattr(kernels("reference", file), name))
     return set(hints) | {field for hint in hints.values() for field in getattr(hint, "_fields", ())}
 
 
 def test_every_kernel_with_such_arguments_is_checked():
-    """A new example must be listed, too: those left out read no slots, tables or indices."""
+    """A new example must be listed, too: the others read no slots, tables or indices."""
     parameters = {name: names_of(file, name) for file, names in OPERATIONS.items() for name in names}
     checked = {
         "slot_mapping", "slots", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst",
@@ -281,7 +281,7 @@ def test_checks_read_arguments_that_kernels_have():
 
 
 def test_requests_have_rings_of_their_own(place):
-    """A chunk may be longer than its ring, and padding has none."""
+    """A chunk may be longer than its ring; padding has no ring."""
 
     def save(slots, positions, starts):
         state = np.zeros((3, 8, 1024), np.float32)
@@ -393,7 +393,7 @@ def test_slots_of_a_batch(place):
 
 
 def test_metadata_of_an_earlier_build(place, rng):
-    """Tables of the window, passed to a layer, and of the indexer, by which rows are selected."""
+    """The window's table, passed to a layer, and the indexer's table, which selects rows."""
     batch = make_batch(place, [9, 30], [1, 1])
     window, indexer = (builder(CONFIG, place.backend) for builder in BUILDERS)
     early, early_indexer = window.build(0, batch), indexer.build(0, batch)

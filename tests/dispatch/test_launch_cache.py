@@ -1,4 +1,4 @@
-"""A call made again with other arrays does what it would have done the first time."""
+"""A repeated call with other arrays has the effect of a first call."""
 
 import types
 
@@ -18,7 +18,7 @@ on_device = pytest.mark.usefixtures("device")
 
 
 def on_paper(array):
-    """A CuPy array over host memory: no operation on it is allowed, but its attributes are those of any other."""
+    """A CuPy array over host memory: operations on it are not allowed, but it has all attributes."""
     import cupy
 
     memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
@@ -40,7 +40,7 @@ def test_a_list_has_the_cache_key_of_its_arrays():
 
 
 def test_a_tensor_whose_memory_was_freed_has_another_cache_key():
-    """Its address is null, whose alignment is that of any other memory."""
+    """Its address is null, which is as aligned as other memory."""
 
     def key(address):
         tensor = types.SimpleNamespace(
@@ -62,7 +62,7 @@ def test_a_kernel_that_is_forced_is_not_that_of_a_note(rng, monkeypatch):
     put = DEVICE.put
     results = {"out": put(np.zeros((2, 1, 16, 512), BF16)), "lse": put(np.zeros((2, 16, 1), np.float32))}
     arguments, options = [put(array) for array in arrays], {**results, "plan": cumla.DecodePlan()}
-    for _ in range(2):  # the first makes the plan's memory
+    for _ in range(2):  # the first call allocates the plan's memory
         cumla.sparse_mla_decode(*arguments, **options)
     assert not taken
     with sparse_kernels.forced("portable"):
@@ -97,7 +97,7 @@ class TestNote:
         assert not known.fits([start, start + 32])
 
     def test_an_array_may_run_backwards(self):
-        """The address of a reversed view is that of its last row in memory, inside the array that it views."""
+        """The address of a reversed view is its last row's, inside the array that it views."""
         whole = on_paper(self.a)
         reversed_rows = whole[::-1]
         known = record([launched(reversed_rows.data.ptr)], [whole, reversed_rows], UsedArrays([], []), None)

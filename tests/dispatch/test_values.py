@@ -58,7 +58,7 @@ def test_sparse_attention_takes_any_scale(lab, name, scale):
     ("qk_nope_head_dim", 0), ("v_head_dim", 128.0), ("kv_cache_dtype", None), ("kv_cache_dtype", "fp8_e5m2"),
 ])  # fmt: skip
 def test_numbers_of_a_dense_layer(name, wrong):
-    """Raised when the layer is made, not after its first step has written."""
+    """The constructor raises, not the first step after it has written."""
     arguments = {"num_heads": 2, "head_size": 576, "scale": 0.1, "kv_b_proj": None}
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got"):
         MLACommonImpl(**arguments | {name: wrong})

@@ -1,4 +1,4 @@
-"""cumla's operations inside jax.jit: the same bits as eager calls, caches in place, errors that say what to do."""
+"""cumla's operations inside jax.jit: the same bits as eager calls, caches in place, errors with a remedy."""
 
 import functools
 import inspect
@@ -103,7 +103,7 @@ def test_a_cache_that_is_not_donated_stays_as_it_was(device, rng):
 
 
 def test_an_old_version_of_a_donated_cache_that_is_still_needed_is_kept(device, rng):
-    """XLA must copy: what was inserted is read after a second insert would have overwritten it."""
+    """XLA must copy: the test reads the first insert's rows after a second insert to the same slots."""
     (cache, k, slots), _ = insert_arguments(rng, device)
     q = jax.device_put(rng.standard_normal((1, 1, 2, 512)).astype(BF16), device)
     indices = jax.device_put(np.array([[[3, 20]]], np.int32), device)
@@ -121,7 +121,7 @@ def test_an_old_version_of_a_donated_cache_that_is_still_needed_is_kept(device, 
 
 
 def insert_again(rng, device):
-    """A cache for the slots that the test reads: both are written before they are read."""
+    """A cache for slots that the test reads: both are written first."""
     return jax.device_put(np.zeros((operations.BLOCKS, operations.BLOCK, 584), np.uint8), device)
 
 
@@ -146,7 +146,7 @@ def test_other_8_bit_floats_are_refused_while_tracing(dtype, rng):
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_keys_and_scales_may_be_a_pair(by_name, rng):
-    """As DeepGEMM takes them, and cumla's own function does."""
+    """DeepGEMM takes a pair, and so does cumla's function."""
     arguments = operations.CASES["fp8_mqa_logits"](rng)
     kv = arguments["kv"], arguments["kv_scales"]
     q, *rest = (arguments[name] for name in ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"))
@@ -394,7 +394,7 @@ def test_a_step_is_captured_in_a_command_buffer(calls, rng):
 
 @pytest.mark.gpu
 def test_prefills_are_captured_in_a_command_buffer(calls, monkeypatch, rng):
-    """So many that XLA makes a graph of them; all their memory is XLA's, and each replay has its own rows."""
+    """Enough prefills for XLA to build a graph; all memory is XLA's, and each replay has its own rows."""
 
     def refuse(*arguments):
         raise AssertionError(f"allocated: {arguments}")

@@ -1,4 +1,4 @@
-"""Arguments of operations under jax.jit: 64-bit integers, host arrays that change, and what is no array of numbers."""
+"""Arguments of operations under jax.jit: 64-bit integers, host arrays that change, and values that are not arrays."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ jnp = jax.numpy
 ops = pytest.importorskip("cumla.interop.jax")
 
 ONE_OF_EACH = [next(x for x in operations.CASES if operations.operation(x) == name) for name in OPS]
-BEYOND = 2**32 + 1  # whose low 32 bits are a valid index
+BEYOND = 2**32 + 1  # its low 32 bits are a valid index
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 
 
@@ -43,7 +43,7 @@ def split(arguments):
 
 
 def own(case, arguments):
-    """Results of cumla's own function on copies, and the arrays that it writes."""
+    """Results of cumla's function on copies, and the arrays that it writes."""
     return operations.expected(case, arguments, OPS[operations.operation(case)].writes)
 
 
@@ -55,7 +55,7 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_integers_of_64_bits(case, x64, rng):
-    """Values that fit are taken where JAX has 32 bits, and where cumla's own function takes 64."""
+    """Values that fit are accepted, also if JAX has 32 bits and cumla's function takes 64."""
     arguments = operations.CASES[case](rng)
     want, function = own(case, arguments), getattr(ops, operations.operation(case))
     wide = {name: x.astype(np.int64) for name, x in arguments.items() if getattr(x, "dtype", None) == np.int32}
@@ -105,7 +105,7 @@ def test_floats_are_rounded_and_never_become_infinite(rng):
 
 @pytest.mark.parametrize(("pages", "want"), [([3, 2**26], [192, 2**32]), ([-1, 2**25], [-1, 2**31])])
 def test_slots_that_cumla_computes_for_jax(pages, want, x64):
-    """Beyond 32 bits they become the largest number, which is in no cache, not another row's slot."""
+    """Slots beyond 32 bits become the largest number, which no cache has, not another row's slot."""
     with jax.default_device(jax.devices("cpu")[1]):
         starts, lens, table = jnp.array([0, 1, 2]), jnp.array([1, 1]), jnp.array(pages)[:, None]
         starts, lens, table = (x.astype(jnp.int32) for x in (starts, lens, table))
@@ -182,7 +182,7 @@ WRONG = {
     "a 0-d array": (lambda x: np.array(3, np.int32), (TypeError, ValueError), "got"),
     "half bytes": (lambda x: jnp.zeros((3,), jnp.int4), (TypeError, ValueError), "got"),
 }
-ONLY_HERE = {  # cumla's own functions take no lists, and know no mutable arrays
+ONLY_HERE = {  # cumla's functions accept neither lists nor mutable arrays
     "a ragged list": (lambda x: [[1], [1, 2]], ValueError, "setting an array element with a sequence"),
     "a list of text": (lambda x: ["a"], TypeError, "got dtype <U1"),
     "a large integer": (lambda x: [2**70], TypeError, "got dtype object"),
@@ -246,7 +246,7 @@ def test_statics_that_cannot_be_hashed_name_the_argument(case, rng):
 
 
 def test_equal_statics_of_another_type_are_checked_for_themselves(rng):
-    """64 == 64.0, and True == 1: what was checked for one says nothing about the other."""
+    """64 == 64.0, and True == 1: a check of one value does not cover the other."""
     arguments = operations.CASES["quantize_and_insert_k_cache-DSV4_FP8"](rng)
     insert = functools.partial(ops.quantize_and_insert_k_cache, **arguments)
     insert(block_size=operations.BLOCK, is_ue8m0=True)
@@ -277,7 +277,7 @@ def test_arrays_of_other_frameworks(rng):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_values_of_other_types(case, dtype, rng):
-    """Results have the types that cumla's own function gives, where it takes the values."""
+    """Results have the types of cumla's function, if it accepts the values."""
     arguments = operations.CASES[case](rng)
     arguments = {
         n: x.astype(dtype) if getattr(x, "dtype", None) == operations.BF16 else x for n, x in arguments.items()
@@ -292,7 +292,7 @@ def test_values_of_other_types(case, dtype, rng):
 
 
 def test_results_come_before_written_arrays():
-    """In the order in which cumla's own functions return them and name them."""
+    """Their order is the same as in cumla's functions."""
     for name, op in OPS.items():
         parameters = list(op.signature.parameters)
         assert list(op.writes) == sorted(op.writes, key=parameters.index), name

@@ -20,7 +20,7 @@ SINGLE = jax.sharding.SingleDeviceSharding
 @pytest.fixture(scope="module")
 def two():
     devices = jax.devices("cpu")
-    assert len(devices) == 2  # of tests/conftest.py
+    assert len(devices) == 2  # set in tests/conftest.py
     return devices
 
 
@@ -139,7 +139,7 @@ def test_loops_checkpoints_and_custom_derivatives(prefill):
 
 @pytest.mark.parametrize("case", operations.CASES)
 def test_results_are_on_the_device_of_the_arguments(case, two, rng):
-    """Those of cumla's own functions, too, whichever device is the default."""
+    """Also results of cumla's functions, for any default device."""
     arguments = operations.CASES[case](rng)
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     static = {name: x for name, x in arguments.items() if name not in arrays}

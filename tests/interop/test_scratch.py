@@ -18,7 +18,7 @@ def long_decode(rng):
 
 
 def prefill_in_fp8(rng):
-    """More heads than the kernel for few heads takes."""
+    """A prefill with more heads than the kernel for few heads supports."""
     return {
         "q": operations.rows(rng, 2, 64, 512), "kv": operations.rows(rng, 70, 512),
         "indices": rng.integers(0, 70, (2, 66)).astype(np.int32), "precision": "fp8",

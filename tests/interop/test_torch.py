@@ -25,7 +25,7 @@ def device(request):
 
 @pytest.fixture
 def compiler(device):
-    """Inductor wants a compiler for host code; what it is shown here, AOTAutograd is shown as well."""
+    """Inductor needs a compiler for host code; without one AOTAutograd runs the same graphs."""
     return "aot_eager" if device == "cpu" else "inductor"
 
 
@@ -143,7 +143,7 @@ def step_inputs(rng, device, table, seq_lens):
 
 
 def packed_cache(rng, device):
-    """Pages that are further apart than their tokens' bytes, as an engine's are."""
+    """Pages with a larger stride than their tokens' bytes, as in an engine."""
     pages = torch.zeros(operations.BLOCKS, operations.BLOCK * 584 + 240, dtype=torch.uint8)
     cache = pages[:, : operations.BLOCK * 584].view(operations.BLOCKS, operations.BLOCK, 584)
     cache.copy_(torch.from_numpy(operations.fp8_cache(rng, cumla.DSV4_FP8)))
@@ -213,7 +213,7 @@ def test_torch_captures_a_graph(rng):
 
 @pytest.mark.gpu
 def test_reduce_overhead(rng):
-    """Inductor's own graphs, which skip functions that change their inputs: attention alone."""
+    """Inductor's graphs skip functions that change their inputs: only attention is tested."""
     cache = to("cuda")(operations.fp8_cache(rng, cumla.DSV4_FP8))
     decode = torch.compile(
         lambda q, cache, indices: ops.sparse_mla_decode(q * 1, cache, indices), fullgraph=True, mode="reduce-overhead"

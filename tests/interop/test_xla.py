@@ -18,7 +18,7 @@ jax = pytest.importorskip("jax")
 ops, xla = pytest.importorskip("cumla.interop.jax"), pytest.importorskip("cumla.interop.xla")
 
 WORD, FUNCTION = ctypes.c_int64, ctypes.CFUNCTYPE
-CONTEXTS = {0: 1001, 1: 1002}  # number of emulated devices
+CONTEXTS = {0: 1001, 1: 1002}  # context of each emulated device
 
 
 class Xla:
@@ -123,7 +123,7 @@ class Program:
         _, (self.number,) = compiled(lambda *arrays: function(**dict(zip(self.names, arrays, strict=True))), *arrays)
 
     def _put(self, array):
-        """As XLA has its arrays."""
+        """An array in XLA's layout, row-major."""
         return self.device.put(np.ascontiguousarray(array))
 
     def call(self, compiler, rng, finished=True, **more):
@@ -170,7 +170,7 @@ def check(program, compiler, rng, **more):
 
 
 def test_a_call_ends_in_an_ordinary_launch_without_python(here, compiler, calls, monkeypatch, rng):
-    """early_release=False, made by Python and by the handler."""
+    """early_release=False, in calls by Python and by the handler."""
     from emulation.cupy import DRIVER, LAUNCHABLE
 
     make, names = operations.CASES[CASE], []
@@ -251,7 +251,7 @@ def test_work_that_is_no_launch_is_done_each_time(here, program, compiler, calls
 
 
 def test_an_error_while_launches_are_recorded_is_not_remembered(here, program, compiler, calls, monkeypatch, rng):
-    """As where another library holds the device's memory."""
+    """Such as an error because another library holds the device's memory."""
     import cupy
 
     failed, write = [], Op.write
@@ -301,7 +301,7 @@ def test_threads_that_trace_first_programs_at_once_register_one_handler(monkeypa
     both, registered = threading.Barrier(2), []
 
     def make(*addresses):
-        with contextlib.suppress(threading.BrokenBarrierError):  # where one thread waits for the other
+        with contextlib.suppress(threading.BrokenBarrierError):  # broken if one thread waits for the other
             both.wait(0.5)
         return 0
 

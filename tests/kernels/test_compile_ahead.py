@@ -1,4 +1,4 @@
-"""Programs that a first call needs are compiled side by side: each once, and an error comes where one is needed."""
+"""Programs of a first call are compiled in parallel, each once; an error is raised where the program is needed."""
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ class FailedError(RuntimeError):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Texts that a stand-in for CuPy compiles, in the order in which it begins; it waits for TOGETHER of them."""
+    """Texts that a fake CuPy compiles, in the order of their start; it waits for TOGETHER of them."""
     texts, meet = [], threading.Barrier(TOGETHER)
 
     class RawModule:
@@ -54,7 +54,7 @@ def made(monkeypatch):
     monkeypatch.setattr(compiler, "Kernel", lambda raw, packing, parameters: raw)
     monkeypatch.setattr(compiler, "_note", lambda *rest: None)
     monkeypatch.setattr(compiler, "_result_file", lambda *rest: None)
-    monkeypatch.setattr(compiler, "_cores", threading.BoundedSemaphore(TOGETHER))  # however many there are
+    monkeypatch.setattr(compiler, "_cores", threading.BoundedSemaphore(TOGETHER))  # on any number of cores
     monkeypatch.setattr(compiler, "_builds", {})
     monkeypatch.setattr(compiler, "_loaded", set())
     compiler.kernel.cache_clear()
@@ -73,7 +73,7 @@ def test_programs_are_compiled_side_by_side_and_once(made):
     for number in range(TOGETHER):
         kernel(WAITS=1, NUMBER=number)
     assert len(made) == TOGETHER
-    compiler.start("common/clear.cu", WAITS=1, NUMBER=0)  # there already
+    compiler.start("common/clear.cu", WAITS=1, NUMBER=0)  # already compiled
     assert len(made) == TOGETHER
     assert not compiler._builds
 
@@ -92,13 +92,13 @@ def test_a_program_that_nothing_began_is_compiled_at_once(made):
 
 @pytest.mark.parametrize("folder", ["{place}", "{place}/none", "place", "~/place", ""])
 def test_results_are_kept_beside_compiled_code_of_this_user_alone(folder, tmp_path, monkeypatch, emulated):
-    """Not in the current directory, which CuPy may use for its code: a result from there may be anyone's."""
+    """Not in the current directory, which CuPy may use for its code: anyone may have written a result there."""
     import cupy
 
     (tmp_path / "place").mkdir()
     (tmp_path / "~" / "place").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "~")  # a user who has none
+    monkeypatch.setenv("HOME", "~")  # a user without a home
     monkeypatch.setenv("CUPY_CACHE_DIR", folder.format(place=tmp_path / "place"))
     monkeypatch.setattr(cupy, "__version__", "14.0", raising=False)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.1")
@@ -111,7 +111,7 @@ def test_results_are_kept_beside_compiled_code_of_this_user_alone(folder, tmp_pa
     "name", ["sparse_mla_decode-V32_FP8", "sparse_mla_prefill-512-special-values", "fp8_block_linear"]
 )
 def test_a_kernel_that_was_only_asked_for_is_launched_later(emulated, name):
-    """What stands for a kernel meanwhile is in no launcher's cache."""
+    """No launcher caches the object that replaces an unlaunched kernel."""
     right, lab = call(name), Lab("cuda", on_device=True)
     arguments = {key: put(lab, value) for key, value in right.arguments.items()}
     compiler.look_first_in()

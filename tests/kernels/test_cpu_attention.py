@@ -1,4 +1,4 @@
-"""Specific to the CPU's attention: its own threads, and float64 for tokens that overflow float32."""
+"""The CPU's attention only: its threads, and float64 for tokens that overflow float32."""
 
 import concurrent.futures
 import functools
@@ -61,7 +61,7 @@ def test_blas_keeps_its_threads(rng):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_causal_attention_in_several_steps(rng, monkeypatch, accumulate):
-    """Queries are processed a few at a time where their scores would take much memory: each sees up to its own key."""
+    """If scores would take much memory, queries are processed in groups: each query sees keys up to its own."""
     q, k, v = (rng.standard_normal((n, 2, 64)).astype(BF16) for n in (23, 40, 40))
     starts, ends = np.array([0, 11, 23], np.int32), np.array([0, 25, 40], np.int32)
     options = {"causal": True, "accumulate": accumulate}

@@ -113,7 +113,7 @@ def test_arguments_by_name():
     )
     names = parameters(text, "f")
     assert names == {"x": "*", "pair": "Pair", "y": "*", "n": "int"}
-    kernel = Kernel.__new__(Kernel)  # which needs no device for this
+    kernel = Kernel.__new__(Kernel)  # this test needs no device
     kernel._parameters = tuple(names)
     assert kernel.arguments(n=4, y=3, x=1, pair=(7, 8)) == (1, 7, 8, 3, 4)
     with pytest.raises(TypeError, match="m, n: got x, pair, y, m, expected x, pair, y, n"):
@@ -157,7 +157,7 @@ def test_parameters_by_name_are_ordered_as_in_the_struct():
 
 
 def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
-    """Otherwise a comparison of versions would run the first one each time, from the launch cache."""
+    """Otherwise a comparison of versions would always run the launch cache's first version."""
     try:
         with recorded_launches():
             compiler.look_first_in(tmp_path)
@@ -167,12 +167,12 @@ def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
 
 
 def test_launches_of_kernels_that_threads_create_at_once_are_recorded(emulated, monkeypatch):
-    """The launch cache would else repeat a call without them."""
+    """Otherwise the launch cache would repeat a call without these launches."""
     import cupy
 
     both, made = threading.Barrier(2), []
 
-    def use(device):  # a call of the CUDA runtime: other threads run meanwhile
+    def use(device):  # a call of the CUDA runtime releases the GIL
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.5)
 

@@ -1,4 +1,4 @@
-"""The device's compiler accepts the Numba CUDA kernels, which the simulator does not show.
+"""The device's compiler accepts the Numba CUDA kernels; the simulator cannot show this.
 
 NVVM needs no GPU. The simulator has to be off for it, so this runs in a separate process.
 """

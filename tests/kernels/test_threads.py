@@ -1,4 +1,4 @@
-"""Work is distributed over the cores, and no event meanwhile makes it hang or leak a thread."""
+"""Work is distributed over the cores, and no event during it causes a hang or leaks a thread."""
 
 import os
 import shutil
@@ -63,7 +63,7 @@ def test_each_row_is_done_once(count, nanoseconds):
     threads.parallel_for(count, nanoseconds, loop, done, 5)
     assert (done == 5).all()
     if count * nanoseconds < threads.WORTH_A_THREAD:
-        assert len(ranges) == 1  # not worth to wake anybody
+        assert len(ranges) == 1  # too little work to wake a thread
     elif nanoseconds >= threads.LONGEST_PIECE:
         assert max(end - first for first, end in ranges) == 1
 
@@ -97,7 +97,7 @@ def test_a_failure_comes_when_all_have_stopped(who):
 
 
 def test_no_thread_shares_an_iterator_of_pythons():
-    """Which repeats items, and leaves some out, in a Python without a GIL (this one has one)."""
+    """Without a GIL such an iterator repeats and skips items (this Python may have a GIL)."""
     kinds = set()
     threads.for_each(3, lambda items: kinds.add(type(items)))
     threads.parallel_for(3, threads.LONGEST_PIECE, lambda *_: None)
@@ -117,7 +117,7 @@ def test_within_a_call_of_the_same_thread():
 
 
 def test_without_more_threads(monkeypatch):
-    """Where no thread can be started, the calling thread does all work."""
+    """If no thread can be started, the calling thread does all work."""
 
     class NoThreads:
         def submit(self, *work):
@@ -130,7 +130,7 @@ def test_without_more_threads(monkeypatch):
 
 
 def test_no_kernel_has_other_threads():
-    """Nor a cache that does not see what has changed: kernels use `compiled` and `parallel_for`."""
+    """Nor Numba's cache, which misses changes: kernels use `compiled` and `parallel_for`."""
     for path in (CHECKOUT / "kernels").rglob("*.py"):
         text = path.read_text()
         assert "prange" not in text, path

@@ -1,4 +1,4 @@
-"""Every layer takes every kind of batch: each token's output is what it is alone, and padding changes nothing."""
+"""Every layer accepts every kind of batch: a token's output is the same as alone, and padding changes nothing."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ LAYERS = [
 
 
 class Served:
-    """A layer over caches that hold all rows of CAPACITY requests; queries by request and position."""
+    """A layer over caches with all rows of CAPACITY requests; queries by request and position."""
 
     def __init__(self, lab, name, indexer):
         rng = np.random.default_rng(3)
@@ -105,21 +105,21 @@ class Served:
         return to_float(lab.get(out))
 
     def of(self, values, kind):
-        """Those of the batch's tokens, and NaN for padding (e4m3's, too)."""
+        """The values of the batch's tokens, and NaN for padding (e4m3's NaN, too)."""
         of_padding = 0x7F if values.dtype == np.uint8 else np.nan
         tokens = [values[r, first : first + count] for r, first, count in kind.spans]
         padding = np.full((kind.padding, *values.shape[2:]), of_padding, values.dtype)
         return self.lab.put(np.concatenate([*tokens, padding]))
 
     def alone(self, request, position):
-        """A token's output [heads, 512] as a decode of a batch of its own."""
+        """A token's output [heads, 512] as the only decode of a batch."""
         if (request, position) not in self.known:
             self.known[request, position] = self.step(Alone(request, position))[0]
         return self.known[request, position]
 
 
 class Alone(NamedTuple):
-    """As `Kind`, a batch of one token."""
+    """Like `Kind`, a batch of one token."""
 
     request: int
     position: int
@@ -165,7 +165,7 @@ PATHS = {"pages": (0, "pages"), "rows": (0, "rows"), "a path for each chunk": (0
 @pytest.mark.attention
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("after") != 5 or x.get("name") == "window"))
 def test_windows_begin_at_replay_start_on_every_path(lab, name, after):
-    """So many positions after each request's first of the step: those before have no row of the window."""
+    """Windows begin `after` positions after each request's first position of the step: earlier rows are excluded."""
     its = Served(lab, name, V41IndexerMetadataBuilder if name == "c2a" else None)
     kind, outs = KINDS["prefills"], {}
     of_requests = [first + after if abs(after) < 2**30 else after for _, first, _ in kind.scheduled]
@@ -220,7 +220,7 @@ def test_whole_layers(name, backend, kind):
 
 @functools.cache
 def stack_of(backend):
-    """A stack of V4.1's layers, and the outputs of its first request, whole."""
+    """A stack of V4.1's layers, and the outputs of its first request in one step."""
     stack = Stack(0, backend=backend)
     stack.hidden[1:] = stack.hidden[:1] * (len(stack.hidden) - 1)
     return stack, stack.run(0, [LONGEST])
@@ -230,7 +230,7 @@ def stack_of(backend):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.thorough(when=lambda x: x.get("backend") == "reference")
 def test_layers_of_v41(backend, kind):
-    """All kinds of them: window, owners of both ratios, layers that select again and that reuse."""
+    """All kinds of layers: window, owners of both ratios, layers that select again or reuse a selection."""
     kind = KINDS[kind]
     stack, want = stack_of(backend)
     kind = kind._replace(counts=kind.counts[: len(stack.hidden)])

@@ -27,7 +27,7 @@ class Requests:
         self.q, self.k = ([rng.standard_normal((n, *s)).astype(BF16) for n in lens] for s in ((HEADS, 512), (512,)))
         self.compressed = [rng.standard_normal((n // ratio, 512)).astype(BF16) for n in lens] if ratio > 1 else None
         self.sink = rng.standard_normal(HEADS).astype(np.float32)
-        # Which rows each token selects, and where among -1 they are: incomplete rows, too.
+        # The rows that each token selects, incomplete ones included, at places among -1.
         self.selected = []
         for n in lens:
             selected = np.full((n, self.spread), -1, np.int32)
@@ -78,7 +78,7 @@ def slots_of(table, request, rows, page_rows):
 
 
 def run(lab, rng, requests, steps, chunk_requests, path):
-    """Output of each request [n, h, 512], computed in steps that are {request: tokens}."""
+    """Output of each request [n, h, 512], computed in steps {request: tokens}."""
     ratio, put = requests.ratio, lab.put
     config = ServingConfig(
         window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=PAGE, index_topk=TOPK,

@@ -1,4 +1,4 @@
-"""V3.2's attention over selected rows by either path, against float64; and which path a step takes."""
+"""V3.2's attention over selected rows by either path, against float64; and the path that a step takes."""
 
 from types import SimpleNamespace
 

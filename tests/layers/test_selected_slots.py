@@ -1,4 +1,4 @@
-"""Decodes that select by an indexer: the selection writes their slots, and no map is launched."""
+"""Decodes with an indexer: the selection writes their slots, and no index map is launched."""
 
 import functools
 from dataclasses import replace
@@ -28,7 +28,7 @@ STEPS = {
 
 
 def selecting_step(rng, lab, seq_lens, query_lens, **indexer_config):
-    """A layer, and the arguments of a step that selects by an indexer; drafts: of up to two tokens."""
+    """A layer, and arguments of a step with an indexer; drafts: decodes of up to two tokens."""
     layer, given, pool = step_of(rng, lab, 4, seq_lens, query_lens, index_topk=TOPK, num_speculative_tokens=2)
     compressed, config = given["compressed"], given["metadata"].config
     tokens, rows = sum(query_lens), compressed.cache.shape[1]
@@ -46,7 +46,7 @@ def selecting_step(rng, lab, seq_lens, query_lens, **indexer_config):
 
 
 def with_selection(lab, given):
-    """The same step, given the rows that it selects: attention maps them."""
+    """The same step with its selected rows as an argument: attention maps them."""
     compressed, metadata = given["compressed"], given["metadata"]
     arrays = [metadata.positions, metadata.token_to_req_indices, compressed.block_table]
     selected = lab.put(np.full((len(given["q"]), TOPK), 7, np.int32))
@@ -55,7 +55,7 @@ def with_selection(lab, given):
 
 
 def observed(layer, given):
-    """The step's result, and the operations that it called."""
+    """The step's result and its operations."""
     seen = []
     out = layer.step(**given, observe=lambda op: seen.append(op) or not_observed(op))
     return out, seen
@@ -65,7 +65,7 @@ def observed(layer, given):
 @pytest.mark.nowhere(when=lambda x: x.simulated and x.get("name") != "drafts of any length")
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
-    """The result has the bits of a layer that gets the selection; slots and lengths are those of the map."""
+    """The result has the bits of a layer that gets the selection; slots and lengths equal the map's."""
     seq_lens, query_lens = STEPS[name]
     layer, given = selecting_step(rng, lab, seq_lens, query_lens)
     metadata, compressed = given["metadata"], given["compressed"]
@@ -101,7 +101,7 @@ def test_decodes_that_are_prefills_to_the_indexer_are_mapped(lab, rng):
 
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_padding_attends_to_no_selected_row(lab, rng):
-    """Its length is 0, whatever its request selects."""
+    """The length of padding is 0, for any selection of its request."""
     layer, given = selecting_step(rng, lab, [150, 200, 147], [1, 1, 1])
     is_valid = lab.put(np.array([True, False, True]))
     given["metadata"] = replace(given["metadata"], is_valid_token=is_valid)
@@ -127,7 +127,7 @@ def test_decodes_take_one_launch_less(emulated, rng, name):
     mapped = with_selection(lab, given)
     workspace = LayerWorkspace.allocate(given["q"], TOPK, 1 << 20)  # for all scores at once
     step = functools.partial(layer.step, out=lab.xp.zeros_like(given["q"]), workspace=workspace)
-    step(**given)  # which plans the decodes
+    step(**given)  # the first step plans the decodes
     ours, theirs = (names_of_launches(functools.partial(step, **x)) for x in (given, mapped))
     selection = names_of_launches(lambda: with_selection(lab, given))
     assert len(selection) == 2
@@ -168,7 +168,7 @@ def test_slots_of_decodes_may_be_given(lab, rng):
     own = replace(compressed, decode_slots=slots, decode_lens=lens)
     got, fewer = observed(layer, mapped | {"compressed": own, "workspace": LayerWorkspace.allocate(given["q"])})
     assert lab.get(got).tobytes() == lab.get(want).tobytes()
-    assert fewer.count("map") == maps.count("map") - (lab.backend != "cuda")  # there the prefills' map had the decodes
+    assert fewer.count("map") == maps.count("map") - (lab.backend != "cuda")  # cuda maps decodes with the prefills
     before = lab.get(given["swa_cache"]).tobytes()
     decodes = metadata.num_decode_tokens
     for change, text in (

@@ -24,7 +24,7 @@ from support.lab import BF16, Lab, to_float
 pytestmark = pytest.mark.attention
 
 WINDOW, BLOCK, COMPRESSED_BLOCK = 16, 8, 128
-SCALE = 0.7 * 512**-0.5  # another than the default
+SCALE = 0.7 * 512**-0.5  # not the default
 
 
 class Pool:
@@ -208,7 +208,7 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
     q = lab.put(rng.standard_normal((3, heads, 512)).astype(BF16))
     k = lab.put(np.stack([pool.rows[r][-1] for r in range(3)]))
     want = layer.step(q, k, cache, metadata, compressed, backend=lab.backend)
-    more = lab.put(np.zeros((7, heads, 512), BF16))  # for more tokens and columns than the step has
+    more = lab.put(np.zeros((7, heads, 512), BF16))  # more tokens and columns than in the step
     for workspace in (
         LayerWorkspace.allocate(q, topk if ratio == 4 else 0), LayerWorkspace.allocate(more, topk + 5)
     ):  # fmt: skip
@@ -243,7 +243,7 @@ INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
 )
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.INDEXER_F32)
 def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
-    """The same bits as of a step that gets each token's top-k, computed one token at a time."""
+    """The bits equal a step's that gets each token's top-k, computed token by token."""
     seq_lens, topk, index_heads = [3, 200, 147], 8, 4
     layer, given, pool = step_of(
         rng, lab, 4, seq_lens, query_lens, index_topk=topk, num_speculative_tokens=max(query_lens) % 29
@@ -355,7 +355,7 @@ def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 def test_prefills_take_memory_of_a_chunk_at_a_time(rng, ratio, monkeypatch):
-    """The rows that its requests reach, and two numbers per query and head, for any number of prefills."""
+    """Memory for the rows of a chunk's requests and two numbers per query and head, for any number of prefills."""
     layer, given, _ = step_of(rng, Lab("cpu", False), ratio, [200, 40, 19], [20, 7, 19], prefill_chunk_size=1)
     wanted, shapes, rows, empty = [], [], [], dlpack.empty
     for first, stop, _, longest in given["metadata"].get_prefill_chunk_plan(ratio):
@@ -377,7 +377,7 @@ def test_prefills_take_memory_of_a_chunk_at_a_time(rng, ratio, monkeypatch):
     assert shapes == wanted
 
 
-@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # backends of the host have no streams
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # host backends have no streams
 @pytest.mark.parametrize("bad", [False, True], ids=["right", "refused"])
 def test_a_step_on_a_stream_leaves_the_current_one(lab, rng, bad):
     """On any stream, also where the call is refused: CuPy's stack of streams is unchanged."""

@@ -1,4 +1,4 @@
-"""Every builder takes every kind of batch: the same requests are decodes, and padding is nobody's."""
+"""Every builder accepts every kind of batch: the same requests are decodes, and padding belongs to no request."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_every_builder_takes_it(place, name, kind):
     decodes, prefills, decode_tokens, prefill_tokens = counts_of(metadata)
     assert decodes + prefills == len(kind.counts)
     assert decode_tokens + prefill_tokens == sum(kind.counts) + kind.padding * (name != "mla" or not prefills)
-    if name in ("window", "of a step", "of V4.1"):  # those of one step agree
+    if name in ("window", "of a step", "of V4.1"):  # builders of one step agree
         first = next((r for r, count in enumerate(kind.counts) if count > kind.drafts + 1), len(kind.counts))
         assert decodes == first
         assert counts_of(metadata) == split_decodes_and_prefills(batch, kind.drafts + 1)
@@ -85,7 +85,7 @@ def test_the_window_of_padding_is_empty(place, kind):
 @pytest.mark.parametrize("name", INDEXERS)
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_entries_of_decodes(place, name, kind):
-    """Tokens in order see the rows up to themselves; entries after them, of padding, see none."""
+    """Tokens see the rows up to their own; later entries, for padding, see none."""
     kind = KINDS[kind]
     batch = batch_of(place, kind)
     metadata = made(name, kind, place.backend).build(0, batch)
@@ -103,7 +103,7 @@ def test_entries_of_decodes(place, name, kind):
     seen = [(r, p + 1) for r, first, n in kind.spans if r < metadata.num_decodes for p in range(first, first + n)]
     np.testing.assert_array_equal(lens.ravel()[: len(seen)], [rows for _, rows in seen])
     of_requests = len(lens) == metadata.num_decodes
-    if not of_requests:  # those beyond are of padding tokens
+    if not of_requests:  # entries beyond are padding tokens
         assert not lens.ravel()[len(seen) :].any()
     pages = place.get(batch.block_table_tensor)
     for token, (request, rows) in enumerate(seen):
@@ -129,7 +129,7 @@ def test_a_decode_behind_a_prefill_is_refused(place, name, kind):
 
 
 def test_one_builder_for_all_kinds(place):
-    """One after another: what an earlier batch left in the buffers is not seen."""
+    """One after another: contents of an earlier batch do not remain visible in the buffers."""
     most = KINDS["drafts and prefills"]
     assert most.drafts == max(kind.drafts for kind in KINDS.values())
     for name in BUILDERS:
@@ -143,7 +143,7 @@ def test_one_builder_for_all_kinds(place):
 
 
 def arrays_of(place, metadata):
-    """Its arrays, and those of its decodes, by name."""
+    """The metadata's arrays and its decodes' arrays, by name."""
     found = {}
     for part in (metadata, getattr(metadata, "decode", None)):
         for field in () if part is None else dataclasses.fields(part):

@@ -107,7 +107,7 @@ def test_defaults():
 
 
 def on_framework(framework, batch):
-    """The batch with its arrays handed to another framework."""
+    """The batch with its arrays in another framework."""
     if framework == "torch":
         convert = pytest.importorskip("torch").from_numpy
     else:
@@ -145,7 +145,7 @@ def test_frameworks(builder, framework):
     plain, foreign = builder(CONFIG, backend="cpu"), builder(CONFIG, backend="cpu")
     frozen = []
     for i, (seq_lens, query_lens) in enumerate(steps * 2):
-        # The second time with other lengths, but with as many requests of each kind.
+        # The second batch has other lengths, but the same number of requests of each kind.
         batch = make_batch(HOST, [n + i // len(steps) for n in seq_lens], query_lens, padding=2)
         want = plain.build(0, batch)
         got = foreign.build(0, on_framework(framework, batch))
@@ -154,7 +154,7 @@ def test_frameworks(builder, framework):
             if isinstance(expected, np.ndarray) and not path.endswith("lens_cpu"):
                 assert isinstance(value, kind(framework)), path
                 frozen.append((path, value, np.array(expected)))
-    if framework == "jax":  # whose arrays never change
+    if framework == "jax":  # JAX arrays never change
         for path, value, expected in frozen:
             np.testing.assert_array_equal(np.asarray(value), expected, err_msg=path)
 

@@ -48,8 +48,8 @@ def page_positions(config):
 
 
 def split(query_lens, config):
-    """How many decodes are at the front: requests of up to `next_n` tokens, which must be as many as the first one's
-    where the kernels take requests as they are; unless all others are padding."""
+    """Number of decodes at the front: requests of up to `next_n` tokens, all with the first one's number of tokens
+    if the kernels take requests unflattened; unless all others are padding."""
     next_n = config.decode_threshold
     uniform = next_n in (1, 2)
     if not query_lens or max(query_lens) <= 1 == next_n:
@@ -281,7 +281,7 @@ class Flattening(DeepseekV32IndexerMetadataBuilder):
 @THOROUGH
 @given(data=st.data())
 def test_ragged_decodes_may_all_be_flattened(place, config, data):
-    """Decodes are those of the window's builder; each token has its length and pages, or its request's entry has."""
+    """The window's builder has the same decodes; each token, or its request's entry, has a length and pages."""
     builder, ratio, next_n = Flattening(config, place.backend), config.indexer_compress_ratio, config.decode_threshold
     for _ in range(data.draw(st.integers(1, 3))):
         seq_lens, query_lens = data.draw(shapes(next_n, uniform=data.draw(st.booleans())))
@@ -426,7 +426,7 @@ def test_kv_spans_on_a_device():
 
 
 def test_every_query_a_chunk_of_its_own(place):
-    """As many chunks as a step can have, and views of a buffer that grows between steps."""
+    """The largest number of chunks of a step, and views of a buffer that grows between steps."""
     config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_seqs=4, max_num_batched_tokens=12, max_logits_bytes=4)
     builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
     for seq_lens in ([3, 4, 3, 2], [60, 70, 80, 90], [3, 4, 3, 2]):

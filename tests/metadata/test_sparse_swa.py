@@ -232,7 +232,7 @@ def test_chunk_plan(shape, ratio, chunk):
 
 
 def test_capture_without_a_table_of_c128a_pages(place):
-    """C128A layers then find no rows, and later those of the next build at the same addresses."""
+    """C128A layers then find no rows, and later the next build's rows at the same addresses."""
     config = dataclasses.replace(CONFIG, compress_ratios=(0, 4, 128))
     builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
     batch = make_batch(place, [200, 130], [1, 1])

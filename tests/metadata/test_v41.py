@@ -53,7 +53,7 @@ def test_ratio_1_is_window_only_without_has_c1a():
 
 @pytest.mark.parametrize("has_replay", [False, True])
 def test_windows_of_replayed_requests(place, has_replay):
-    """Starts before, inside, at the end of and beyond the windows, and negative; of decodes and prefills."""
+    """Starts before, inside, at the end of and beyond the windows, and negative; decodes and prefills."""
     seq_lens, query_lens = [30, 30, 30, 8, 40, 40, 33], [2, 2, 2, 1, 20, 20, 6]
     replay = np.array([0, 25, 29, 9, -5, 18, 31], np.int32)
     batch = make_batch(place, seq_lens, query_lens, padding=3, skipped=(1,))
@@ -84,7 +84,7 @@ def test_tokens_of_a_noncausal_decode_see_its_whole_block(place):
     seq_lens, query_lens = [30, 4, 9, 0, 50], [3, 3, 2, 0, 15]
     batch = make_batch(place, seq_lens, query_lens, padding=2, skipped=(4,))
     builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
-    builder.build(0, make_batch(place, [60] * 9, [4] * 9))  # rows that must not stay
+    builder.build(0, make_batch(place, [60] * 9, [4] * 9))  # rows that the next build must clear
     replay = place.put(np.array([29, 3, 8, 0, 40], np.int32))  # has no effect on blocks
     metadata = builder.build(0, batch, replay_start=replay)
     assert metadata.decode_swa_indices.shape == (8, 1, 64)
@@ -189,7 +189,7 @@ def test_native_rows_of_padded_requests(place):
 
 
 def test_lists_of_layers_of_ratio_0(lab, rng):
-    """As with topk 0, but as wide as the other layers' lists."""
+    """The lists of topk 0, with the width of the other layers' lists."""
     topk, starts, lens, gathered = rng.integers(0, 9, (6, 4)), [0, 2, 6], [20, 9], [13, 9]
     arrays = [lab.put(np.array(x, np.int32)) for x in (topk, starts, lens, gathered)]
     found, counts = cumla.combine_topk_swa_indices(*arrays, WINDOW, 0, 4, 40, 9, backend=lab.backend)

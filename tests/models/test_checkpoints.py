@@ -21,7 +21,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("case", range(4))
 def test_experts_equal_transformers(case):
-    """Shared experts clamped, sigmoid scores, groups that negative biases separate, shares not normalised."""
+    """Clamped shared experts, sigmoid scores, groups separated by negative biases, weights without normalisation."""
     record = records("experts")[case]
     module, config, seed = __import__(MODULES[record["model"]]), record["config"], record["seed"]
     model = object.__new__(module.Model)
@@ -43,7 +43,7 @@ def tiny(folder, case=0, **changes):
 
 
 def one_by_one(tensors):
-    """Experts as checkpoints have them: a tensor each."""
+    """Experts as in checkpoints: one tensor per expert."""
     for name, array in tensors.items():
         prefix, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
@@ -78,7 +78,7 @@ def write(folder, config, tensors, files=3):
 @pytest.mark.parametrize("names", [published, lambda name: name])
 @pytest.mark.parametrize("case", [0, 2])
 def test_a_checkpoint_in_files_and_an_expert_a_tensor(tmp_path, case, names):
-    """Layers that predict further tokens are in it, too; their weights are not the model's."""
+    """It also has layers that predict further tokens; the model does not read their weights."""
     import checkpoint
 
     config, tensors = tiny(tmp_path / "tiny", case)
@@ -99,7 +99,7 @@ def test_a_checkpoint_in_files_and_an_expert_a_tensor(tmp_path, case, names):
 
 @pytest.mark.parametrize("kind", ["scale", pytest.param("weight_scale_inv", marks=pytest.mark.slow)])
 def test_a_model_of_fp8_blocks_and_bfloat16(tmp_path, kind):
-    """From the files to logits: as of the dequantised weights."""
+    """From files to logits: they equal the logits with dequantised weights."""
     import deepseek_v32
     from serving import Server
 

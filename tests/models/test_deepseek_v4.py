@@ -31,7 +31,7 @@ def test_layer_on_the_reference_backend(case):
 
 @pytest.mark.parametrize("case", [8, *(pytest.param(case, marks=pytest.mark.slow) for case in (6, 10, *TIED))])
 def test_own_selection_is_the_golden_one(case):
-    """Except for ties at exactly 0, where the lowest index is taken: those rows are checked one by one."""
+    """Except for ties at exactly 0, where the lowest index is taken: these rows are checked one by one."""
     golden = GoldenLayer(case)
     layer = V4Layer(golden)
     chosen = []
@@ -84,7 +84,7 @@ def test_a_batch_gives_what_each_request_gives_alone(case, cache_format):
 @pytest.mark.parametrize("cache_format", ["float32", "bfloat16", "fp8"])
 @pytest.mark.parametrize(("case", "hit"), [(2, 192), (3, 256), (8, 256)])
 def test_a_prefix_hit_goes_on_bit_for_bit(case, hit, cache_format):
-    """Another request that has the first pages in its tables gets the same bits as one that computed them itself."""
+    """A request that shares the first pages gets the same bits as a request that computed them."""
     golden = GoldenLayer(case)
     rest = golden.tokens - hit
     layer = V4Layer(golden, requests=2, cache_format=cache_format)
@@ -127,7 +127,7 @@ def test_a_preempted_request_goes_on_bit_for_bit(case):
     for pool, table in layer.paged.tables.items():
         table[[0, 1]] = table[[1, 0]]
         assert pool in dict(layer.arrays()) or layer.layer.ratio == 1
-    layer.run([200], request=1)  # into the pages that request 0 had
+    layer.run([200], request=1)  # into request 0's former pages
     for pool, array, rows in kept:
         array[layer.paged.tables[pool][0]] = rows
     (again,) = layer.step([(0, at, 5)])

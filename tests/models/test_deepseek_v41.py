@@ -1,4 +1,4 @@
-"""V4.1 attention layers against outputs and choices that equal the published inference code's."""
+"""V4.1 attention layers against outputs and selections that equal the published inference code's."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def test_on_the_reference_backend(case, request_number):
 
 @pytest.mark.parametrize("splits", [[473], [1] * 5 + [7, 2, 128, 3, 200, 1, 127], [255, 2, 216]])
 def test_any_schedule_equals_one_call(splits):
-    """Odd and even first positions, chunks of one token, decodes with drafts: rows, rings and choices do not depend."""
+    """Odd and even first positions, chunks of one token, decodes with drafts: the same rows, rings and selections."""
     stack = Stack(0)
     check_outputs(stack, 0, 0, stack.run(0, splits), BOUNDS["float32"])
     check_picks(stack, 0, 0)
@@ -82,7 +82,7 @@ def test_rejected_drafts_leave_no_trace():
 
 @pytest.mark.parametrize("drafts", range(6))
 def test_requests_of_guesses_are_entries_of_the_indexer(drafts):
-    """So that keys are read once for all tokens of a request, which see different numbers of rows."""
+    """Keys are then read once for all tokens of a request, which see different numbers of rows."""
     stack, each = Stack(0), 1 + drafts
     batch, tables = stack.paged.batch([(0, 40, each), (1, 31, each)])
     metadata = stack.builder.build(batch, tables["compressed"], np.array([0, 1], np.int32))
@@ -99,7 +99,7 @@ SPLIT = [pytest.param(f, None, marks=pytest.mark.slow) for f in ("fp8_split", "f
     ("cache_format", "key_format"), [("bfloat16", None), ("fp8", None), ("fp4", None), ("fp8", "mxfp4"), *SPLIT]
 )
 def test_rounded_caches_stay_near(cache_format, key_format):
-    """Rounded keys change some of a token's choices; where they change none, the output is near."""
+    """Rounded keys change some of a token's selections; where they change none, the output is near."""
     stack = Stack(0, cache_format, key_format=key_format)
     assert (
         stack.caches[3].indexer.shape[2] == {None: 128 if cache_format == "bfloat16" else 132, "mxfp4": 68}[key_format]
@@ -123,7 +123,7 @@ def test_rounded_caches_stay_near(cache_format, key_format):
 
 
 def test_pooled_rows_may_be_rounded_before_their_norm():
-    """As DeepSeek's code and SGLang do: rows of ratio 2 differ by bfloat16's steps, outputs hardly."""
+    """DeepSeek's code and SGLang do so: rows of ratio 2 differ by bfloat16's steps, outputs hardly."""
     plain, rounded = Stack(0), Stack(0, round_pooled=True)
     want, got = (np.stack(stack.step([(0, 0, 60)])[0]) for stack in (plain, rounded))
     differences = []
@@ -136,7 +136,7 @@ def test_pooled_rows_may_be_rounded_before_their_norm():
 
 @pytest.mark.parametrize("cache_format", ["fp8", "fp4"])
 def test_rows_may_be_quantised_as_they_are(cache_format):
-    """As vLLM does: some bytes of window rows and of compressed rows differ, outputs hardly."""
+    """vLLM does so: some bytes of window rows and compressed rows differ, outputs hardly."""
     plain, exact = Stack(0, cache_format), Stack(0, cache_format, round_rows=False)
     want, got = (np.stack(stack.step([(0, 0, 60)])[0]) for stack in (plain, exact))
     for name in ("window", "compressed"):
@@ -146,7 +146,7 @@ def test_rows_may_be_quantised_as_they_are(cache_format):
 
 
 def test_prompts_whose_rows_are_all_candidates_score_them_together(monkeypatch):
-    """And select the same rows as among their candidates; longer ones select among these."""
+    """They select the same rows as among their candidates; longer prompts select among candidates."""
     calls = []
 
     def counted(*arguments, **options):
@@ -180,7 +180,7 @@ def draft_layer(**options):
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_draft_layer_attends_within_its_block(number):
-    """DSpark: rows of the main model before the block, and all five of the block for each of them."""
+    """DSpark: each of the block's five tokens sees the main model's rows before the block, and the whole block."""
     record, config, layer = draft_layer()
     assert layer.mode == "window"
     prefix = record["positions"][number] + 1
@@ -200,7 +200,7 @@ def test_a_draft_layer_attends_within_its_block(number):
 
 
 def test_modes_of_the_published_model():
-    """V4.1-Flash: four layers own rows, eight select, layer 20 chooses the candidates of the last four."""
+    """V4.1-Flash: four layers own rows, eight select, layer 20 selects the candidates of the last four."""
     config = flash()
     modes = [mode_of(config, layer) for layer in range(43)]
     assert [layer for layer, mode in enumerate(modes) if mode == "full"] == [2, 8, 14, 20]
@@ -316,7 +316,7 @@ def test_a_request_without_a_ring_completes_nothing():
 
 
 def test_fp8_weights_have_scales_of_32_by_32():
-    """A checkpoint's e4m3 matrices, dequantised: the layer equals one of the dequantised weights."""
+    """A checkpoint's e4m3 matrices: the layer equals a layer with the dequantised weights."""
     record = GOLDEN["cases"][2]
     config = DeepseekV41Config.from_dict(record["config"])
     weights = seeded_weights(record["parameters"], record["seed"])
@@ -347,7 +347,7 @@ def test_fp8_weights_have_scales_of_32_by_32():
 
 @pytest.mark.parametrize("layer", [1, 2, 3, 5])
 def test_epsilon_of_the_window_s_rows(layer):
-    """rms_norm_eps, of owners of rows, which normalise them as they insert them, and of the others."""
+    """rms_norm_eps applies to owners of rows, which normalise rows on insert, and to the other layers."""
     stack, epsilon = Stack(0), 0.5
     config = dataclasses.replace(stack.config, rms_norm_eps=epsilon)
     weights = seeded_weights(stack.record["parameters"], stack.record["seed"])

@@ -1,4 +1,4 @@
-"""The example's toy of V4.1 against float64, and generation with guesses against generation without."""
+"""The example's toy V4.1 against float64, and generation with guesses against generation without."""
 
 import sys
 
@@ -44,7 +44,7 @@ def exact(folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Tokens and logits without guesses, of two requests."""
+    """Tokens and logits of two requests, without guesses."""
     server = without_drafts(server_of(folder))
     return server.generate([PROMPT, PROMPT[:7]], 9)
 
@@ -55,11 +55,11 @@ def test_logits_are_those_of_float64(exact, plain):
         want = exact.logits(request.tokens[:-1])[len(prompt) - 1 :]
         assert relative_rms(np.stack(request.logits), want) < 1e-4
         assert request.tokens[len(prompt) :] == want.argmax(axis=1).tolist()
-    assert exact.margin > 1e-4  # so float32 chooses as float64 does
+    assert exact.margin > 1e-4  # float32 and float64 then select the same rows
 
 
 def test_guesses_are_those_of_float64(folder, exact):
-    """Draft layers keep rows of the model's hidden states alone; what a block inserts is overwritten."""
+    """Draft layers retain rows of the model's hidden states only; a block's rows are overwritten."""
     server, asked = server_of(folder), []
     draft, logits = server.model.draft, server.model.logits
 
@@ -73,7 +73,7 @@ def test_guesses_are_those_of_float64(folder, exact):
     server.model.draft = watched
     (request,) = server.generate([PROMPT], 4)
     assert 1 <= len(asked) <= 3
-    assert server.accepted == 0  # so each step made one token
+    assert server.accepted == 0  # each step generated one token
     end = len(PROMPT) + len(asked) - 1
     exact.logits(request.tokens[:end])
     assert relative_rms(asked[-1], exact.guesses(request.tokens[end])) < 1e-4
@@ -83,7 +83,7 @@ def test_guesses_are_those_of_float64(folder, exact):
     "right", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(4, marks=pytest.mark.slow), 5]
 )
 def test_guesses_change_no_token(folder, plain, right):
-    """The first `right` guesses of each block are those of the model itself, the others are wrong."""
+    """The first `right` guesses of each block are the model's tokens, the others are wrong."""
     answers = {tuple(r.tokens[:n]): r.tokens[n:] for r in plain for n in range(len(r.tokens))}
 
     def guesses(tokens, batch):

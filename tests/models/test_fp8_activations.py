@@ -47,7 +47,7 @@ def test_rounding_is_the_nearest_within_the_scale(rng):
 
 
 def test_rounding_on_every_backend(lab, rng):
-    """The same bytes as the reference's: zeros, infinities, NaN and subnormals too; a row's last 128 values."""
+    """The same bytes as the reference's, also for zeros, infinities, NaN, subnormals and a row's last 128 values."""
     x = rng.standard_normal((2, 3, 640)).astype(BF16)
     x[0, 0, :128] = 0
     x[0, 1, 5], x[0, 1, 200], x[1, 2, 639], x[1, 0, 300] = np.inf, -np.inf, np.nan, 2.0**-130
@@ -63,8 +63,8 @@ def test_rounding_on_every_backend(lab, rng):
     np.testing.assert_array_equal(lab.get(codes), want[0])
 
 
-# Ragged tokens and rows, several chunks of columns, scales that are no powers of two; a weight of blocks that Hopper's
-# kernel does not take.
+# Ragged tokens and rows, several chunks of columns, scales that are not powers of two; a weight with blocks that the
+# Hopper kernel does not support.
 @pytest.mark.parametrize("float32_output", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "block"), [(5, 264, 256, 128), (130, 40, 384, 128), (3, 64, 128, 32)]
@@ -103,7 +103,7 @@ def test_activations_of_which_some_have_no_group_of_128_are_not_rounded(rng, col
 @pytest.mark.nowhere(when=lambda x: x.get("where") == "weight" and x.get("value") != "nan")  # e4m3 has no infinity
 @pytest.mark.thorough(when=lambda x: x.simulated and x.get("value") != "nan")
 def test_special_values(lab, rng, where, value):
-    """They reach the results of their own token, or of their own rows of the weight, and no others."""
+    """They affect the results of their token, or of their rows of the weight, and no others."""
     tokens, rows, columns = (3, 136, 256) if lab.tiny else (5, 256, 256)
     given = one(rng.standard_normal((rows, columns), np.float32) / 4)
     x = rng.standard_normal((tokens, columns)).astype(BF16)
@@ -136,7 +136,7 @@ def test_groups(lab, rng):
 
 @dataclass
 class Output:
-    """What `project_output` reads of a layer."""
+    """The attributes of a layer that `project_output` reads."""
 
     backend: str
     scratch: Scratch

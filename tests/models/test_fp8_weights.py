@@ -104,7 +104,7 @@ def test_weights_of_several_types_are_parts(lab, rng):
 
 @pytest.mark.parametrize("rows", [96, 40])
 def test_groups_and_their_transposes(lab, rng, rows):
-    """V3.2's kv_b: some rows of each head, and others with rows and columns exchanged."""
+    """V3.2's kv_b: some rows of each head, and other rows transposed."""
     given = one(rng.standard_normal((2 * (rows + 32), 64), np.float32), (32, 64))
     weight = in_groups(stacked([given], BF16, lab.xp, Scratch()), 2)
     first, rest = rows_of(weight, 0, rows), rows_of(weight, rows, rows + 32)
@@ -125,7 +125,7 @@ def test_groups_and_their_transposes(lab, rng, rows):
 
 @pytest.mark.parametrize("columns", [96, 83])
 def test_many_tokens_multiply_dequantised_rows(device, rng, monkeypatch, columns):
-    """Some rows at a time, the last ones fewer, in memory that is bounded and used again."""
+    """A slice of rows at a time, the last slice smaller, in bounded memory that is reused."""
     monkeypatch.setattr(products, "MOST_TOKENS", 4)
     monkeypatch.setattr(products, "VALUES_AT_A_TIME", 70 * columns)
     given, scratch = one(rng.standard_normal((150, columns), np.float32), (32, 32)), Scratch()
@@ -162,7 +162,7 @@ def test_a_large_weight_is_dequantised_in_16_mb():
     ],
 )  # fmt: skip
 def test_which_scales_are_powers_of_two(scales, are):
-    """Those which the device's kernel makes part of a bfloat16 weight: others would be another number there."""
+    """Scales that the device's kernel multiplies into a bfloat16 weight; others would be rounded there."""
     scales = np.array(scales, np.float32)[None]
     weight = BlockQuantizedWeight(np.zeros((32, 32 * scales.shape[1]), np.uint8), scales, (32, 32))
     assert stacked([weight], BF16, np, Scratch()).is_ue8m0 is are
@@ -171,7 +171,7 @@ def test_which_scales_are_powers_of_two(scales, are):
 @pytest.mark.parametrize("exponent", [-126, -121, -101, -100, 7, 8, 100])
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_scales_of_any_exponent(lab, exponent):
-    """As the layers multiply: with the flags that `stacked` finds."""
+    """Products as in layers: with the flags that `stacked` finds."""
     x, codes = np.full((2, 32), 2.0 ** (-exponent // 2), BF16), np.full((16, 32), 0x38, np.uint8)
     given = BlockQuantizedWeight(lab.put(codes), np.full((1, 1), 2.0**exponent, np.float32), (32, 32))
     out = lab.put(np.zeros((2, 16), np.float32))
@@ -199,7 +199,7 @@ def test_another_format_is_an_error():
 @pytest.mark.parametrize("case", [8, 13])
 @pytest.mark.thorough(when=lambda x: not x.device and (x.get("case") == 8) == (x.get("most_tokens") == 0))
 def test_layers_on_a_device(device, monkeypatch, case, most_tokens):
-    """Within the rounding of activations of a layer in float32."""
+    """Results differ from a float32 layer's by the rounding of activations."""
     monkeypatch.setattr(products, "MOST_TOKENS", most_tokens)
     golden, kind = golden_of(case, as_values)
     splits = [7, 1, 1] if device.emulated else golden.splits

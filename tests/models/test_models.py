@@ -35,7 +35,7 @@ class Golden:
 
 
 def fed(model, golden, splits):
-    """Logits of all golden tokens, given in these splits, then one by one; V3.2's ties are broken as by torch."""
+    """Logits of all golden tokens, in these splits, then one by one; V3.2's ties are broken as in torch."""
     from serving import Request, Server
 
     server = Server(model, model.num_pages)
@@ -88,7 +88,7 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, case):
 
 @pytest.mark.parametrize("case", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_continuous_batching_generates_the_golden_tokens(tmp_path, case):
-    """Three prompts, chunks, and too few pages for all, so that one is preempted and starts again."""
+    """Three prompts, chunks, and too few pages for all: one request is preempted and starts again."""
     from serving import Server
 
     golden = Golden(case, tmp_path)

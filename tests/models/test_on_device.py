@@ -55,7 +55,7 @@ def outputs_beside_another(lab, case, cache_format, left_behind=0, poison=None):
 @pytest.mark.parametrize("cache_format", [pytest.param("bfloat16", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.slow) for case in (2, 3)), 8, 13])
 def test_poison_stays_with_its_request(lab, case, cache_format):
-    """NaN in pages that others had before, or in the tokens of the other request: the same bits."""
+    """NaN in pages of earlier requests, or in the tokens of the other request: the same bits."""
     want = outputs_beside_another(lab, case, cache_format)
     assert np.isfinite(want.astype(np.float32)).all()
     for options in ({"left_behind": 255}, {"left_behind": 0x7F}, {"poison": np.nan}, {"poison": 1e30}):

@@ -1,4 +1,4 @@
-"""Scales of FP8 weights: under which names layers take them, their blocks and types, and numbers that count as 0."""
+"""Scales of FP8 weights: the names that layers accept, blocks and types, and numbers that count as 0."""
 
 from types import SimpleNamespace
 
@@ -49,7 +49,7 @@ def made(model, weights, **options):
 
 
 def apart(weights, scale_name):
-    """Matrices and their scales as tensors of their own."""
+    """Matrices and their scales as separate tensors."""
     found = {}
     for name, weight in weights.items():
         if isinstance(weight, BlockQuantizedWeight):
@@ -84,7 +84,7 @@ def test_scales_under_names_within_the_module(name, scale_name):
 @pytest.mark.parametrize("name", ["v4", "v32", "v41"])
 @pytest.mark.parametrize("published", [True, False], ids=["published", "transformers"])
 def test_scales_in_files(tmp_path, name, scale_name, published):
-    """Under transformers' names and under the published ones, which V4.1 alone has."""
+    """Under transformers' names and under published ones; V4.1 has only published names."""
     model = model_of(name)
     _, _, layer, weights, table = model
     tensors, names = {}, {within: own for own, within in table.items()}
@@ -122,7 +122,7 @@ def test_scales_in_files(tmp_path, name, scale_name, published):
 )
 @pytest.mark.parametrize("prefix", ["", "model.layers.0.self_attn."])
 def test_scales_and_matrices_that_do_not_fit_are_named(change, error, message, prefix):
-    """None is dropped without a word."""
+    """None is dropped silently."""
     model = model_of("v4")
     weights = apart(model[3], "scale")
     values = {
@@ -160,7 +160,7 @@ def test_blocks_are_checked_where_they_are_given(block, error, message):
 
 
 def test_a_block_is_a_pair_of_integers():
-    """Of a configuration's list, of NumPy's integers, and larger than the matrix."""
+    """A configuration's list, NumPy's integers, and blocks larger than the matrix."""
     codes, scale = np.full((4, 64), 0x38, np.uint8), np.full((1, 1), 3, np.float32)
     for block in ([128, 128], np.array([4, 64]), (np.int64(5), np.int32(96)), (2**31 - 1, 2**31 - 32)):
         weight = BlockQuantizedWeight(codes, scale, block)

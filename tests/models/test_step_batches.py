@@ -1,4 +1,4 @@
-"""A step of any decode-first batch: each token's output is that of its whole sequence computed at once."""
+"""A step of any decode-first batch: each token's output equals the output of its whole sequence in one step."""
 
 import dataclasses
 
@@ -33,14 +33,14 @@ class Computed:
         return [("window", array) for array in vars(self.made.caches).values()]
 
     def draft(self, tokens):
-        """Metadata of a server with so many draft tokens from now on."""
+        """From now on use metadata of a server with `tokens` draft tokens."""
         builder = self.made.builder
         self.made.builder = type(builder)(
             dataclasses.replace(builder.config, num_speculative_tokens=tokens), self.made.layer.backend
         )
 
     def forget(self, request, first):
-        """NaN in place of everything that a request's tokens from this one on wrote."""
+        """Overwrite with NaN all that a request's tokens from this one on have written."""
         for pool, array, _ in self.kept:
             per_row = self.made.paged.pages[pool] // array.shape[1]
             pages = self.made.paged.tables[pool][request]
@@ -48,7 +48,7 @@ class Computed:
             array.reshape(-1, array.shape[2])[rows] = np.nan
 
     def step(self, scheduled, padding):
-        """The output of a step's tokens, the golden one, and the metadata; `padding` tokens follow the requests'."""
+        """A step's output, the golden output, and the metadata; `padding` tokens follow the requests'."""
         for _, array, kept in self.kept:
             array[...] = kept
         for request, first, count in scheduled:
@@ -90,7 +90,7 @@ def batches(draw):
 
 
 def addresses(indexer):
-    """Which arrays that decodes read are in the builder's buffers, and which is the block table."""
+    """The arrays of decodes that are in the builder's buffers, and the block table."""
     decode = indexer.decode
     return [array.ctypes.data for array in (decode.seq_lens, decode.schedule_metadata, decode.block_table)]
 
@@ -111,7 +111,7 @@ RAGGED = ([2, 1], [1, 2], [0, 2], [0, 1], [2, 0, 1], [2, 2, 1], [2, 0, 2])
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_one_draft_token_that_not_all_decodes_have(computed, padding):
-    """Ragged steps of one builder read the same buffers, those of one length their batch's own block table."""
+    """Ragged steps of one builder read the same buffers; steps of one length read the batch's block table."""
     computed.draft(1)
     seen = []
     for counts in RAGGED:
@@ -132,7 +132,7 @@ def test_one_draft_token_that_not_all_decodes_have(computed, padding):
 
 
 def test_more_padding_than_decodes_could_have(computed):
-    """At two draft tokens and more every token is an entry: padding takes none from those of the requests."""
+    """With two or more draft tokens every token is an entry: padding takes no entry from the requests."""
     for drafts in (1, 3):
         computed.draft(drafts)
         got, want, _ = computed.step([(0, 40, 2), (1, 60, 1)], 64)

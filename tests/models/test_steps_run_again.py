@@ -1,4 +1,4 @@
-"""A step that is run again, as after an error in a later layer: the same bytes of outputs and of all caches."""
+"""A repeated step, as after an error in a later layer: the same bytes of outputs and of all caches."""
 
 import copy
 
@@ -9,7 +9,7 @@ from support.models import GoldenLayer, V4Layer, V32Layer, relative_rms
 from support.v41_stack import Stack, check_outputs
 
 CASES = {"v4 c128a": 3, "v4 c4a": 8, "v32": 13}
-# Steps of (request, first position, tokens) after which a step is run again, and that step.
+# Steps of (request, first position, tokens), and the step that is repeated after them.
 STEPS = {
     "a chunk at an even position": ([(0, 0, 12)], [(0, 12, 19)]),
     "a chunk at an odd position": ([(0, 0, 13)], [(0, 13, 19)]),

@@ -14,7 +14,7 @@ QUICK = [5, 1, 2]  # tokens of the steps on an emulated device
 
 
 def stack_of(lab, formats, case=0):
-    """formats: of rows, and of index keys if they are MXFP4."""
+    """formats: the format of rows, and of index keys if they are MXFP4."""
     cache_format, _, key_format = formats.partition(", ")
     return Stack(case, cache_format, "cuda", "bfloat16", lab, key_format=key_format or None)
 
@@ -25,7 +25,7 @@ def stack_of(lab, formats, case=0):
 @pytest.mark.parametrize("case", [0, 1, 2])
 @pytest.mark.nowhere(when=lambda x: x.emulated and x.get("case") == 1)
 def test_outputs_are_near_the_published_ones(lab, case, cache_format):
-    """Where rounding changes none of a token's choices; all of them on an emulated device, with its few tokens."""
+    """For tokens whose selections rounding does not change; on an emulated device, with few tokens, for all."""
     stack = stack_of(lab, cache_format, case)
     splits = QUICK if lab.emulated else stack.record["requests"][0]
     got = stack.run(0, splits).astype(np.float32)
@@ -46,7 +46,7 @@ def test_outputs_are_near_the_published_ones(lab, case, cache_format):
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
 @pytest.mark.thorough(when=lambda x: x.emulated)
 def test_poison_stays_with_its_request(lab):
-    """NaN in the tokens of the other request and in pages that nothing wrote: the same bits."""
+    """NaN in the tokens of the other request and in unwritten pages: the same bits."""
     found = []
     for poison in (None, np.nan, np.inf):
         stack = stack_of(lab, "fp4")
@@ -66,7 +66,7 @@ def test_poison_stays_with_its_request(lab):
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
 @pytest.mark.thorough(when=lambda x: x.emulated)
 def test_the_first_tokens_one_by_one(lab):
-    """At ratio 2 the first one sees no row, and the second one completes one that the ring has half of."""
+    """At ratio 2 the first token sees no row; the second completes a row whose first half is in the ring."""
     one, by_one = stack_of(lab, "bfloat16", 2), stack_of(lab, "bfloat16", 2)
     want = one.run(0, [4]).astype(np.float32)
     got = by_one.run(0, [1, 1, 1, 1]).astype(np.float32)
@@ -79,9 +79,9 @@ def test_the_first_tokens_one_by_one(lab):
 
 @pytest.mark.gpu
 def test_a_captured_step_of_all_layers():
-    """One graph of a step of decodes, replayed for later positions, where rows are completed and chosen anew."""
+    """One graph of a step of decodes, replayed for later positions, which complete rows and select again."""
     lab = Lab("cuda", on_device=True)
-    prompts = [(1, 0, 3), (0, 0, 40)]  # as few tokens as a draft's are a decode, which comes first
+    prompts = [(1, 0, 3), (0, 0, 40)]  # 3 tokens, no more than with drafts, are a decode, which comes first
     steps = [[(0, 40 + i, 1), (1, 3 + i, 1)] for i in range(4)]
     want = stack_of(lab, "fp4")
     want.step(prompts)

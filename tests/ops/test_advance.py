@@ -16,7 +16,7 @@ integers = st.sampled_from((np.int64, np.int32))
 
 
 def token_ids(rng, count, dtype):
-    """Two thirds from a vocabulary, the others at and next to the limits of int32 and of `dtype`."""
+    """Ids, two thirds from a vocabulary, the others at and next to the limits of int32 and of `dtype`."""
     ids = rng.integers(0, 150_000, count)
     ends = [end for kind in (np.int32, dtype) for end in (np.iinfo(kind).min, np.iinfo(kind).max)]
     edges = [end + step for end in ends for step in (-1, 0, 1)]

@@ -22,7 +22,7 @@ LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16, cumla.IND
 
 
 def selected(row, topk, block):
-    """The rule, block by block: the newest one, then those with the best score above -inf, the lowest first."""
+    """The rule, block by block: the newest block, then blocks with the best scores above -inf, the lowest first."""
     blocks = [row[i : i + block] for i in range(0, len(row), block)]
     best = [max([x for x in columns if x == x], default=-np.inf) for columns in blocks]
     order = sorted(range(len(blocks)), key=lambda i: (i != len(blocks) - 1, -min(best[i], np.finfo(np.float32).max), i))
@@ -45,7 +45,7 @@ def test_blocks_are_selected_by_the_rule(lab, rng, width, topk, block):
     expected = [
         selected(row[start : max(start, end)], topk, block) for row, (start, end) in zip(x, ranges, strict=True)
     ]
-    workspace = lab.put(np.zeros(-(-width // block) * 4 * 2 + 32, np.uint8))  # a row or two at a time
+    workspace = lab.put(np.zeros(-(-width // block) * 4 * 2 + 32, np.uint8))  # one or two rows at a time
     found = cumla.select_candidate_blocks(
         lab.put(x), topk, lab.put(starts), lab.put(ends), workspace=workspace, **options
     )
@@ -72,7 +72,7 @@ def test_the_newest_block_is_selected_beside_infinite_scores(lab):
 
 @pytest.mark.parametrize("block", [8, 5])
 def test_blocks_without_a_score_above_minus_infinity_are_not_selected(lab, block):
-    """However many more are asked for; the newest one always is."""
+    """For any number of requested blocks; the newest block is always selected."""
     x = np.full((2, 5 * block), -np.inf, np.float32)
     x[0, 2 * block + 1], x[1, :block] = -1e30, np.nan
     found = cumla.select_candidate_blocks(lab.put(x), 4, candidate_block_size=block, backend=lab.backend)
@@ -82,7 +82,7 @@ def test_blocks_without_a_score_above_minus_infinity_are_not_selected(lab, block
 @pytest.mark.parametrize("block", [8, 5])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_subnormal_scores_are_compared_by_value(lab, rng, block, gap):
-    """On CUDA, where -ftz=true takes them for zeros elsewhere, too: rows at multiples of 16 bytes, and others."""
+    """Also on CUDA, where other code uses -ftz=true: rows at multiples of 16 bytes, and others."""
     width = 40 if lab.tiny else 240
     x = (rng.normal(size=(3, width + gap)) * 1e-40).astype(np.float32)[:, :width]
     x[1] = np.abs(x[1])
@@ -184,7 +184,7 @@ def cache_of(rng, layout, blocks, block_size, gap):
 @pytest.mark.parametrize("heads", [35, 32])
 @pytest.mark.thorough(when=lambda x: x.simulated and (x.get("axes") == 2 or x.get("heads") == 32))
 def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
-    """Against float64, with pages that are absent, candidates of all kinds, and the choice by the scores found."""
+    """Scores against float64, with absent pages and candidates of all kinds, and the selection by these scores."""
     sizes = (1, 3, 4, 3, 2) if lab.tiny else {35: (35, 4, 5, 8, 9), 32: (32, 17, 8, 8, 20)}[heads]
     heads, columns, block_size, block, candidates_of_row = sizes
     requests, next_n, topk = 2, 2, 5
@@ -193,7 +193,7 @@ def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
     if lab.backend == "cuda":
         cuda = importlib.import_module("cumla.kernels.cuda.index_scores")
         monkeypatch.setattr(cuda, "query_parts", lambda *_: 1 if axes == 1 else 3)  # several tiles a warp
-        if axes == 2:  # that kernel also where Hopper has one of its own
+        if axes == 2:  # the portable kernel, also where Hopper has another
             monkeypatch.setattr("cumla.kernels.cuda.indexer.CANDIDATE_ROWS", None)
     cache, keys = cache_of(rng, layout, requests * columns + 3, block_size, gap)
     table = rng.permutation(requests * columns + 3)[: requests * columns].reshape(requests, columns).astype(np.int32)
@@ -246,8 +246,8 @@ def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
 @pytest.mark.parametrize("heads", [5, 32])
 @pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 32)
 def test_contexts_beyond_the_block_table_are_clamped(lab, rng, layout, queries, heads):
-    """A position without a column is none that a query sees: it is no candidate, even where too few others are."""
-    # Hopper's kernel takes pages of whole candidate blocks.
+    """A query sees no position without a column: it is no candidate, even if there are too few others."""
+    # Hopper's kernel supports pages of whole candidate blocks.
     heads, columns, block_size, block = (1, 2, 3, 4) if lab.tiny else (heads, 3, 16 if heads == 32 else 12, 8)
     covered = columns * block_size
     cache, _ = cache_of(rng, layout, columns, block_size, 16)
@@ -276,7 +276,7 @@ def test_contexts_beyond_the_block_table_are_clamped(lab, rng, layout, queries, 
 @pytest.mark.parametrize("heads", [2, 32])
 @pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 32)
 def test_scores_of_special_values(lab, rng, layout, heads):
-    """NaN, zeros of both signs, subnormal values and extreme scales in keys, queries and weights, as the reference."""
+    """NaN, zeros of both signs, subnormals and extreme scales in keys, queries and weights, against the reference."""
     rows = 4 if lab.tiny else 32
     cache = layout.allocate(1, rows)
     values, scales, _ = layout.parts(cache)
@@ -313,10 +313,10 @@ def test_scores_of_nan_keys_are_never_selected(lab, rng):
     np.testing.assert_array_equal(chosen, [[0, 2, 3, 4, 5, 6, 7, -1]])
 
 
-@pytest.mark.nowhere(when=lambda x: x.simulated)  # 128 values of 8 heads of hundreds of rows
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # 8 heads of 128 values for hundreds of rows
 @pytest.mark.parametrize(("case", "source", "consumer"), [(0, 3, 4), (1, 0, 3)])
 def test_choices_of_published_code(lab, case, source, consumer):
-    """Picks of the candidate source and of a layer that looks only in its blocks (tests/data/v41.npz)."""
+    """Selections of the candidate source and of a layer that selects in its blocks (tests/data/v41.npz)."""
     layer, later = (oracle_of(case, number) for number in (source, consumer))
     x = [hidden_states(case, 0)[number].astype(np.float64) for number in (source, consumer)]
     config, keys = layer.config, layer.index_keys(layer.latents(x[0]))
@@ -390,7 +390,7 @@ def test_no_value_leaves_the_arrays(lab):
 @pytest.mark.thorough(when=lambda x: x.get("next_n") >= 2 and (x.simulated or (x.get("heads") == 64 and x.emulated)))
 @pytest.mark.nowhere(when=lambda x: x.simulated and x.get("next_n") in (2, 4))  # as 6
 def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n, heads, layout):
-    """Bit-identical to select_candidate_blocks of the same logits, however many queries a pass has."""
+    """Bit-identical to select_candidate_blocks of the same logits, for any number of queries in a pass."""
     heads, columns, block_size, requests = (1, 2, 8, 2) if lab.tiny else (heads, 6, 16, 3)
     width, blocks, topk = columns * block_size, 2 if lab.tiny else 4, 3
     cache, _ = cache_of(rng, layout, requests * columns, block_size, 16)
@@ -407,7 +407,7 @@ def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n, heads, layout):
     rows = {"seq_lens": lens, "next_n": next_n, "backend": lab.backend}
     want = lab.get(cumla.select_candidate_blocks(logits, blocks, **rows))
     want_rows = lab.get(cumla.top_k_per_row(logits, topk, **rows))
-    row_bytes = width * 4  # without the scores of blocks
+    row_bytes = width * 4  # bytes without the scores of blocks
     for bound in ({}, {"max_workspace_bytes": row_bytes * next_n}):
         written = lab.put(np.full((requests * next_n, blocks), 7, np.int32))
         found = cumla.indexer_topk(
@@ -424,7 +424,7 @@ def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n, heads, layout):
 
 
 def test_blocks_of_subnormal_scores(lab, rng):
-    """Weights of a few 2^-126: whatever a kernel makes of such scores, its blocks are those of its logits."""
+    """Weights of a few 2^-126: a kernel's blocks agree with its logits, however it rounds such scores."""
     heads, columns, block_size = (1, 3, 8) if lab.tiny else (32, 6, 16)
     cache, _ = cache_of(rng, cumla.INDEXER_FP8, columns, block_size, 16)
     cumla.INDEXER_FP8.parts(cache)[1][:] = np.array([2.0**-6], np.float32).view(np.uint8)
@@ -457,7 +457,7 @@ def test_top_k_of_packed_keys_writes_blocks(lab, rng):
     cumla.indexer_topk(q, k, weights, 5, **options)
     np.testing.assert_array_equal(lab.get(written), lab.get(want))
     written[...] = 7
-    assert lab.get(cumla.indexer_topk(q, k, weights, 0, **options)).shape == (tokens, 0)  # blocks alone
+    assert lab.get(cumla.indexer_topk(q, k, weights, 0, **options)).shape == (tokens, 0)  # only blocks
     np.testing.assert_array_equal(lab.get(written), lab.get(want))
     with pytest.raises(ValueError, match="max_seqlen_k: got 3 together with candidate_blocks"):
         cumla.indexer_topk(q, k, weights, 5, max_seqlen_k=3, **options)

@@ -82,7 +82,7 @@ class Case:
         return lab.get(placed), lab.get(state)
 
     def into(self, lab, state, cache):
-        """`run` with caches that are where the backend wants them."""
+        """`run` with caches in the backend's memory."""
         compress_and_insert(
             lab.put(self.kv_score), lab.put(self.bias), lab.put(self.weight), state, lab.put(self.state_slots),
             lab.put(self.table), cache, lab.put(self.slots), lab.put(self.positions), lab.put(self.requests),
@@ -91,7 +91,7 @@ class Case:
         )  # fmt: skip
 
     def rows(self):
-        """slot -> row in float64: softmax over the window, norm, turn; one position at a time."""
+        """slot -> row in float64: softmax over the window, norm, RoPE; one position at a time."""
         dim, coff = self.layout.head_dim, self.bias.shape[1] // self.layout.head_dim
         rows = {}
         for token, slot in enumerate(self.slots):
@@ -110,7 +110,7 @@ class Case:
                 kv.append(state[: coff * dim][half])
                 score.append(state[coff * dim :][half])
             weights = np.exp(np.array(score) - np.maximum(np.max(score, axis=0), -1e30))
-            row = (weights * kv).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)  # 0 of nothing
+            row = (weights * kv).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)  # 0 without positions
             row = rms_norm(row, 1e-6, self.weight)
             rows[int(slot)] = rotated(row, self.cos_sin[position // self.ratio * self.ratio])
         return rows
@@ -157,11 +157,11 @@ def test_compressor(lab, rng, layout, kind):
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32, INDEXER_BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_minus_infinity_leave_their_positions_out(lab, rng, layout, kind):
-    """Each channel loses other positions, in this step and earlier: some all but one, others all; the latter give 0."""
+    """Each channel loses other positions, in this step and earlier: some all but one, others all, which gives 0."""
     case = Case(rng, layout, kind)
     score = case.bias.shape[1]
     channels = np.arange(score)
-    every = np.minimum(case.ratio, 7)  # of that many positions one
+    every = np.minimum(case.ratio, 7)  # one of that many positions
 
     def leave_out(states, position):
         out = (channels + position) % every == 0
@@ -183,7 +183,7 @@ def test_scores_of_minus_infinity_leave_their_positions_out(lab, rng, layout, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_before_its_sequence_has_no_window(lab, rng, kind):
-    """At any distance before it and with any low bits of its number: a row of zeros, and nothing is read."""
+    """Positions at any distance before it and with any low bits: a row of zeros, and nothing is read."""
     case = Case(rng, DSV4_BF16, kind)
     before = [-1, -(2**31), -(2**32), 3 - 2**32, 2**20 - 2**33, 7 - 2**63]
     case.positions[: len(before)] = before
@@ -224,10 +224,10 @@ def padded(cache):
 @pytest.mark.nowhere(when=lambda x: takes_the_simulator_long(x))
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_may_be_views_of_the_same_pages(lab, rng, kind):
-    """As a hybrid allocator makes them, each with its own pages: the rows and states of caches are separate."""
+    """A hybrid allocator creates such views, each with its pages: the rows and states of caches are separate."""
     case = Case(rng, DSV4_FP8, kind)
     cache, state = case.run(lab, cache_of(DSV4_FP8, 4, 16))
-    first = len(case.state)  # blocks of the cache's pages
+    first = len(case.state)  # first block of the cache's pages
     memory = np.full((first + 4, case.state[0].nbytes), 0xA5, np.uint8)
     memory[:first] = case.state.view(np.uint8).reshape(first, -1)
     case.slots = np.where(case.slots >= 0, case.slots + 16 * first, -1)
@@ -266,7 +266,7 @@ def test_both_compressors_have_the_columns_of_the_rotation(rng):
 @pytest.mark.parametrize(("kind", "tokens"), [("ratio4", 9), ("ratio4", 140), ("ratio128", 9)])
 @pytest.mark.nowhere(when=lambda c: c.simulated and (c.get("kind") == "ratio128" or c.get("tokens") > 9))  # slow
 def test_both_compressors_of_a_layer_at_once(lab, rng, kind, tokens, formats):
-    """The same bits as one after the other."""
+    """The bits are the same as in two calls."""
     cases = [Case(rng, layout, kind, tokens=3 if lab.tiny else tokens) for layout in formats]
     for name in ("table", "slots", "state_slots"):
         setattr(cases[1], name, getattr(cases[0], name))
@@ -283,7 +283,7 @@ def test_both_compressors_of_a_layer_at_once(lab, rng, kind, tokens, formats):
 @pytest.mark.nowhere(when=lambda c: c.simulated)  # slow there
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_prompt(lab, rng, kind):
-    """Many tokens, few of which complete a row or save a state: the reference's bits of states, and its rows."""
+    """Many tokens; few of them complete a row or save a state. States equal the reference's bits, rows its values."""
     case = Case(rng, INDEXER_BF16, kind, tokens=140)
     case.state_slots[:-7] = -1
     want, states = case.run(Lab("reference", on_device=False), cache_of(INDEXER_BF16, 18, 16))
@@ -297,11 +297,11 @@ def test_a_long_prompt(lab, rng, kind):
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_few_and_of_many_have_the_same_bits(lab, rng, layout, dtype, monkeypatch):
-    """Long windows: clusters of either size, few or many tokens for each, states saved by any warp."""
+    """Long windows: clusters of either size, few or many tokens per cluster, states saved by any warp."""
     from cumla.kernels.cuda import compressor
 
     case = Case(rng, layout, "ratio128", tokens=150, dtype=DTYPES[dtype])
-    if lab.emulated:  # which means that it has none
+    if lab.emulated:  # an emulated device reports no clusters
         monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
     elif not compressor.has_clusters(0):
         pytest.skip("no clusters there")
@@ -343,7 +343,7 @@ def test_thread_blocks_of_a_cluster_in_any_order(emulated, rng, monkeypatch, mos
 )
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
 def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind, monkeypatch):
-    """Slots, positions, requests and starts of any value; unused states and rows do not change."""
+    """Slots, positions, requests and starts have any values; unused states and rows do not change."""
     case = Case(rng, layout, kind, tokens=3 if lab.tiny else 9)
     if lab.emulated:
         from cumla.kernels.cuda import compressor
@@ -396,7 +396,7 @@ def test_state_blocks_outside_of_the_cache_are_absent(lab, rng, kind):
 def test_a_window_without_states_gives_nothing(lab, rng):
     case = Case(rng, INDEXER_FP8, "ratio4", tokens=3 if lab.tiny else 9)
     case.table[...] = -1
-    case.state[...] = np.nan  # which must not leak
+    case.state[...] = np.nan  # NaN must not reach a result
     case.state_slots[...] = -1
     cache, _ = case.run(lab, cache_of(INDEXER_FP8, 4, 16))
     rows = rows_of(cache, INDEXER_FP8)

@@ -27,7 +27,7 @@ def parts():
 
 @pytest.fixture
 def divided(lab, tile, parts, monkeypatch):
-    """The recorded divisions: clusters for tiles of so many heads."""
+    """The recorded divisions, with clusters for tiles of `height` heads."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
@@ -55,7 +55,7 @@ def assert_same_bits(first, second, lab):
 
 
 def two_lists(rng, tile, layout, batch=3, s_q=2, heads=None):
-    """The second list has the last of the three blocks of keys, or a part of what the first split leaves."""
+    """The second list has the last of the three blocks of keys, or a part of the blocks after the first split."""
     heads = heads or tile + 3
     return Problem(
         make_q(rng, batch, s_q, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
@@ -68,7 +68,7 @@ def two_lists(rng, tile, layout, batch=3, s_q=2, heads=None):
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile") == 16) != (x.get("layout").name == "V32_FP8"))
 def test_two_lists(lab, divided, rng, tile, layout):
-    """An odd number of requests, of two tokens each, and of groups of heads, the last of which has three."""
+    """An odd number of requests with two tokens each, and of groups of heads; the last group has three."""
     with nothing_attended_again():
         two_lists(rng, tile, layout).check(lab)
     assert [division.cluster for division in divided] == [True]
@@ -89,7 +89,7 @@ def test_parts_of_one_length_and_of_two(lab, divided, rng, tile, blocks):
 @pytest.mark.parametrize("parts", [3, 4, 5, 6])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 5)))
 def test_more_parts(lab, divided, rng, tile, parts):
-    """For each token, as many thread blocks as a cluster has split its heads, or fewer, or none."""
+    """The number of splits of a token is the cluster's size, smaller, or 0."""
     layout, heads = cumla.DSV4_FP8, tile - 1
     problem = Problem(
         make_q(rng, 2, 1, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
@@ -106,7 +106,7 @@ def test_more_parts(lab, divided, rng, tile, parts):
 @pytest.mark.parametrize("parts", [2, 3, 6])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 3)))
 def test_lengths_leave_splits_few_blocks_or_none(lab, divided, rng, tile, parts):
-    """Lists of seven blocks with no key, one key, one block, blocks of one list only, fewer blocks than splits, all."""
+    """Lists of seven blocks with no key, one key, one block, blocks of one list, fewer blocks than splits, or all."""
     layout, heads = cumla.DSV4_FP8, tile - 1
     lengths = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)
     batch = lengths.shape[1]
@@ -124,7 +124,7 @@ def test_lengths_leave_splits_few_blocks_or_none(lab, divided, rng, tile, parts)
 
 
 def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
-    """Keys in the first part alone, in the second alone, one, and none: nothing times nothing is not NaN."""
+    """Keys in the first part only, in the second only, one key, and none: no keys must not give NaN."""
     layout, heads = cumla.DSV4_FP8, 5
     indices = make_indices(rng, 5, 1, 160, 256, absent=0.0)
     indices[0, 0, :128], indices[1, 0, 128:], indices[2, 0, :-1], indices[3] = -1, -1, -1, -1
@@ -144,7 +144,7 @@ def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6, 3e38])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("value")) not in ((16, 1e6), (32, np.inf)))
 def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, tile, value, monkeypatch):
-    """In the last split of one token of three: one CTA of its cluster leaves it to the exact kernel."""
+    """Poison in the last split of one token of three: one CTA of its cluster flags the tile for the exact kernel."""
     layout, heads = cumla.DSV4_FP8, 20
     cache, plan = make_cache(rng, layout, 5, 64), cumla.DecodePlan()
     rows = cache[4].reshape(-1)[: 64 * layout.row_bytes].reshape(64, layout.row_bytes)
@@ -155,7 +155,7 @@ def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, t
     first = problem.check(lab, plan=plan)
     assert np.isfinite(first[1][[0, 2]]).all()
     assert not lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32)))).any()
-    for count in (1, 20):  # thread blocks of the exact kernel that take part
+    for count in (1, 20):  # participating thread blocks of the exact kernel
         monkeypatch.setattr("cumla.kernels.cuda.sparse.kernels.epilogue_ctas", lambda *_, count=count: count)
         assert_same_bits(first, problem.on(lab, plan=plan), lab)
     assert all(division.cluster for division in divided)

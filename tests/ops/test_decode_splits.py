@@ -1,4 +1,4 @@
-"""Sparse decode with lengths where every tile has the same number of splits, some of which have no keys.
+"""Sparse decode with lengths: every tile has the same number of splits, and some splits have no keys.
 
 The scheduler chooses the number of splits by the widths of lists; here it takes each number for any lengths.
 """
@@ -15,12 +15,12 @@ pytestmark = [
     pytest.mark.thorough(when=lambda x: x.emulated),
 ]  # fmt: skip
 
-LENGTHS = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)  # of lists of 128 and of 300
+LENGTHS = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)  # lists of 128 and 300
 
 
 @pytest.fixture
 def divisions(monkeypatch, splits):
-    """The divisions of calls, each tile with so many splits."""
+    """The divisions of calls, with a fixed number of splits per tile."""
     from cumla.kernels.cuda.sparse import work as sparse_work
     from cumla.kernels.cuda.sparse.division import Division
 

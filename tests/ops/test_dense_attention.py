@@ -14,7 +14,7 @@ from support.properties import INT32_MAX, INT32_MIN
 
 pytestmark = pytest.mark.attention
 
-# Values as in FlashMLA's own tests, from which the bounds are: small V, and q to match.
+# Values as in FlashMLA's tests, the source of the bounds: small V, and matching q.
 KV_STD = 0.1
 
 
@@ -150,7 +150,7 @@ def test_mha_varlen_leaves_other_rows(lab, rng):
     "cu_seqlens", [[INT32_MIN, 5, INT32_MAX], [-3, 30, 99], [9, 4, 40], [INT32_MAX, 0, INT32_MIN], [0, 0, 0]]
 )
 def test_mha_varlen_bounds_are_kept(lab, rng, cu_seqlens):
-    """Sequences that extend past the arrays are cut off at their ends."""
+    """Sequences that extend past the arrays are truncated."""
     q, k, v = (rng.standard_normal((20, 1, d)).astype(BF16) for d in (64, 64, 64))
     out, lse = lab.put(np.zeros((20, 1, 64), BF16)), lab.put(np.zeros((1, 20), np.float32))
     cu = lab.put(np.array(cu_seqlens, np.int32))
@@ -228,7 +228,7 @@ def test_dense_mla_decode(lab, rng, lens, block_size, heads):
 
 @pytest.mark.parametrize("scale", [1e8, 1e30])
 def test_logits_of_which_the_highest_is_all(lab, rng, scale):
-    """So large that a rounded product and an exact one differ by more than any exponent."""
+    """Logits are so large that a rounded and an exact product differ by more than any exponent."""
     lens = [90, 1, 300]
     paged = Paged(rng, lens, 16)
     q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
@@ -281,7 +281,7 @@ def test_caches_of_other_types_and_strides(lab, rng, page_pad):
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "e4m3"])
 @pytest.mark.thorough(when=lambda x: x.get("capability") in (89, 100) or x.get("block_size") == 13)
 def test_kernels_of_other_devices(device, rng, capability, block_size, stored):
-    """The portable kernel within the shared memory of these devices. The same call gives the same bits."""
+    """The portable kernel within the shared memory of these devices. A repeated call gives the same bits."""
     lens, lab, dtype = [300, 0, 2, 129, 1000], device, np.float16 if stored == "float16" else BF16
     scale = np.float32(0.003) if stored == "e4m3" else None
     paged = Paged(rng, lens, block_size, dtype, scale=scale)
@@ -319,7 +319,7 @@ def test_absent_pages_are_left_out(lab, rng):
 @pytest.mark.thorough(when=lambda x: (x.get("block_size") in (1, 16, 32, 64, 192)) != (x.get("page_pad") == 0))
 @pytest.mark.thorough(when=lambda x: not x.emulated and x.get("block_size") not in (1, 53, 128))
 def test_pages_of_every_size(lab, rng, block_size, page_pad):
-    """Blocks of which all rows are present or not, in several pages or a part of one; unused rows are NaN."""
+    """Blocks with all or some rows present, in several pages or a part of one; unused rows are NaN."""
     lens = [320, 200, 448, 64, 0]
     paged = Paged(rng, lens, block_size, columns=-(-448 // block_size) + 1, page_pad=page_pad)
     table, kept = paged.table.copy(), list(paged.values)
@@ -337,7 +337,7 @@ def test_pages_of_every_size(lab, rng, block_size, page_pad):
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
 @pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
 def test_any_number_of_splits(device, rng, monkeypatch, splits):
-    """Includes splits without keys, and requests that have no others."""
+    """Includes splits without keys, and requests that have only such splits."""
     monkeypatch.setattr(dense_attention, "range_count", lambda *_: splits)
     lab, lens = device, [1600, 65, 0]
     paged = Paged(rng, lens, 64)
@@ -350,7 +350,7 @@ def test_any_number_of_splits(device, rng, monkeypatch, splits):
 
 
 def test_the_same_call_with_another_cache(device, rng, monkeypatch):
-    """Replayed from the launch cache, too, in whose arguments the cache's address occurs more than once."""
+    """Also replayed from the launch cache, whose arguments contain the cache's address more than once."""
     again = launch_cached(cumla.dense_mla_decode)
     q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
     lab, lens = device, [64, 60, 40]
@@ -364,7 +364,7 @@ def test_the_same_call_with_another_cache(device, rng, monkeypatch):
             )
             assert_decode(lab.get(out), lab.get(lse), *want_decode(q, calls[number].values, 0.05))
         with monkeypatch.context() as patched:
-            patched.setattr(dense_attention, "dense_mla_decode", None)  # all is known
+            patched.setattr(dense_attention, "dense_mla_decode", None)  # the launch cache has the call
             again(device_q, *arrays[2], device_lens, softmax_scale=0.05, max_seqlen=64, backend=lab.backend)
 
 
@@ -380,7 +380,7 @@ class TestBoxes:
         return Pages(pool[:, : block_size * 1152], block_size, cumla.MLA_BF16)
 
     def test_maps(self, device):
-        """The driver makes them, and an address is their first word and nothing else."""
+        """The driver encodes them; their first word, and no other, is the address."""
         tma.map_of_pages.cache_clear()
         for pages, rows in (
             (self.pages(device), 64), (self.pages(device, 48), 16), (self.pages(device, pad=16), 64),
@@ -393,7 +393,7 @@ class TestBoxes:
             assert words[0] == (pages.bytes.data.ptr if rows else 0)
 
     def test_a_map_that_holds_an_address_elsewhere(self, device, rng, monkeypatch):
-        """None is made, and rows are copied one by one."""
+        """Such a map is not used, and rows are copied one by one."""
         monkeypatch.setattr(tma, "encoded", lambda address, *sizes: (address, address, *tma.NO_MAP[2:]))
         tma.map_of_pages.cache_clear()
         test_dense_mla_decode(device, rng, [200, 64, 1, 0, 65], 64, 16)
@@ -412,7 +412,7 @@ def test_lengths_beyond_the_table_and_below_zero(lab, rng):
 
 
 def test_what_queries_see_is_inferred_from_the_length_whatever_the_table_holds(lab, rng):
-    """In a request that is longer than its table, the last queries see the whole table, the first ones less."""
+    """If a request is longer than its table, the last queries see the whole table, the first queries less."""
     paged = Paged(rng, [48, 48], 16)
     lens = [50, 52]
     q = (5 * rng.standard_normal((2, 4, 3, 576))).astype(BF16)
@@ -452,7 +452,7 @@ def test_decode_in_a_captured_graph(rng):
     q = cupy.asarray((5 * rng.standard_normal((3, 1, 128, 576))).astype(BF16))
     cache, table, device_lens = (cupy.asarray(x) for x in (paged.cache, paged.table, np.array(lens, np.int32)))
     out, lse = cupy.empty((2, 3, 1, 128, 512), BF16), cupy.empty((2, 3, 128, 1), np.float32)
-    copy = cache.copy()  # first seen inside the graph
+    copy = cache.copy()  # new to cumla inside the graph
     plan = cumla.DenseDecodePlan()
 
     def call(cache, i, plan):
@@ -478,7 +478,7 @@ def test_decode_in_a_captured_graph(rng):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_keys_that_causality_hides_may_hold_anything(lab, rng, dtype):
-    """The last two of five tokens are NaN: of three queries the first does not see them, the others do."""
+    """The last two of five tokens are NaN: the first of three queries does not see them, the others do."""
     s_q, heads = 3, 2
     cache = (KV_STD * rng.standard_normal((1, 8, 576))).astype(dtype)
     cache[0, 3:5] = np.nan

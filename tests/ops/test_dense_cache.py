@@ -31,7 +31,7 @@ places = {
 
 
 def typed(cache, format_name):
-    """A GuardedCache as the array of values that a caller has."""
+    """A GuardedCache as a caller's array of values."""
     dtype = {"bfloat16": BF16, "float16": np.float16}.get(format_name)
     if dtype is None:
         return cache.array
@@ -229,7 +229,7 @@ def test_gather_dequantizes_every_code(lab):
 
 
 def test_gather_in_chunks(lab, rng):
-    """As a chunked prefill reads its context: chunk after chunk, ragged, some requests with nothing in a chunk."""
+    """A chunked prefill's reads of its context: ragged chunks, some requests without tokens in a chunk."""
     block_size, width, chunk = 4, 8, 3  # chunks that pages do not divide
     lengths, requests = np.array([7, 0, 4], np.int32), 3
     content = rng.standard_normal((6, block_size, width)).astype(BF16)

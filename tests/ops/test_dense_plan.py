@@ -1,4 +1,4 @@
-"""A step's layers share a plan of dense decode: divided once, right for any lengths."""
+"""A step's layers share a plan of dense decode: it divides once, and results are correct for any lengths."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def step(request, device, rng, monkeypatch):
 
 
 def test_lengths_that_the_plan_was_not_made_for(step):
-    """Longer, shorter, none at all, and another order."""
+    """Lengths that are longer, shorter, all 0, and in another order."""
     plan = cumla.DenseDecodePlan()
     for lens in (LENS, [1088] * 5, [1, 2, 3, 4, 5], [0] * 5, LENS[::-1], LENS):
         step.check(lens, plan)
@@ -76,7 +76,7 @@ def test_layers_share_a_division(step):
 
 
 def test_results_with_a_plan_and_without(step):
-    """The same bits: with a new plan, in later layers, with a renewed one, and planned in the call."""
+    """The bits are the same with a new plan, in later layers, with a renewed plan, and without a plan."""
     plan = cumla.DenseDecodePlan()
     first = step.attend(LENS, plan)
     again = [step.attend(LENS, plan), step.attend(LENS, None)]
@@ -89,7 +89,7 @@ def test_results_with_a_plan_and_without(step):
 
 
 def test_a_capture_divides_again(device, rng, monkeypatch):
-    """A graph's first call divides, the next one does not, and eager calls have a division of their own."""
+    """A graph's first call divides, the next one does not, and eager calls have a separate division."""
     monkeypatch.setattr(dense_attention, "range_count", lambda *_: 10)
     step, plan = Step(device, rng), cumla.DenseDecodePlan()
     counts = []

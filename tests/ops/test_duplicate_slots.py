@@ -1,4 +1,4 @@
-"""Several tokens for one slot: what holds for them on every backend, and that rewriting a row tears nothing."""
+"""Several tokens for one slot: guarantees of every backend, and rows that are never torn by rewriting."""
 
 import threading
 
@@ -34,7 +34,7 @@ FORMATS = {
 
 @pytest.fixture(params=FORMATS)
 def written(request, lab, rng):
-    """Bytes of a cache in which slot 5 gets the first tokens and slots 9, 2, ... one each of the others."""
+    """Bytes of a cache in which slot 5 gets the first tokens, and slots 9, 2, ... get one other token each."""
     width, allocate, run = FORMATS[request.param]
 
     def write(tokens, slots):
@@ -48,7 +48,7 @@ def written(request, lab, rng):
     return write, tokens
 
 
-OTHERS = [9, 2, 4]  # two of them neighbours of slot 5, in whose page formats keep scales separately
+OTHERS = [9, 2, 4]  # two are neighbours of slot 5, in the page where some formats store scales separately
 
 
 def test_equal_tokens_give_their_row(lab, written):
@@ -60,7 +60,7 @@ def test_equal_tokens_give_their_row(lab, written):
 
 
 def test_other_slots_are_as_they_should_be(lab, written):
-    """And in host memory the last token stays whole."""
+    """In host memory the last token is stored whole, too."""
     write, tokens = written
     count = 3 if lab.tiny else 40
     rows, others = tokens(count), tokens(len(OTHERS))
@@ -68,13 +68,13 @@ def test_other_slots_are_as_they_should_be(lab, written):
     if lab.backend in ("reference", "cpu"):
         assert together == write(np.concatenate([others, rows[-1:]]), [*OTHERS, 5])
         return
-    # A byte is one that a token has there; where all tokens have the same, it is theirs.
+    # Each byte is one of the tokens' bytes at this place; if they all agree, it is their byte.
     alone = [np.frombuffer(write(np.concatenate([others, row[None]]), [*OTHERS, 5]), np.uint8) for row in rows]
     assert (np.stack(alone) == np.frombuffer(together, np.uint8)).any(axis=0).all()
 
 
 def test_the_last_of_many_stays_whole_on_all_cores(rng):
-    """So many tokens that several threads process them."""
+    """There are enough tokens for several threads."""
     layout, slots = cumla.DSV4_FP8, rng.integers(0, 300, 4000)
     rows = (rng.standard_normal((4000, 512)) * np.exp(rng.uniform(-10, 10, (4000, 1)))).astype(BF16)
     last = {slot: token for token, slot in enumerate(slots.tolist())}

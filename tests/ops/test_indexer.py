@@ -26,7 +26,7 @@ def difference(x, y):
 
 
 def check_logits(found, reference):
-    """The bounds of scores: of all together, and of each relative to the largest of its row."""
+    """The bounds of scores: of all scores together, and of each relative to the largest in its row."""
     there = np.isfinite(reference)
     np.testing.assert_array_equal(found[~there], reference[~there])
     found, reference = np.where(there, found, 0), np.where(there, reference, 0)
@@ -79,7 +79,7 @@ def paged(rng, layout, block_size, batch, next_n, heads, columns, gap=16):
     cache = layout.allocate(blocks, block_size, page_stride=layout.page_bytes(block_size) + gap)
     keys = rng.normal(size=(blocks * block_size, HEAD_DIM)).astype(np.float32)
     if layout is cumla.INDEXER_MXFP4:
-        keys[::7, 32:64] *= 2.0**-10  # scales as far apart as Hopper's e4m3 keys may have them, and further
+        keys[::7, 32:64] *= 2.0**-10  # scales as far apart as Hopper's kernel allows for e4m3 keys, and further
         keys[5::29, 64:96] *= 2.0**-18
         keys[9::31, :32] *= 2.0**15
         slots = np.arange(len(keys))
@@ -134,7 +134,7 @@ def test_scores_of_pages(lab, rng, layout, block_size, next_n, heads, axes):
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16], ids=lambda x: x.name)
 @pytest.mark.thorough(when=lambda x: x.get("heads") == 32 or x.get("layout") is cumla.INDEXER_BF16)
 def test_scores_by_kernels_of_other_devices(device, rng, capability, heads, layout):
-    """Those without an instruction that converts e4m3, and with it; some keys and queries of FP8 are NaN."""
+    """Kernels without and with the instruction that converts e4m3; some FP8 keys and queries are NaN."""
     lab = device
     q, cache, weights, table = paged(rng, layout, 64, 2, 2, heads, 4)
     kinds = {cumla.INDEXER_FP8: "fp8", cumla.INDEXER_MXFP4: "mxfp4", cumla.INDEXER_BF16: "bfloat16"}
@@ -187,7 +187,7 @@ def test_a_schedule_of_one_multiprocessor(lab):
 
 
 def test_a_schedule_of_the_longest_pages(lab):
-    """Four of them in a split overflow int32."""
+    """Four such pages in a split overflow int32."""
     lens = lab.put(np.array([2**31 - 1, 0, 5], np.int32))
     found = cumla.get_paged_mqa_logits_metadata(lens, 2**31 - 1, 2, backend=lab.backend)
     assert lab.get(found).tolist() == [[0, 0], [2, 0], [3, 0]]
@@ -195,7 +195,7 @@ def test_a_schedule_of_the_longest_pages(lab):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_sizes_beyond_32_bits_are_refused(backend):
-    """They are checked before an address is computed from them."""
+    """Sizes are checked before an address is computed."""
     one, wide = np.zeros(1, np.float32), np.lib.stride_tricks.as_strided
     with pytest.raises(ValueError, match=r"logits: got 2147483648 columns, expected at most 2147483647"):
         cumla.top_k_per_row(wide(one, (1, 2**31), (0, 4)), 5, backend=backend)
@@ -351,7 +351,7 @@ def test_keys_without_scales_come_back_as_they_were(lab, rng, layout, gap):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_queries_without_quantisation_over_e4m3_keys_are_named(dtype):
-    """The keys are right: what has to change are the queries."""
+    """The error names the queries: the keys are valid."""
     q, weights, bounds = np.zeros((2, 3, 128), dtype), np.zeros((2, 3), np.float32), np.zeros(2, np.int32)
     keys, scales = np.zeros((5, 128), np.uint8), np.ones(5, np.float32)
     cache, table = cumla.INDEXER_FP8.allocate(2, 8), np.zeros((2, 1), np.int32)

@@ -8,7 +8,7 @@ import cumla
 import emulation
 from cumla.kernels.cuda import indexer as launcher
 
-# In order is how all other tests run.
+# All other tests run in order.
 SCHEDULES = pytest.mark.parametrize("schedule", [name for name in emulation.SCHEDULES if name != "in order"])
 
 
@@ -42,7 +42,7 @@ def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, nex
     ("requests", "next_n", "empty"), [(2, 1, True), (32, 1, False), (32, 2, False), (33, 1, False), (70, 2, False)]
 )
 def test_work_ranges_of_pages(here, rng, monkeypatch, requests, next_n, empty):
-    """As many requests as a warp has lanes, which then finds the range alone, or more; some without a key."""
+    """As many requests as lanes, so that one warp finds the range, or more requests; some without a key."""
     monkeypatch.setattr(launcher, "device_sms", lambda device: 5)
     q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, 32, requests, next_n, 64, 20)
     lens = np.where(rng.random(requests) < 0.3, 0, rng.integers(1, 640, requests)).astype(np.int32) * (not empty)
@@ -60,7 +60,7 @@ def test_work_ranges_of_pages(here, rng, monkeypatch, requests, next_n, empty):
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
 @pytest.mark.thorough(when=lambda x: x.get("schedule") != "random 1")
 def test_rings_of_candidate_blocks(here, rng, monkeypatch, schedule, heads, block_size, next_n, blocks, layout):
-    """Blocks in any order, absent, without pages, partly or not at all seen; NaN in keys and queries."""
+    """Blocks in any order, absent, without pages, visible in part or not at all; NaN in keys and queries."""
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
     requests, columns = 3, -(-(blocks + 9) * 8 // block_size)
     q, cache, weights, table = paged(rng, layout, block_size, requests, next_n, heads, columns)
@@ -71,7 +71,7 @@ def test_rings_of_candidate_blocks(here, rng, monkeypatch, schedule, heads, bloc
     candidates = np.stack([rng.permutation(blocks + 12)[:blocks] for _ in weights]).astype(np.int32)
     candidates[:, ::5] = -1
     candidates[0, blocks // 2] = 2**31 - 1
-    candidates[-1, 0] = 0  # partly seen
+    candidates[-1, 0] = 0  # partly visible
     arguments = q, cache, weights, candidates, lens, table
     reference = cumla.candidate_logits(*arguments, layout=layout, backend="reference")
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
@@ -118,11 +118,11 @@ def test_weights_of_any_magnitude(here, rng, heads, next_n):
 
 @pytest.mark.parametrize("scales", [(121, 132), (118, 129), (60, 68), (244, 255), (1, 12), (0, 180)], ids=str)
 def test_scales_of_keys(here, rng, scales):
-    """Products take some scales as they are; others are brought into range, or are further apart than e5m2 reaches."""
+    """Products use some scales directly; others are scaled into range, or are further apart than e5m2's range."""
     q, cache, weights, table = paged(rng, cumla.INDEXER_MXFP4, 64, 2, 3, 32, 3)
     _, of_keys, _ = cumla.INDEXER_MXFP4.parts(cache)
     of_keys[...] = rng.integers(*scales, of_keys.shape)
-    of_keys[table[0, 1], 40:] = 125  # of one warp's keys only some are special
+    of_keys[table[0, 1], 40:] = 125  # some of one warp's keys are special
     arguments = (
         q,
         cache,
@@ -132,5 +132,5 @@ def test_scales_of_keys(here, rng, scales):
     )
     want = cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="reference")
     found = here.get(cumla.fp8_paged_mqa_logits(*map(here.put, arguments), clean_logits=True, backend="cuda"))
-    for row, reference in zip(found, want, strict=True):  # squares of which float32 lacks
+    for row, reference in zip(found, want, strict=True):  # their squares exceed float32
         check_logits(row[None].astype(np.float64), reference[None].astype(np.float64))

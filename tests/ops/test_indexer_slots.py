@@ -14,7 +14,7 @@ from support.lab import Lab
 
 
 class Cache(NamedTuple):
-    """Where the rows to select from are in a paged cache: host arrays."""
+    """The places of the rows in a paged cache, as host arrays."""
 
     table: np.ndarray
     block_size: int
@@ -46,7 +46,7 @@ class Cache(NamedTuple):
 
 
 def odd_rows(rng, rows, width):
-    """Random rows; one of few distinct values, one with NaN and infinities, an increasing one, one of NaN only."""
+    """Random rows; one has few distinct values, one NaN and infinities, one increasing values, one NaN only."""
     x = rng.normal(size=(rows, width)).astype(np.float32)
     x[0] = rng.integers(-2, 3, width)
     if rows > 3:
@@ -83,7 +83,7 @@ def test_slots_are_what_a_map_makes_of_the_choice(lab, rng, next_n, width, topk,
     lens = rng.integers(-1, width + 3, (requests, next_n)).astype(np.int32)
     check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache._replace(is_valid=None))
     partly = Cache.random(rng, requests, next_n, width, 7)
-    partly.table[:] = 2**31 // 7  # only its first rows have slots within int32
+    partly.table[:] = 2**31 // 7  # only the first rows have slots within int32
     check(lab, x, Rows(lens=lens, next_n=next_n), topk, partly)
 
 
@@ -127,7 +127,7 @@ def many(monkeypatch, threads):
 @pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
 @pytest.mark.parametrize("kernel", [few, held])
 def test_slots_of_few_rows(lab, rng, monkeypatch, kernel, size, width, topk, absent):
-    """For single thread blocks, and for clusters, each block of which writes a part of a row."""
+    """Rows of single thread blocks, and of clusters, whose blocks each write a part of a row."""
     if kernel is held:
         size = (max(size[0], 512 if size[1] > 1 else 0), size[1], max(size[2], 2))
     assert width <= kernel(monkeypatch, *size)
@@ -143,7 +143,7 @@ def test_slots_of_few_rows(lab, rng, monkeypatch, kernel, size, width, topk, abs
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
 def test_slots_of_many_rows(lab, rng, monkeypatch, threads, absent):
-    """More rows than thread blocks among them, with and without absent pages one after another."""
+    """Includes more rows than thread blocks; rows with and without absent pages follow each other."""
     many(monkeypatch, threads)
     for width, topk in ((82 * threads, threads // 2 + 3), (900, 512), (700, 1)):
         x = odd_rows(rng, 6, width)
@@ -213,7 +213,7 @@ def paged_call(lab, rng, requests, next_n, columns, block_size=8):
 @pytest.mark.parametrize("next_n", [1, 2])
 @pytest.mark.parametrize("workspace_rows", [2, 100])
 def test_the_choice_over_a_cache_writes_slots(lab, rng, next_n, workspace_rows):
-    """Some requests at a time or all at once; what it gives, allocated or not, does not depend on slots."""
+    """Some requests at a time or all at once; results, allocated or given, do not depend on slots."""
     columns, topk = (2, 5) if lab.tiny else (9, 30)
     given = paged_call(lab, rng, 3, next_n, columns)
     arguments = {name: lab.put(array) for name, array in given.items()}

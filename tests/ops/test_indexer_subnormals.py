@@ -58,10 +58,10 @@ def test_subnormal_weights_and_scales_of_pages_count_as_0(lab, rng, layout, head
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_subnormal_weights_of_queries_are_0(lab, rng, quantize, dtype):
-    """As given, and where a factor makes them subnormal; a query scale that would raise them again does not."""
+    """Also if a factor makes weights subnormal, and if a query scale would make them normal again."""
     q = (rng.standard_normal((3, 4, HEAD_DIM)) * 2.0**20).astype(np.float32)
     given = np.array([[2.0**-127, -(2.0**-130), 1.0, 0.0], [2.0**-120, 2.0**-100, 2.0**-126, 3.0], [1.0] * 4], dtype)
-    table = np.ones((0, 64), np.float32)  # nothing is rotated
+    table = np.ones((0, 64), np.float32)  # empty: no rotation
     for softmax_scale in (2.0**-10, 2.0**10, 2.0**-127):
         found = cumla.fused_indexer_q_rope_quant(
             lab.put(np.zeros(3, np.int64)), lab.put(q), lab.put(table), lab.put(given), softmax_scale, 1.0,

@@ -19,7 +19,7 @@ from support.lab import Lab
 
 
 def hard_rows(rng, rows, width):
-    """Few different values, NaN, infinities, both zeros, a row that grows and one that falls."""
+    """Rows with few distinct values, NaN, infinities, both zeros, increasing values, decreasing values."""
     x = rng.normal(size=(rows, width)).astype(np.float32)
     x[0] = rng.integers(-2, 3, width)
     x[1, :: max(width // 7, 1)] = np.nan
@@ -38,7 +38,7 @@ def hard_rows(rng, rows, width):
     ],
 )  # fmt: skip
 @pytest.mark.nowhere(when=lambda x: x.backend == "reference")
-@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (33, 6000))  # as wide as it can be
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (33, 6000))  # one width of each kind
 def test_choice_is_the_references(lab, rng, width, topk):
     rows = 7
     if lab.tiny:
@@ -76,7 +76,7 @@ def held(*size):
 
 
 def force(monkeypatch, size):
-    """Choose by the kernel of this size."""
+    """Select with the kernel of this size."""
     from cumla.kernels.cuda import indexer_topk as launcher
 
     is_held = isinstance(size, launcher.RegistersSize)
@@ -88,13 +88,13 @@ def force(monkeypatch, size):
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("kind", ["random", "rising", "equal", "two values", "few"])
 def test_choice_where_a_sample_is_representative_or_not(lab, rng, monkeypatch, threads, kind):
-    """The bound that it gives is reached by more than a buffer holds, by fewer than are to be chosen, or well."""
+    """The sample's bound is reached by more columns than a buffer holds, by fewer than k, or by a fitting number."""
     from cumla.kernels.cuda import indexer_topk as launcher
 
     monkeypatch.setattr(launcher, "stream_threads", lambda *unused: threads)
     width, topk = 82 * threads, threads // 2 + 3
     normal = rng.normal(size=(5, width))
-    sampled = np.arange(width) % (21 * 32) < 32  # read first by all lanes, and not later
+    sampled = np.arange(width) % (21 * 32) < 32  # all lanes read these columns first
     few = np.where(sampled, 1, -1) * rng.uniform(1, 2, width)
     rows = {
         "random": normal[0], "rising": np.sort(normal[0]), "equal": np.full(width, 3.0),
@@ -159,7 +159,7 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
 )
 @pytest.mark.parametrize("kind", ["random", "odd", "in places", "far", "near"])
 def test_choice_of_held_rows(lab, rng, monkeypatch, size, width, topk, kind):
-    """Values of which a digit has few, many, or all: beyond float16's range and next to each other, too."""
+    """A digit occurs in few, many, or all values, also beyond float16's range and in adjacent values."""
     from cumla.kernels.cuda import indexer_topk as launcher
 
     size = held(*size)
@@ -232,7 +232,7 @@ def test_choice_of_few_rows_where_a_guess_is_wrong(lab, rng, monkeypatch, thread
         x = np.sort(x)[:, :: 1 if kind == "rising" else -1]
     if kind == "in the middle":
         x += np.where(column % 1024 < 200, 10, 0)
-    if kind == "few":  # few of the columns that warps sample
+    if kind == "few":  # few columns in the warps' samples
         x += np.where(column % 4 == 0, 10, 0)
     if kind == "missing":
         x[:, 100:] = np.nan
@@ -310,7 +310,7 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, kernel, 
 )  # fmt: skip
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, kernel, size, next_n):
-    """The preceding kernel writes the lengths of the rows; before it ran they were different."""
+    """The preceding kernel writes the rows' lengths; they are different before it runs."""
     from cumla.kernels.cuda import indexer_topk as launcher
 
     size, topk, requests = kernel(*size), 20, 4
@@ -331,7 +331,7 @@ def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeyp
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_choice_of_few_rows_of_any_numbers(emulated, data):
-    """Lengths, starts and k, and rows of few distinct values or of many."""
+    """Any lengths, starts and k, and rows of few or many distinct values."""
     from cumla.kernels.cuda import indexer_topk as launcher
 
     lab = Lab("cuda", on_device=True, emulated=True)
@@ -437,7 +437,7 @@ def test_choice_is_what_sorting_gives(rng):
 @pytest.mark.parametrize("num_keys", [None, 7, 40])
 @pytest.mark.parametrize("lengths", [False, True])
 def test_columns_to_choose_from_are_within_the_logits(rng, num_keys, lengths):
-    """For any starts, ends and lengths, and where there are more keys than columns."""
+    """For any starts, ends and lengths, also with more keys than columns."""
     width, wild = 13, np.append(rng.integers(-20, 60, 500), [-(2**31), 2**31 - 1] * 2).astype(np.int32)
     rows = Rows(lens=wild) if lengths else Rows(wild, rng.permutation(wild), num_keys=num_keys)
     first, count = cpu_kernels.columns_of(rows, len(wild), width)

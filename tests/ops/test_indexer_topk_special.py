@@ -10,7 +10,7 @@ WIDTH, TOPK = 1500, 200
 
 
 def special_rows(width, topk):
-    """Rows in which columns compete for the k-th place because they are equal, nearly equal, or no numbers."""
+    """Rows in which columns compete for the k-th place because they are equal, nearly equal, or not numbers."""
     rng, column = np.random.default_rng(0), np.arange(width)
     normal, few = rng.normal(size=width), rng.uniform(size=width) < 0.6 * topk / width
     positive = np.abs(normal) + 0.1

@@ -27,7 +27,7 @@ def run_both(lab, function, inputs, numbers, shapes, gap, **keywords):
     """Call `function` on a backend and by the reference, into guarded outputs that start as garbage; compare.
 
     inputs   arrays in order, or None
-    numbers  the arguments between them, by place
+    numbers  the other arguments, by place
     shapes   of the outputs
     """
     results = []
@@ -89,7 +89,7 @@ def test_global_topk(lab, compact):
 
 @pytest.mark.parametrize("compact", [False, True], ids=["in-place", "compact"])
 def test_global_topk_of_complete_rows(lab, compact):
-    """With positions given, a token sees no row that is not complete at its own."""
+    """With positions, a token sees only rows that are complete at its position."""
 
     @for_all(
         lab,
@@ -148,7 +148,7 @@ def test_combine(lab, compact):
 
 
 def test_combined_rows_do_not_depend_on_the_places_of_entries(lab, rng):
-    """-1 at the start, in between or at the end, an array wider than needed: the same rows."""
+    """The rows are the same with -1 at the start, in between or at the end, and in a wider array."""
     starts, seq_lens = np.array([0, 9, 12], np.int32), np.array([20, 3], np.int32)
     local = np.full((12, 6), -1, np.int32)
     for token, position in enumerate([*range(11, 20), *range(3)]):
@@ -240,7 +240,7 @@ def test_outputs_are_allocated_where_none_are_given(lab):
 
 
 def test_flashmlas_middle_axis(lab):
-    """Decode indices as FlashMLA has them, [D, 1, K]."""
+    """Decode indices in FlashMLA's form, [D, 1, K]."""
     put = lab.put
     arguments = (
         put(np.arange(4, dtype=np.int32).reshape(2, 1, 2)), put(np.arange(6, dtype=np.int32).reshape(2, 1, 3)), None,

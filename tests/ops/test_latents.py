@@ -25,7 +25,7 @@ def wanted(given, weight, ratio, round_pooled=False):
 
 
 class Sequence:
-    """A request whose tokens go through the operation step by step. rows: by token, NaN where nothing was written."""
+    """A request whose tokens go through the operation step by step. rows: by token, NaN if no row was written."""
 
     def __init__(self, lab, given, weight, capacity=8, ring=1, **options):
         self.lab, self.given, self.weight, self.ring, self.options = lab, given, weight, ring, options
@@ -34,7 +34,7 @@ class Sequence:
         self.capacity = capacity
 
     def step(self, first, end, padding=0):
-        """Tokens [first, end); then tokens of padding, which would complete rows if they were any."""
+        """Tokens [first, end), then padding tokens at positions that would complete rows."""
         positions = np.concatenate([np.arange(first, end), np.arange(1, 2 * padding, 2)])
         slots = self.ring * self.capacity + positions % self.capacity
         slots[end - first :] = -1
@@ -104,7 +104,7 @@ def test_any_steps_give_the_same_rows(lab, rng, capacity):
 
 
 def test_rejected_drafts_and_replay(lab, rng):
-    """Drafts are overwritten by position; a sequence may go back as far as its ring reaches."""
+    """Drafts are overwritten by position; a sequence may go back by the ring's capacity."""
     given, weight = random_tokens(rng, 12)
     right = Sequence(lab, given, weight)
     right.step(0, 12)
@@ -112,7 +112,7 @@ def test_rejected_drafts_and_replay(lab, rng):
     assert [cumla.metadata.ring_capacity(n) for n in (0, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
     drafts.step(0, 3)
     for accepted in (4, 5, 9):
-        drafts.given[accepted:] = rng.normal(size=(12 - accepted, 2 * DIM))  # from here on they are rejected
+        drafts.given[accepted:] = rng.normal(size=(12 - accepted, 2 * DIM))  # tokens from here on are rejected
         drafts.step(accepted - 1, min(accepted + 5, 12))
         drafts.given[:] = given
     drafts.step(9, 12)
@@ -122,7 +122,7 @@ def test_rejected_drafts_and_replay(lab, rng):
 
 
 def restart_of(lab, state):
-    """Zeroed arrays of what steps need to be run again."""
+    """Zeroed arrays for the values that repeated steps need."""
     rings = len(lab.get(state))
     return {
         "restart_rows": lab.put(np.zeros((rings, 2 * DIM), np.float32)),
@@ -135,7 +135,7 @@ def restart_of(lab, state):
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("count") not in (7, 8))
 @pytest.mark.nowhere(when=lambda x: x.simulated and x.get("count") not in (7, 8))
 def test_a_step_that_is_run_again(lab, rng, first, count):
-    """At an even and at odd positions, shorter and longer than the ring: the same rows, ring and what is kept."""
+    """At even and odd positions, shorter and longer than the ring: the same rows, ring and saved values."""
     given, weight = random_tokens(rng, first + count)
     sequence = Sequence(lab, given, weight)
     sequence.options |= restart_of(lab, sequence.state)
@@ -181,7 +181,7 @@ def test_steps_run_again_in_any_schedule(lab, rng):
 
 
 def test_a_ring_that_the_next_request_gets(lab, rng):
-    """What is kept of the request before is not taken, wherever the next one's steps begin."""
+    """Saved values of the previous request are not used, wherever the next request's steps begin."""
     state, requests = lab.put(np.full((3, 8, 2 * DIM), np.nan, np.float32)), []
     restart = restart_of(lab, state)
     for steps in ([13, 24], [7, 13, 24], [6, 13, 24], [3, 13, 22]):
@@ -238,7 +238,7 @@ def test_ratio_1_has_nothing_to_run_again():
 
 
 def test_rings_between_one_another(lab, rng):
-    """Rows of a ring need not be neighbours: [capacity, rings, 1024] in memory."""
+    """Rows of a ring need not be adjacent: [capacity, rings, 1024] in memory."""
     given, weight = random_tokens(rng, 14)
     plain, between = Sequence(lab, given, weight), Sequence(lab, given, weight)
     between.state = lab.put(np.full((8, 3, 2 * DIM), np.nan, np.float32)).transpose(1, 0, 2)
@@ -271,13 +271,13 @@ def test_starts_below_0_and_ends_beyond_the_slots(lab, rng):
             np.testing.assert_array_equal(got, same)
         saved = slice(max(slots - capacity, 0), slots)
         np.testing.assert_array_equal(found[1][1][0, positions[saved] % capacity], given[saved])
-        assert found[1][3].tolist() == [3 if slots >= capacity else 0]  # the position at which to run it again
+        assert found[1][3].tolist() == [3 if slots >= capacity else 0]  # the position at which the step can be repeated
         pairs = np.stack([state[0, 2], given[0]])
         np.testing.assert_allclose(found[0][0][0], wanted(pairs, weight, 2)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_requests_whose_first_token_is_padding(lab, rng):
-    """They save nothing, but complete the rows that lie within the step."""
+    """Such requests save nothing, but complete the rows within the step."""
     given, weight = random_tokens(rng, 6)
     state = np.full((2, 8, 2 * DIM), np.nan, np.float32)
     latents, positions = np.full((6, DIM), np.nan, np.float32), np.array([3, 4, 5, 3, 4, 5])
@@ -294,7 +294,7 @@ def test_requests_whose_first_token_is_padding(lab, rng):
 @pytest.mark.nowhere(when=lambda x: x.simulated or x.backend == "reference")  # hundreds of tokens
 @pytest.mark.parametrize(("requests", "longest"), [(1, 40), (33, 3), (70, 4), (1100, 1)])
 def test_many_requests(lab, rng, requests, longest):
-    """Requests without tokens among them; tokens before the first one and after the last one; steps run again."""
+    """Includes requests without tokens, tokens before the first and after the last request, and repeated steps."""
     counts = rng.integers(0, longest + 1, requests)
     counts[-1] = longest
     starts = (1 + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
@@ -325,7 +325,7 @@ def test_special_values(lab, rng):
     given[0, DIM], given[:, DIM + 1], given[1, DIM + 2] = -np.inf, -np.inf, np.nan
     found = Sequence(lab, given, weight)
     found.step(0, 2)
-    assert np.isnan(found.rows[1]).all()  # of the norm
+    assert np.isnan(found.rows[1]).all()  # the norm gives NaN
     given[1, DIM + 2] = 0
     found.step(0, 2)
     before = pooled(given.astype(np.float64), 2)[0]
@@ -368,7 +368,7 @@ def test_no_value_leaves_the_arrays(lab, rng):
 @pytest.mark.nowhere(when=lambda x: x.simulated)  # hundreds of tokens
 @pytest.mark.parametrize(("case", "number"), [(0, 1), (0, 3), (2, 0)])
 def test_choices_of_published_code(lab, case, number):
-    """Index keys of the rows, made in the golden data's steps, give its choices (tests/data/v41.npz)."""
+    """Index keys of rows that were computed in the golden data's steps give its selections (tests/data/v41.npz)."""
     layer, splits = oracle_of(case, number), GOLDEN["cases"][case]["requests"][0]
     x = hidden_states(case, 0)[number].astype(np.float64)
     given = layer.pooled_input(x).astype(np.float32)

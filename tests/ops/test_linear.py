@@ -14,7 +14,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def weights(rng, *shape, block=(128, 128), is_ue8m0=False):
-    """Codes without NaN, and scales that are no powers of two, or all are."""
+    """Codes without NaN, and scales that are powers of two or not."""
     codes = rng.integers(0, 256, shape).astype(np.uint8)
     codes[codes % 128 == 127] = 0
     blocks = -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
@@ -28,7 +28,7 @@ def dequantized(codes, scales, block=(128, 128)):
 
 
 def check(got, x, codes, scales, block=(128, 128)):
-    """Within the rounding of float32 sums, and of the result's dtype."""
+    """Results are within the rounding of float32 sums and of their dtype."""
     weight, x = dequantized(codes, scales, block), x.astype(np.float64)
     pattern = "tgk,gnk->tgn" if x.ndim == 3 else "tk,nk->tn"
     want, size = np.einsum(pattern, x, weight), np.einsum(pattern, np.abs(x), np.abs(weight))
@@ -85,7 +85,7 @@ def test_rows_that_share_memory_or_run_backwards(lab, rng, which):
 
 
 def test_views_and_outputs(lab, rng):
-    """Columns of wider arrays; the result is written where it was asked for, and nothing beside it."""
+    """Columns of wider arrays; only the elements of `out` are written."""
     x, (codes, scales) = rng.standard_normal((4, 192)).astype(BF16), weights(rng, 24, 96)
     out = lab.put(np.full((4, 64), 7, BF16))
     given = lab.put(x)[:, 96:]
@@ -157,7 +157,7 @@ def test_subnormal_scales_count_as_0(lab, rng, block, sign):
 @pytest.mark.parametrize("rows_at_a_time", [1, 70, 200])
 @pytest.mark.parametrize("groups", [(), (2,)], ids=["matrix", "groups"])
 def test_the_cpu_dequantises_some_rows_at_a_time(rng, monkeypatch, rows_at_a_time, groups):
-    """Each pass has its own scales: whole blocks of rows, at least one."""
+    """A slice is one or more blocks of rows, with their scales."""
     rows, columns, block = 150, 96, (32, 32)
     monkeypatch.setattr(cpu, "VALUES_AT_A_TIME", rows_at_a_time * columns)
     x = rng.standard_normal((5, *groups, columns)).astype(BF16)
@@ -185,7 +185,7 @@ def test_nothing_to_do(lab):
 )  # fmt: skip
 @pytest.mark.parametrize("fine", [False, True], ids=["128", "32"])
 @pytest.mark.parametrize("is_ue8m0", [False, True], ids=["any scale", "ue8m0"])
-@pytest.mark.nowhere(  # which the launcher leaves to the portable kernel, or divides otherwise
+@pytest.mark.nowhere(  # the launcher uses the portable kernel, or another division
     when=lambda x: (
         x.get("tiles").hopper
         and (
@@ -223,7 +223,7 @@ def test_many_tokens_take_several_tiles(device, rng):
 @pytest.mark.parametrize("sms", [108, 132])
 @pytest.mark.parametrize("clusters", [False, True])
 def test_small_weights_occupy_the_device(monkeypatch, sms, clusters):
-    """CTAs that divide the columns, or tiles of fewer rows where there are no clusters."""
+    """CTAs divide the columns, or tiles have fewer rows if there are no clusters."""
     monkeypatch.setattr(projection, "device_sms", lambda _: sms)
     monkeypatch.setattr(projection, "has_clusters", lambda _: clusters)
     for rows, columns, groups in ((1536, 4096, 1), (32768, 1024, 1), (8192, 1024, 1), (4096, 8192, 1), (1024, 4096, 8)):

@@ -25,7 +25,7 @@ def quantised(lab, q, q_format, positions=None, table=PLACES, weights=None, **op
 
 
 def expected_rows(q):
-    """NumPy and ml_dtypes: codes and exponents of queries without NaN or infinity."""
+    """Codes and exponents of queries without NaN or infinity, by NumPy and ml_dtypes."""
     tiles = q.astype(np.float64).reshape(*q.shape[:2], DIM // TILE, TILE)
     amax = np.maximum(np.abs(tiles).max(axis=-1), 6 * 2.0**-126)
     exponents = np.ceil(np.log2(amax / 6)).astype(np.int64)
@@ -47,7 +47,7 @@ def awkward(rng, tokens, heads, span):
 
 
 def test_published_bytes(lab):
-    """SHA-256 of a row, which is that of a key's values and scales (test_v41_formats.py)."""
+    """SHA-256 of a row equals the SHA-256 of a key's values and scales (test_v41_formats.py)."""
     i = np.arange(DIM)
     x = (((37 * i) % 101 - 50) * np.exp2(i // 64 - 3.0)).astype(BF16)[None, None]
     rows, _ = quantised(lab, x, "mxfp4_rows")
@@ -65,7 +65,7 @@ def test_rows_are_what_ml_dtypes_makes(lab, rng):
 
 
 def test_e4m3_has_the_same_values(lab, rng):
-    """Exactly, as far as 14 powers of two from a head's largest scale; and as nearly as e4m3 can beyond."""
+    """Exact down to 2^-14 of a head's largest scale; below it rounded to e4m3."""
     for span, tolerance in ((10, 0), (40, 2.0**-10)):
         q = awkward(rng, *((2, 2) if lab.tiny else (4, 33)), span=span)
         bytes_, factors = quantised(lab, q, "mxfp4")
@@ -118,7 +118,7 @@ def test_rotated_queries(lab, rng, is_neox, dtype):
 
 
 def test_rows_need_no_alignment(lab, rng):
-    """Written between bytes that are not touched."""
+    """Rows are written at any address, and no other bytes are."""
     q = awkward(rng, 3, 2, span=5)
     memory = lab.put(np.full((3, 2, 71), 165, np.uint8))
     out = memory[..., 1:69], lab.put(np.zeros((3, 2), np.float32))

@@ -28,7 +28,7 @@ FORMATS = [
     CacheLayout("NEW_FP4_E4M3", 576, 0, "e2m1", 288, "e4m3", 32, 20, min_scale=2.0**-9, **TAIL),
     CacheLayout("NEW_BF16", 528, 0, "bfloat16", 1056),
 ]
-QUICK = ("NEW_FP8", "NEW_FP4_E4M3")  # of each kind of scales
+QUICK = ("NEW_FP8", "NEW_FP4_E4M3")  # one for each kind of scales
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,7 +43,7 @@ def registered():
 
 
 def formats(quantized=False):
-    """A test of the formats; simulated and emulated, most of them are slow tests."""
+    """Parametrises a test by format; in simulator and emulator most formats are slow tests."""
     some = [layout for layout in FORMATS if layout.num_scales or not quantized]
 
     def mark(test):
@@ -97,7 +97,7 @@ def test_sparse_decode(lab, rng, layout, lists):
 
 
 def test_a_registered_format_is_never_inferred():
-    """So that no call without `layout` changes: its bytes per token may be those of a format of cumla."""
+    """Calls without `layout` must not change: a registered format may have the bytes per token of a built-in one."""
     other = cumla.register_layout(dataclasses.replace(cumla.DSV4_FP8, name="NEW_V4", min_exponent=-3))
     assert layouts_of(other.token_bytes) == [cumla.DSV4_FP8]
     k = np.full((1, 512), 1e-3, np.float32).astype(BF16)

@@ -80,7 +80,7 @@ LATENT = [DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, DSV4
     )
 )
 def test_rows_without_queries(lab, rng, layout, weight):
-    """Norm, rotation and the cache's format, whose bytes are those of a row that is inserted as it is."""
+    """Norm, rotation and quantisation give the bytes of a direct insert of the row."""
     dtype = np.float32 if layout is DSV4_F32 else BF16
     tokens = 3 if lab.tiny else 7
     kv = rng.standard_normal((tokens, 512), np.float32).astype(dtype)
@@ -119,10 +119,10 @@ def test_rows_that_are_not_rotated_have_the_bytes_of_an_insert(lab, rng, layout)
 @pytest.mark.parametrize("layout", [DSV41_FP8, DSV41_FP4, DSV41_FP4_SPLIT, DSV4_FP8], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rows_are_quantised_as_they_are_or_through_bfloat16(lab, rng, layout, weighted):
-    """Values of 12 bits and turns of 2, so that float32 is exact on every backend: all bytes are known."""
+    """Values of 12 bits and cosines of few bits make float32 exact on every backend: all bytes are known."""
     tokens = 2 if lab.tiny else 6
     kv, weight = rng.integers(-255, 256, (tokens, 512)) / 64, None
-    if weighted:  # rows of 1 and -1, whose norm changes nothing
+    if weighted:  # rows of 1 and -1: the norm changes nothing
         kv, weight = rng.choice([-1.0, 1.0], (tokens, 512)), (rng.integers(-4095, 4096, 512) / 512).astype(np.float32)
     cos_sin = rng.choice([0.75, -0.5, 1.25, 0.625, 1.5], (tokens, 64)).astype(np.float32)
     rows = rotated(kv if weight is None else kv * weight, cos_sin)
@@ -144,12 +144,12 @@ def test_rows_are_quantised_as_they_are_or_through_bfloat16(lab, rng, layout, we
     differ = (found[0] != found[1]).mean()
     if weighted:
         assert differ > 0.001
-    elif layout is DSV4_FP8:  # which rotates none of what it quantises
+    elif layout is DSV4_FP8:  # its quantised values are not rotated
         assert differ == 0
 
 
 def quantised_by_ml_dtypes(rows, layout):
-    """Bytes of values and of scales: the largest value of a tile decides its scale, to nearest even."""
+    """Bytes of values and scales: a tile's largest value decides its scale, to nearest even."""
     tiles = rows.reshape(len(rows), -1, layout.scale_tile)
     largest = np.abs(tiles).max(axis=2)
     if layout.value_type == "e4m3":
@@ -208,7 +208,7 @@ def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
     o[1, 2, :128] = 0
     o[2, 0, 5] = np.nan
     cos_sin = rng.standard_normal((32, 64), np.float32)
-    positions = np.array([3, 40, -2])  # beyond the table: its nearest row
+    positions = np.array([3, 40, -2])  # positions outside the table are clamped
     values, scales = inverse_rope_and_quantize(
         lab.put(o), lab.put(positions), lab.put(cos_sin), groups, is_ue8m0=is_ue8m0, backend=lab.backend
     )

@@ -19,7 +19,7 @@ def run(lab, q, kv, indices, **options):
 
 
 def check(lab, q, kv, indices, **options):
-    """Within the bounds of FP8 products, which are in units of the values and of logits' magnitudes."""
+    """Results are within the bounds of FP8 products, which are relative to values and logits' magnitudes."""
     got, want = run(lab, q, kv, indices, **options)
     assert_fp8(got, want, to_float(q), to_float(kv), options.get("softmax_scale", q.shape[2] ** -0.5))
 
@@ -53,14 +53,14 @@ def test_normal_data(lab, rng, heads, topk):
 
 
 def integers(rng, *shape):
-    """Numbers that e4m3 has."""
+    """Random numbers that e4m3 represents exactly."""
     return (rng.integers(-8, 9, shape) * 2.0 ** rng.integers(-2, 3, (*shape[:-1], 1))).astype(BF16)
 
 
 @pytest.mark.parametrize("scale", [0.01, -0.02, 0.0])
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("scale") == 0.01)
 def test_numbers_that_e4m3_has(lab, rng, scale):
-    """Their scores are exact, and so is the value of a single key; every value has its own place."""
+    """Scores are exact, and so is the value of a single key; every value is different."""
     q, kv = integers(rng, 3, 2 if lab.tiny else 64, 512), integers(rng, 300, 512)
     kv[:, :2] = 8  # so that a row's scale does not depend on its other values
     indices = rng.permutation(300)[: 3 * 90].reshape(3, 90).astype(np.int32)
@@ -76,7 +76,7 @@ def test_numbers_that_e4m3_has(lab, rng, scale):
 @pytest.mark.nowhere(when=lambda x: x.backend == "numba_cuda")  # attends in float32 only, as documented
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("where"), x.get("value")) != ("row", np.inf))
 def test_values_out_of_range(lab, rng, where, value):
-    """Tiles with values that e4m3 or the scales do not cover are computed exactly; others are as without them."""
+    """Tiles with values outside the range of e4m3 and its scales are computed exactly; others do not change."""
     q, kv = rng.standard_normal((2, 64, 512)).astype(BF16), rng.standard_normal((200, 512)).astype(BF16)
     indices = make_indices(rng, 2, 1, 80, 200, absent=0.1)[:, 0]
     indices[indices == 5] = 6
@@ -151,7 +151,7 @@ def test_pages_and_quantised_rows(lab, rng, layout, heads):
 
 @pytest.mark.nowhere(when=lambda x: x.backend not in ("cuda", "reference"))
 def test_numerics(lab, rng):
-    """The reference rounds queries and rows as Hopper does: what is left is the rounding of weights."""
+    """The reference rounds queries and rows as Hopper does: only the rounding of weights differs."""
     q = (rng.standard_normal((2, 70, 512)) * steep(70)).astype(BF16)
     kv = (rng.standard_normal((150, 512)) * np.exp2(rng.integers(-6, 3, (150, 1)))).astype(BF16)
     indices = make_indices(rng, 2, 1, 130, 150)[:, 0]

@@ -1,4 +1,4 @@
-"""Rows and lists of a chunk of prefills are those of the operations that a chunk would call one by one."""
+"""Rows and lists of a chunk of prefills equal the results of the separate operations."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_rows_and_lists(lab, rng, layout, ratio, gap):
 
 
 def test_compressed_rows_end_where_windows_begin(lab):
-    """Also of a request whose length says that it has more: a launch writes no row twice."""
+    """Also for a request whose length implies more rows: a launch writes no row twice."""
     out, n = lab.put(np.full((1, 12, 512), 7, BF16)), 3
     swa, table = lab.put(cumla.DSV4_FP8.allocate(8, BLOCK)), lab.put(np.zeros((1, 8), np.int32))
     lens, gather_lens = (lab.put(np.array([x], np.int32)) for x in (60, 2))

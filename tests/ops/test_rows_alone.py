@@ -1,6 +1,6 @@
-"""A row's result does not depend on what else is in the batch: each row alone, and the batch in another order.
+"""A row's result does not depend on the rest of the batch: each row alone, and the batch in another order.
 
-Bitwise, but for what the operations' docstrings except: there they are as close as results must be to the reference's.
+Results are equal bit by bit, except where docstrings allow differences: these are within the bounds of results.
 """
 
 import numpy as np
@@ -90,7 +90,7 @@ def are_close_decodes(got, want, rounding=None):
 
 
 def are_close_sparse_decodes(got, want):
-    """16-bit weights of both may be rounded; values are up to 5."""
+    """Both results may have rounded 16-bit weights; values are up to 5."""
     are_close_decodes(got, want, lambda: 2 * FLOAT16_WEIGHTS * 5)
 
 
@@ -174,7 +174,7 @@ def weights_of(rng, *shape):
 def scored_keys(lab, rng, heads, exact=False):
     """For each query q, weights, first and last key; the keys and their scales; the number of queries.
 
-    exact  whether values are so few and round that float32 represents the scores, in any order of summation
+    exact  whether values are few and short enough for float32 to represent the scores, in any order of summation
     """
     queries, keys = (100, 3000) if on_a_device(lab) else (3, 9) if lab.tiny else (9, 300)
     firsts = rng.integers(-2, keys // 2, queries).astype(np.int32)
@@ -274,7 +274,7 @@ def test_choice_among_columns(lab, rng, width):
 @pytest.mark.parametrize("indexer", [False, True])
 @pytest.mark.nowhere(when=lambda x: x.simulated and (x.get("ratio") == 128 or x.get("indexer")))  # slow
 def test_compressed_requests(lab, rng, ratio, coff, indexer):
-    """For each request a page of rows and two of states, the second of which are those of its tokens of this step."""
+    """Each request has a page of rows and two of states; the second page is for its tokens of this step."""
     requests, tokens, block = (
         (70 if on_a_device(lab) else 2 if lab.tiny else 4),
         3 if lab.tiny else ratio + 3,

@@ -26,7 +26,7 @@ def shards(size, interleave):
 
 
 def owners(count, size, interleave):
-    """The rank of each of so many tokens, and its index on that rank: computed by sharding them one after another."""
+    """The rank of each of `count` tokens, and its index on that rank, computed token by token."""
     rank, local, held = np.empty(count, int), np.empty(count, int), [0] * size
     for token in range(count):
         rank[token] = token // interleave % size
@@ -71,7 +71,7 @@ def test_columns_of_a_table_of_whole_sequences(lab, rng):
 @pytest.mark.parametrize(("size", "interleave"), SHARDED)
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_every_row_has_one_place(lab, rng, size, interleave, ratio):
-    """Over all ranks each row that a step completes gets one slot: where its rank finds it later."""
+    """Over all ranks each row that a step completes gets one slot, where its rank finds it later."""
     new = np.array([3, 0, 1, 9, 6], np.int32)
     seq_lens = new + np.array([0, 5, 40, 3, 11], np.int32)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Sparse attention on every backend and kernel, against the float64 reference: shapes, and how work is divided."""
+"""Sparse attention on every backend and kernel, against the float64 reference: shapes, and divisions of work."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
 )  # fmt: skip
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("formats")[0] is not cumla.DSV41_FP8)
 def test_caches_of_v41(lab, kernel, rng, formats):
-    """The second list has a format of its own: 128 keys of the window and as many compressed ones as are listed."""
+    """The second list has another format: 128 keys of the window, and the listed compressed keys."""
     first, second = formats
     heads = 1 if lab.emulated and kernel == "exact" else 20
     lengths = rng.integers(-3, 300, (3, 2), dtype=np.int32)
@@ -83,7 +83,7 @@ def test_caches_of_v41(lab, kernel, rng, formats):
 @pytest.mark.nowhere(when=lambda x: x.backend == "reference")
 @pytest.mark.thorough(when=lambda x: x.backend != "cuda")
 def test_bfloat16_rows_outside_float16_s_range(lab, rng, name):
-    """More heads than the portable kernel takes on Hopper: what its kernel flags is computed again."""
+    """With more heads than the portable kernel supports on Hopper: flagged tiles are recomputed."""
     layout = cumla.MLA_BF16
     q, cache = make_q(rng, 2, 1, 34, layout), make_cache(rng, layout, 4, 8)
     rows, listed = cache.view(BF16), np.broadcast_to(np.arange(32, dtype=np.int32), (2, 1, 32)).copy()
@@ -114,14 +114,14 @@ def test_bfloat16_rows_outside_float16_s_range(lab, rng, name):
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("batch") == 300)  # 40 there, as another one
 def test_work_is_split(lab, rng, layout, batch, topk):
     """From one long token, with many splits, to more tokens than there are multiprocessors."""
-    if lab.emulated:  # which has few multiprocessors
+    if lab.emulated:  # the emulated device has few SMs
         batch, topk = min(batch, 40), min(topk, 24_000 // batch)
     cache = make_cache(rng, layout, 20, 64)
     Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
 
 
 def test_many_short_tokens(lab, kernel, rng):
-    """So much work in total that a split may begin anywhere in a tile of one block: the first one must not skip it."""
+    """Enough work for a split to begin anywhere in a tile of one block: the first split must not skip the block."""
     layout, batch = cumla.DSV4_FP8, 200
     lengths = rng.integers(0, 65, batch, dtype=np.int32)
     Problem(
@@ -236,7 +236,7 @@ def test_prefill(lab, kernel, rng, width, heads, topk):
 
 @pytest.mark.parametrize("first", [64, 1], ids=["aligned", "unaligned"])
 def test_prefill_of_strided_queries(lab, kernel, rng, first):
-    """Every other token, some of the heads and of the values."""
+    """Queries are every other token, with some of the heads and values."""
     kv, many = (rng.standard_normal(shape).astype(BF16) for shape in ((200, 512), (6, 9, 704)))
     indices = make_indices(rng, 3, 1, 100, 200)[:, 0]
     q, on_lab = (x[::2, 1:6, first : first + 512] for x in (many, lab.put(many)))
@@ -247,7 +247,7 @@ def test_prefill_of_strided_queries(lab, kernel, rng, first):
     assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2], largest=largest)
 
 
-@pytest.mark.nowhere(when=lambda x: x.backend == "cuda" or x.device)  # on the host alone
+@pytest.mark.nowhere(when=lambda x: x.backend == "cuda" or x.device)  # only on the host
 def test_prefill_of_float32_rows(lab, rng):
     """Results without bfloat16's rounding; indices of any value."""
     q, kv = rng.standard_normal((4, 3, 512)).astype(np.float32), rng.standard_normal((30, 512)).astype(np.float32)

@@ -25,7 +25,7 @@ places = {
 
 
 def is_rare(x):
-    """Layouts that the emulator compiles programs for, and the simulator runs, in slow tests alone."""
+    """Layouts that only slow tests emulate and simulate."""
     return (x.emulated or x.simulated) and x.get("layout").name in ("DSV41_FP8_SPLIT", "DSV41_FP4", "V32_NOPE_FP8")
 
 
@@ -71,7 +71,7 @@ def test_insert(lab, layout):
 @layouts(*QUANTIZED_LAYOUTS)
 @pytest.mark.thorough(when=is_rare)
 def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
-    """The distance to a next row does not matter where there is none."""
+    """The distance to the next row does not matter if a page has one row."""
     k, slots = rng.standard_normal((3, layout.head_dim)).astype(BF16), np.array([4, 0, 2])
     content = np.zeros((5, 3 * layout.token_bytes), np.uint8)
     caches = []
@@ -169,7 +169,7 @@ def test_tiles_without_finite_values(lab, layout):
 
 @pytest.mark.parametrize("powers_of_two", [True, False], ids=["pow2", "any"])
 def test_every_bfloat16_value_by_itself(lab, powers_of_two):
-    """A tile whose one other value is 448 has scale 1 (if that is the larger), and rounds as ml_dtypes does."""
+    """A tile whose other value is 448 has scale 1 (if 448 is the larger), and rounds like ml_dtypes."""
     layout = cumla.INDEXER_FP8
     values = np.arange(65536, dtype=np.uint16).view(BF16)
     values = values[~(np.abs(to_float(values)) > 448) | np.isinf(to_float(values))]  # NaN and infinities too
@@ -279,7 +279,7 @@ FLOAT32_VALUES = np.array([1.5, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-40], n
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @layouts(cumla.DSV4_F32, cumla.MLA_F32, cumla.INDEXER_F32)
 def test_gather_of_float32_rows_rounds_to_nearest_even(lab, rng, layout, dtype):
-    """Of numbers above, below and at the middle of two bfloat16 neighbours, too; devices refuse such rows."""
+    """Includes numbers above, below and at the middle of two bfloat16 neighbours; devices refuse such rows."""
     bits = rng.integers(0, 0x7F00, (2, 3, layout.head_dim), np.uint32) << 16
     cache = (bits | rng.choice(np.array([0x7FFF, 0x8000, 0x8001, 0], np.uint32), bits.shape)).view(np.float32)
     cache[1, 0, : len(FLOAT32_VALUES)] = FLOAT32_VALUES

@@ -40,7 +40,7 @@ def test_poison_of_any_kind(lab, seed, monkeypatch):
     if rng.random() < 0.5:
         options["attn_sink"] = np.linspace(-5, 5, heads, dtype=np.float32)
     q = make_q(rng, batch, s_q, heads, layout)
-    if rng.random() < 0.5:  # large values count, but not alone
+    if rng.random() < 0.5:  # large values have weight, but not all of it
         q[..., layout.quantized_dim :] *= np.array(2.0**-18, BF16)
     Problem(
         q, caches[0], indices, extra_k_cache=caches[1], extra_indices=extra_indices,

@@ -42,7 +42,7 @@ def rope_of(cache, layout):
 
 
 def marks(lab, plan):
-    """The tiles that the fast kernels of the cuda backend leave to the exact one, and its counters."""
+    """The tiles that fast kernels of the cuda backend flag for the exact kernel, and its counters."""
     return lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32))))
 
 
@@ -56,7 +56,7 @@ def test_q_of_any_size(lab, kernel, rng, size):
 
 @pytest.mark.parametrize("place", [0, 30, 32, 62, 64 + 40])
 def test_scales_that_float16_lacks_in_one_place(lab, kernel, rng, place):
-    """The only two keys are neighbours in a block of 64, in either half of it; their scales decide."""
+    """The only two keys are neighbours in either half of a block of 64; their scales decide."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 4, 64, spread=0)
     for i in range(layout.num_scales):
@@ -79,7 +79,7 @@ def test_small_q_may_decide(lab, kernel, rng, size):
 
 
 def test_large_q_may_bring_every_score_down(lab, kernel, rng):
-    """All scores are -inf in float16, as if there were no tokens; with a finite one the result would be NaN."""
+    """All scores are -inf in float16, as if there were no tokens; one finite score would make the result NaN."""
     layout = cumla.DSV4_FP8
     cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
     rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
@@ -117,7 +117,7 @@ def test_float32_scales(lab, kernel, rng):
         cache = make_cache(rng, layout, 4, 64)
         scales = np.exp2(rng.uniform(smallest, largest, (4, 64, 4))).astype(np.float32)
         cache[:, :, 512:528] = scales.view(np.uint8)
-        q = make_q(rng, 2, 1, 16, layout, 8 / 448 * 2.0**-largest)  # so that scores are ordinary
+        q = make_q(rng, 2, 1, 16, layout, 8 / 448 * 2.0**-largest)  # scores then have ordinary size
         Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=448.0 * 2.0**largest / 8)
 
 
@@ -209,7 +209,7 @@ RECOMPUTE, ALL_NAN = 1, 2  # as in csrc/common/sparse/work.cuh
 @pytest.mark.parametrize("size", [0.0, 2.0**-24, 2.0**-19, 1.0])
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("keys") != 3 and x.get("size") != 2.0**-19)
 def test_tiles_with_large_rope_are_recomputed(lab, kernel, rng, reasons, keys, size):
-    """Keys whose V overflows float16: without weight, few among others, all; too many of them; no other keys."""
+    """Keys whose V overflows float16: without weight, a few, all keys, too many, no other keys."""
     layout, batch = cumla.DSV4_FP8, 132 if lab.on_device and not lab.emulated else 3
     cache = make_cache(rng, layout, 8, 64)
     rope = rope_of(cache, layout)
@@ -217,7 +217,7 @@ def test_tiles_with_large_rope_are_recomputed(lab, kernel, rng, reasons, keys, s
     indices = make_indices(rng, batch, 1, 200, 256, absent=0.0)
     places = rng.permutation(200)[:keys]
     indices[1:, 0, places] = rng.permutation(128)[:keys] + 256
-    indices[2, 0] = np.where(np.isin(np.arange(200), places), indices[2, 0], -1)  # and no other
+    indices[2, 0] = np.where(np.isin(np.arange(200), places), indices[2, 0], -1)  # no other keys
     q = make_q(rng, batch, 1, 40, layout)
     q[..., layout.quantized_dim + 30 :][..., :2] *= np.array(size, BF16)
     problem = Problem(
@@ -232,7 +232,7 @@ def test_tiles_with_large_rope_are_recomputed(lab, kernel, rng, reasons, keys, s
 @pytest.mark.nowhere(when=lambda x: not x.emulated or x.get("kernel") != "chosen")
 @pytest.mark.parametrize("below", [12.0, 20.0, 25.02, 25.5, 40.0])
 def test_weights_that_float16_has_in_steps(lab, kernel, rng, reasons, below):
-    """A large key whose weight is 2^-below of the total: if it were stored as float16, its steps would show."""
+    """A large key whose weight is 2^-below of the total: float16's steps would show if the weight were float16."""
     layout, heads = cumla.DSV4_FP8, 16
     cache = make_cache(rng, layout, 2, 64, spread=0)
     rope = rope_of(cache, layout)
@@ -250,7 +250,7 @@ def test_weights_that_float16_has_in_steps(lab, kernel, rng, reasons, below):
 @pytest.mark.nowhere(when=lambda x: not x.emulated or x.get("kernel") != "chosen")
 @pytest.mark.parametrize("score", [100.0, 1.1e6, 1.7e6])
 def test_a_large_key_beside_one_that_float16_has(lab, kernel, rng, reasons, score):
-    """With equal scores, so that both have half the weight; so high that float32's steps would show."""
+    """Scores are equal, so that both keys have half the weight, and so large that float32's steps would show."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 2, 64, spread=0)
     rope = rope_of(cache, layout)
@@ -295,7 +295,7 @@ def test_every_row_poisoned(lab, kernel, rng, value):
 @pytest.mark.nowhere(when=is_beyond_float32)
 @pytest.mark.parametrize("value", [2.0**20, 2.0**30])
 def test_large_values_that_all_rows_share(lab, kernel, rng, value):
-    """Scores that are equal but for the last bits of a float32, which decide."""
+    """Scores differ only in the last bits of a float32, which decide."""
     layout = cumla.DSV4_FP8
     cache, q = make_cache(rng, layout, 4, 64, spread=0), make_q(rng, 2, 1, 8, layout)
     rope_of(cache, layout)[..., 5] = value
@@ -318,7 +318,7 @@ def test_nothing_but_tiny_values(lab, kernel, rng, byte):
 
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 def test_caches_as_allocated(lab, kernel, rng, layout):
-    """Zeros, scales too, which the fast kernels take for what they are."""
+    """Values and scales are 0; fast kernels compute them without flags."""
     cache = layout.allocate(4, 64)
     problem = Problem(make_q(rng, 3, 1, 20, layout), cache, make_indices(rng, 3, 1, 100, 256), layout=layout)
     if lab.backend == "cuda" and kernel != "exact":
@@ -394,7 +394,7 @@ def test_any_softmax_scale(lab, kernel, rng, scale):
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-3, 1e6, 1e30])
-@pytest.mark.parametrize("heads", [20, 40])  # for which Hopper has a kernel each
+@pytest.mark.parametrize("heads", [20, 40])  # Hopper has a kernel for each
 @pytest.mark.thorough(when=lambda x: x.get("heads") == 40 and (not x.emulated or x.get("size") != 1e6))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("heads") == 40 and x.get("kernel") == "portable")
 def test_prefill_of_rows_of_any_size(lab, kernel, rng, heads, size):

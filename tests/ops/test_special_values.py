@@ -1,4 +1,4 @@
-"""Sinks, lists and lengths of every kind, by every kernel of sparse attention and every division of its work.
+"""Sinks, lists and lengths of every kind, with every sparse attention kernel and every division of its work.
 
 On a device all kernels; emulated kernels only a few.
 """
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.attention
 
 
 def has_kernel(x):
-    """The reference, with which others are compared; other backends than cuda have one kernel each."""
+    """Excludes the reference, with which others are compared; backends other than cuda have one kernel."""
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
     if "hopper" in name and layout in BF16_LAYOUTS:
         return name.startswith("hopper 64") and "cluster" not in name
-    # Every tile height is a program for itself, and so is every cluster size, of which few suffice for other layouts.
+    # Every tile height and every cluster size is a separate program; a few suffice for other layouts.
     if "hopper" in name and x.get("width") is None and layout not in HOPPER_LAYOUTS:
         return " cut" in name or (layout is cumla.DSV41_FP8 and parts_of(name) <= 2)
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
@@ -63,7 +63,7 @@ def is_emulated_prefill(x):
 
 
 def is_for_devices(x):
-    """Kernels whose emulation with one layout, or with two of five numbers of parts, suffices: a device runs all."""
+    """Kernels that are emulated with one layout, or with two of five numbers of parts: a device runs all."""
     if x.get("layout") is cumla.DSV4_FP8:
         return x.emulated and x.get("name").endswith(("parts 4", "parts 5"))
     names = {name for name, _ in EMULATED_DECODE if name != "portable cut 8.0"} | {"chosen"}
@@ -106,7 +106,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_decode(lab, name, layout, heads):
-    """With one cache, and with two; with the keys of a token split by a plan, and not split."""
+    """One cache or two; a token's keys are split by a plan, or not split."""
     sinks, parts = EMULATED_SINKS[heads == EMULATED_HEADS :] if lab.emulated else SINKS, parts_of(name)
     extra_topks = (0, 70) if parts < 4 else (200,)
     with decode_by(name) if lab.backend == "cuda" else contextlib.nullcontext():
@@ -121,7 +121,7 @@ def test_decode(lab, name, layout, heads):
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize(("op", "layout"), [("decode", cumla.DSV4_FP8), ("prefill", cumla.MLA_BF16)])
 def test_the_reference(op, layout, sink, lengths):
-    """The expected values: no key gives 0, whatever the sink; a sink of -inf has no weight, one of +inf all."""
+    """The expected values: no key gives 0 for any sink; a sink of -inf has no weight, a sink of +inf all of it."""
     case = Case(op, layout, 8, sink, lengths, extra_topk=70 if op == "decode" else 0)
     problem, plain = (problem_of(x) for x in (case, replace(case, sink="none")))
     options = problem.options

@@ -128,7 +128,7 @@ def test_a_device_does_what_is_said(example):
 
 
 def scored(heads):
-    """Arguments of index scores: of packed keys, and of pages."""
+    """Arguments of index scores, for packed keys and for pages."""
     packed = {
         "q": ((9, heads, 128), "uint8"), "kv": ((70, 128), "uint8"), "kv_scales": ((70,), "float32"),
         "weights": ((9, heads), "float32"), "cu_seqlen_ks": ((9,), "int32"), "cu_seqlen_ke": ((9,), "int32"),
@@ -142,7 +142,7 @@ def scored(heads):
 
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 def test_which_kernel_on_a_device():
-    """An emulated Hopper, without memory for the arrays either."""
+    """On an emulated Hopper, also without memory for the arrays."""
     mha = {
         "q": ((8, 4, 192), "bfloat16"), "k": ((9, 4, 128), "bfloat16"), "v": ((9, 4, 128), "bfloat16"),
         "k_pe": ((9, 64), "bfloat16"), "cu_seqlens_q": ((3,), "int32"), "cu_seqlens_k": ((3,), "int32"),
@@ -174,7 +174,7 @@ def test_which_kernel_on_a_device():
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_call_takes_the_kernel_that_supports_names(example):
-    """On an emulated Hopper, whose launchers ask for programs of csrc/sm90 or not."""
+    """On an emulated Hopper: the programs that launchers need are in csrc/sm90 or not."""
     example = EXAMPLES[example]
     if example.op not in cumla.__all__ or example.kernels == "blocks":
         pytest.skip("not an operation of one kernel")
@@ -205,7 +205,7 @@ def test_copies_of_pages_can_be_asked_for():
 
 
 def test_the_calls_of_v41():
-    """A step's calls with the sizes of V4.1-Flash, and pairs of formats that there are not."""
+    """A step's calls with the sizes of V4.1-Flash, and pairs of formats that do not exist."""
     floats, ints, rows = "float32", "int32", ((4,), "int64")
     q, window, compressed = ((4, 1, 64, 512), "bfloat16"), ((16, 64, 528), "uint8"), ((16, 128, 288), "uint8")
     decode = {

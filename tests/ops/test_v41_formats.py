@@ -23,7 +23,7 @@ PUBLISHED = {
 
 
 def inserted(lab, k, layout, **options):
-    """Rows of k in a cache of one page, on the host: data bytes and scale bytes of each token."""
+    """Data bytes and scale bytes of each token of k in a cache of one page, on the host."""
     cache = lab.put(layout.allocate(1, len(k)))
     cumla.quantize_and_insert_k_cache(
         lab.put(k), cache, lab.put(np.arange(len(k))), len(k), layout=layout, backend=lab.backend, **options
@@ -63,7 +63,7 @@ def expected_fp8(k, least):
 
 
 def awkward_rows(rng, tokens, dtype=BF16):
-    """Tiles of very different sizes, zeros of both signs, ties, and values just beside them."""
+    """Tiles of very different sizes, zeros of both signs, ties, and values next to ties."""
     k = rng.standard_normal((tokens, 512)) * np.exp2(rng.integers(-30, 12, (tokens, 32))).repeat(16, axis=1)
     ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6]) * np.exp2(rng.integers(-6, 6, (tokens, 32, 1)))
     places = rng.random((tokens, 32)) < 0.5
@@ -122,7 +122,7 @@ def test_values_are_divided_by_the_scale(lab):
 
 @pytest.mark.parametrize("name", ["DSV41_FP4", "DSV41_FP4_SPLIT", "INDEXER_MXFP4"])
 def test_nan_and_infinity_in_fp4(lab, rng, name):
-    """NaN makes its tile's scale NaN and its codes 0; an infinity saturates. Other tiles are as they were."""
+    """NaN makes its tile's scale NaN and its codes 0; an infinity saturates. Other tiles do not change."""
     layout = getattr(cumla, name)
     k = rng.standard_normal((1, layout.head_dim)).astype(BF16)
     k[0, 3] = 0
@@ -143,7 +143,7 @@ def test_nan_and_infinity_in_fp4(lab, rng, name):
 
 @pytest.mark.parametrize("name", ["DSV41_FP4", "DSV41_FP4_SPLIT", "DSV41_FP8", "DSV41_FP8_SPLIT"])
 def test_bfloat16_holds_every_value(lab, rng, name):
-    """Random bytes, NaN and extreme scales left out: gathered as bfloat16 they are what float32 has."""
+    """Random bytes without NaN and extreme scales: values gathered as bfloat16 equal float32 values."""
     layout = getattr(cumla, name)
     tokens = 2 if lab.tiny else 16
     page = rng.integers(0, 256, layout.page_bytes(tokens), np.uint8)
@@ -196,7 +196,7 @@ def test_rows_of_both_formats_share_packed_pages(lab, rng):
 
 
 def poison(window, compressed, name):
-    """Bytes that few caches have. Returns how much larger than usual the results may be."""
+    """Write bytes that few caches have. Returns the factor by which results may be larger than usual."""
     token, places = (
         (1, 2),
         {"NaN": (7, 0x7F), "scale NaN": (515, 255), "scale 2^23": (515, 150), "scale 2^-37": (515, 90)},
@@ -281,7 +281,7 @@ def test_what_is_no_other_arrangement():
 
 
 def test_index_keys(lab, rng):
-    """Inserted and gathered by the indexer's operations, which know the format by its 68 bytes a token."""
+    """The indexer's operations insert and gather them, and infer the format from 68 bytes per token."""
     layout, k = cumla.INDEXER_MXFP4, rng.standard_normal((5, 128)).astype(BF16)
     slots, table = lab.put(np.array([8, 9, 12, -1, 14])), lab.put(np.array([[2, 3]], np.int32))
     cache = lab.put(layout.allocate(4, 4))
@@ -294,7 +294,7 @@ def test_index_keys(lab, rng):
     for row, token in ((0, 0), (1, 1), (4, 2), (6, 4)):
         np.testing.assert_array_equal(lab.get(values)[row], want[token])
         np.testing.assert_array_equal(lab.get(scales)[row], want_scales[token])
-    assert not lab.get(values)[[2, 3, 5, 7]].any()  # slots that nothing was inserted into
+    assert not lab.get(values)[[2, 3, 5, 7]].any()  # slots without an insert
     assert (lab.get(values)[8] == 1).all()
 
 
@@ -354,7 +354,7 @@ def test_formats_of_one_size_are_named(width, names):
 
 
 def test_caches_are_bytes():
-    """The message speaks of no dtype that arrays cannot have."""
+    """The message names no dtype that arrays cannot have."""
     q, indices = np.zeros((1, 1, 8, 512), BF16), np.zeros((1, 1, 4), np.int32)
     with pytest.raises(TypeError, match="k_cache: got dtype float32, expected uint8 for a DSV41_FP4 cache"):
         cumla.sparse_mla_decode(q, np.zeros((1, 2, 512), np.float32), indices, layout="DSV41_FP4")

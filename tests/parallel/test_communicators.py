@@ -79,7 +79,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_rank_that_is_wrong_is_named(case):
-    """At once, not when time is up."""
+    """The error comes at once, not at the time limit."""
     function, says = WRONG[case]
     start = time.monotonic()
     with pytest.raises(RankError, match=says) as caught:
@@ -90,7 +90,7 @@ def test_a_rank_that_is_wrong_is_named(case):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rank_that_is_late_is_named(ends):
-    """When the time limit is reached, whether the rank comes later or never."""
+    """The error comes at the time limit, whether the rank arrives later or never."""
     together, over = threading.Barrier(2), threading.Event()
 
     def on(comm):
@@ -113,7 +113,7 @@ def test_a_rank_that_is_late_is_named(ends):
 
 
 def test_an_interrupt_ends_the_ranks():
-    """Before it is raised: the caller reuses the arrays."""
+    """They end before it is raised: the caller reuses the arrays."""
     calls = []
 
     def on(comm):
@@ -136,12 +136,12 @@ def test_an_interrupt_ends_the_ranks():
         ("all_to_all", lambda x, rank: (x[1:], x[1:])),
         ("all_to_all", lambda x, rank: ((x[0], x[1]), (x[2], x[2]))),
         ("all_gather", lambda x, rank: (x[0, 1 - rank], x[0])),
-        ("all_gather", lambda x, rank: ((x[2, 0], x[0, rank]), (x[0], x[1]))),  # allowed for its own part
+        ("all_gather", lambda x, rank: ((x[2, 0], x[0, rank]), (x[0], x[1]))),  # allowed for the rank's own part
         ("reduce_scatter", lambda x, rank: (x[0], x[0, 1 - rank])),
     ],
 )
 def test_what_is_sent_is_not_written_over(op, arrays):
-    """Other ranks would be sent what has arrived already, or not, depending on timing."""
+    """Otherwise other ranks would get data that has arrived already, or not, depending on timing."""
 
     def on(comm):
         sent, out = arrays(np.zeros((3, 2, 4)), comm.rank)
@@ -212,7 +212,7 @@ def test_another_number_of_ranks():
 
 
 class LateStore(MemoryStore):
-    """All start-up steps of rank 1 happen just after rank 0 has checked for it."""
+    """Every start-up step of rank 1 happens just after rank 0 has checked for it."""
 
     def __init__(self, error):
         super().__init__()
@@ -251,7 +251,7 @@ def store_of(kind, place):
 
 
 def test_ranks_may_end_at_any_time(monkeypatch):
-    """Also right after they were seen to run."""
+    """Also directly after a check that they run."""
     is_alive = threading.Thread.is_alive
 
     def was_alive(thread):
@@ -277,7 +277,7 @@ def test_a_folder_stays_the_same_when_the_current_directory_changes(tmp_path, mo
 
 
 def be_a_rank(kind, place, rank, results):
-    """In a separate process: agree twice, where rank 2 disagrees the second time."""
+    """In a separate process: agree twice; rank 2 disagrees the second time."""
     try:
         with Agreement(store_of(kind, place), rank, 3, 100) as agreement:
             values = agreement.exchange("who is there", {"rank": rank})
@@ -320,7 +320,7 @@ Agreement(store, 1, 2).end()
 
 @pytest.fixture
 def server():
-    """A process that serves, and its address."""
+    """A process that serves the store, and its address."""
     process = subprocess.Popen([sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -331,7 +331,7 @@ def server():
 
 
 def test_who_keeps_the_words_may_be_gone(server):
-    """That is an error, except where only a last message remains to be sent."""
+    """This is an error, unless only a last message remains to be sent."""
     process, address = server
     store = TcpStore(address, b"secret", 20)
     store.set("key", 1)
@@ -346,7 +346,7 @@ def test_who_keeps_the_words_may_be_gone(server):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 def test_who_keeps_the_words_may_say_nothing(server):
-    """As a rank that has finished while its process waits for others: no rank waits forever, or at all to end."""
+    """Like a rank that has finished while its process waits for others: no rank waits forever, and none to end."""
     process, address = server
     store = TcpStore(address, b"secret", 20)
     say_and_go = [sys.executable, "-c", SAY_AND_GO, address[0], str(address[1]), str(process.pid)]
@@ -357,7 +357,7 @@ def test_who_keeps_the_words_may_say_nothing(server):
     with pytest.raises(ConnectionError, match=r"did not answer for 0\.3 s"):
         TcpStore(address, b"secret", 0.3)
     process.send_signal(signal.SIGCONT)
-    with pytest.raises(ConnectionError):  # an answer is not accepted for another question
+    with pytest.raises(ConnectionError):  # an answer to another question is not accepted
         store.get("other")
     assert TcpStore(address, b"secret", 20).get("ended/1") == ("ended", ())
 
@@ -407,7 +407,7 @@ def test_no_server():
 
 
 def test_what_was_read_is_deleted(tmp_path):
-    """A long run leaves no more than its last words."""
+    """A long run leaves only its last entries in the store."""
     store = MemoryStore()
 
     def on(comm):

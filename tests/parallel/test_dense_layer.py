@@ -1,4 +1,4 @@
-"""A dense layer on ranks against attention in float64, from the step's own rows on."""
+"""A dense layer on ranks against attention in float64, starting with the insert of rows."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ SECONDS = 60
 
 
 class Problem:
-    """Requests whose last queries are new tokens; projections that select latent values and their signs.
+    """Requests whose last queries are new tokens; projections select latent values and their signs.
 
-    Such projections do not round, so the results must be within the bounds of attention alone.
+    Such projections do not round, so the results must be within attention's bounds.
     """
 
     def __init__(self, rng, lens, heads):
@@ -31,7 +31,7 @@ class Problem:
         np.put_along_axis(self.weight, self.pick[..., None], self.sign[..., None].astype(BF16), axis=2)
 
     def wanted(self):
-        """out [T, h, V], lse, and the sizes that bounds are relative to."""
+        """out [T, h, V], lse, and the magnitudes that scale the bounds."""
         q = to_float(self.context.q)
         latent = np.einsum("thp,hpl->thl", q[..., :NOPE], to_float(self.weight[:, :NOPE]))
         whole = replace(self.context, q=np.concatenate([latent, q[..., NOPE:]], axis=2).astype(BF16))

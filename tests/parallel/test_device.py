@@ -1,4 +1,4 @@
-"""NCCL: with one rank on any GPU, with two where there are two; graphs; and ranks that are wrong."""
+"""NCCL: one rank on any GPU, two ranks on two GPUs; graphs; and errors of ranks."""
 
 import multiprocessing
 import threading

@@ -1,4 +1,4 @@
-"""The same inside jax.shard_map, on several devices of the CPU, or GPUs: each number takes a separate process."""
+"""cumla.parallel inside jax.shard_map, on several CPU devices or GPUs: each number needs a separate process."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The communicator of NCCL with a fake library; with NCCL itself in test_device.py."""
+"""NCCL's communicator with a fake library; test_device.py uses NCCL."""
 
 import pickle
 import socket
@@ -66,7 +66,7 @@ def test_ranks_of_one_process_go_in_step(nccl):
 
     def run(comm):
         x, out = cupy.zeros(6, np.float32), cupy.empty((2, 6), np.float32)
-        comm.all_gather(x, out)  # which publishes these shapes
+        comm.all_gather(x, out)  # publishes these shapes
         comm._comm = Noted(comm._comm, notes)
         for late in range(2):
             if comm.rank == late:
@@ -81,7 +81,7 @@ def test_ranks_of_one_process_go_in_step(nccl):
 
 
 class Beside:
-    """NCCL's communicator, whose calls run asynchronously: until all ranks have made them."""
+    """NCCL's communicator; a call runs asynchronously until all ranks have called."""
 
     running, changed = 0, threading.Condition()
 
@@ -104,14 +104,14 @@ class Beside:
 
     @classmethod
     def memory(cls, seconds):
-        """As CUDA frees memory that another GPU reads: once both are idle. False: earlier."""
+        """CUDA frees memory that another GPU reads when both are idle. False: earlier."""
         with cls.changed:
             return cls.changed.wait_for(lambda: not cls.running, seconds)
 
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_memory_may_be_asked_for_between_calls(nccl, in_step):
-    """It waits for all GPUs, and a call for all ranks: two of one process waited for each other forever."""
+    """The request waits for all GPUs, and a call for all ranks: in one process these could wait for each other."""
     import cupy
 
     pauses = np.random.default_rng(0).choice([0, 0.01], (2, 12))
@@ -149,7 +149,7 @@ def test_known_calls_that_differ_are_named_at_once(nccl):
 
 
 def test_calls_end_where_the_store_is_gone(nccl):
-    """The rank that runs the store may have gone: work that the GPU waits for is ended all the same."""
+    """The rank that runs the store may have ended: the GPU's pending calls are ended all the same."""
     import cupy
 
     class Gone:
@@ -191,7 +191,7 @@ def test_a_failure_is_reported(nccl):
         comm.all_gather(cupy.zeros(3, np.float32))
         if comm.rank == 1:
             raise ValueError("out of luck")
-        comm._over.wait(10)  # until the thread that watches calls has noticed it
+        comm._over.wait(10)  # until the watching thread has noticed
         comm.all_gather(cupy.zeros(3, np.float32))
 
     reported, own = on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run)

@@ -1,4 +1,4 @@
-"""Memory that is registered with NCCL on all ranks, with a fake library; with NCCL itself in test_under_load.py."""
+"""Memory registered with NCCL on all ranks, with a fake library; test_under_load.py uses NCCL."""
 
 import dataclasses
 import threading
@@ -25,7 +25,7 @@ def library(nccl, monkeypatch):
 
 
 def test_results_are_exchanged_in_windows(nccl, library):
-    """From all ranks alike, until the communicator is closed."""
+    """All ranks do so, until the communicator is closed."""
     import cupy
 
     from cumla.parallel import ContextAttention
@@ -69,7 +69,7 @@ def test_other_memory_is_named_before_it_is_asked_for(nccl, library):
 
 
 def test_memory_of_windows_is_not_sent_from(nccl, library):
-    """NCCL 2.28 crashes where such a communicator is given up."""
+    """NCCL 2.28 crashes when such a communicator is aborted."""
     import cupy
 
     (comm,) = nccl.NcclCommunicator.in_process([0], windows=True)
@@ -97,7 +97,7 @@ def test_windows_if_wanted(nccl, library, options):
     ],
 )
 def test_ranks_with_and_without_windows(nccl, library, windows, says):
-    """One rank would register memory, and wait for the others."""
+    """A rank with windows would register memory, and wait for the others."""
     errors = joined(nccl, [len(windows)] * len(windows), windows=windows)
     assert [str(error) for error in errors] == [says] * len(windows)
     assert {type(error) for error in errors} == {RankError}
@@ -143,7 +143,7 @@ class Decode:
         self.attention.dense_decode(self.q, *self.rest, out=self.out, lse=self.lse, max_seqlen=9)
 
     def result(self, call, run):
-        """What `run` gives with the queries of a call."""
+        """The result of `run` with a call's queries."""
         self.q.view(np.uint16)[...] = self.queries[call].view(np.uint16)
         run()
         return self.out.get(), self.lse.get()
@@ -158,7 +158,7 @@ class Decode:
     ],
 )  # fmt: skip
 def test_windows_are_sent_once_they_are_written(nccl, monkeypatch, version, way, captured):
-    """Kernels release the next one before they store, and NCCL's for windows may start then, and not wait."""
+    """Kernels release the next kernel before they store; NCCL's kernels for windows may then start without waiting."""
     import cupy
 
     from cumla.interop import nccl_library
@@ -168,11 +168,11 @@ def test_windows_are_sent_once_they_are_written(nccl, monkeypatch, version, way,
 
     split_heads = way == "split heads"
     if way == "some heads each":
-        monkeypatch.setattr(context, "WORTH_A_CALL", -1)  # two ranks save nothing
+        monkeypatch.setattr(context, "WORTH_A_CALL", -1)  # otherwise two ranks would not take this way
 
     def run(comm):
         decode = Decode(comm, split_heads)
-        results = [decode.result(0, decode)]  # what a call that sends too early would send again
+        results = [decode.result(0, decode)]  # the result that an early call would send again
         if not captured:
             return [*results, decode.result(1, decode)]
         stream = cupy.cuda.Stream(non_blocking=True)

@@ -1,4 +1,4 @@
-"""Sharded queries: every token has one rank, work is even, and results are those of one device."""
+"""Sharded queries: every token has one rank, work is even, and results equal one device's."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_dense_prefill(rng, size):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_sparse_prefill(rng, size):
-    """Each rank has K of its own tokens, gathers that of all, and attends with its own queries."""
+    """Each rank has its tokens' K, gathers all tokens' K, and attends with its queries."""
     q, kv = rng.standard_normal((150, 2, 576)).astype(BF16), rng.standard_normal((150, 576)).astype(BF16)
     indices = rng.integers(-1, 150, (150, 12)).astype(np.int32)
     indices = np.where(indices <= np.arange(150)[:, None], indices, -1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""A process with two GPUs: every example call gives on the second what it gives on the first, whichever is current."""
+"""A process with two GPUs: every example call has equal results on both, whichever GPU is current."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A sparse layer on ranks against attention in float64, from the step's own rows on."""
+"""A sparse layer on ranks against attention in float64, starting with the insert of rows."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SECONDS = 60
 
 
 class Problem:
-    """A step over rows where those of new tokens, and the last compressed row of each request, are not written."""
+    """A step before the rows of new tokens, and each request's last compressed row, are written."""
 
     def __init__(self, rng, ratio, layout=cumla.DSV4_FP8, extra_layout=None, **config):
         self.config = config
@@ -32,7 +32,7 @@ class Problem:
         self.window = [rng.standard_normal((n, 512)).astype(BF16) for n in SEQ_LENS]
         self.context = Context.make(rng, self.lens, HEADS, 512)
         self.context.q = rng.standard_normal((len(self.request), HEADS, 512)).astype(BF16)
-        # Any rows, in any order, some of which are not complete yet.
+        # Any rows in any order; some are not complete yet.
         self.selected = np.stack([rng.permutation(np.arange(-2, 80))[:TOPK] for _ in self.request]).astype(np.int32)
         self.selected[:, 0] = (self.position + 1) // 4  # the next row
 
@@ -56,7 +56,7 @@ class Problem:
             seen = self.selected[token] if self.ratio == 4 else np.arange(complete)
             rows.append(seen[(seen >= 0) & (seen < complete)].astype(np.int64) + self.context.starts[request])
         caches = [(self.window_cache(SEQ_LENS), self.layout, windows), (whole, self.extra, rows)]
-        half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # as half the default scale
+        half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # equivalent to half the default scale
         return ranks.attend(half, caches, self.sink)
 
     def on(self, comm, split_heads, backend=None, given=None):
@@ -121,7 +121,7 @@ def test_a_step_of_v41_s_formats(rng, ratio):
 
 
 def test_layers_of_ratio_0_of_v41(rng):
-    """Beside layers with compressed rows, they have a window alone."""
+    """Unlike layers with compressed rows, they have only a window."""
     problem = Problem(rng, 0, cumla.DSV41_FP8, compress_ratios=(0, 2, 1), has_c1a=True)
     outs = run_threads(2, lambda comm: problem.on(comm, False), SECONDS)
     ranks.check_outs(outs, problem.wanted(), False, 2)
@@ -130,7 +130,7 @@ def test_layers_of_ratio_0_of_v41(rng):
 @pytest.mark.parametrize(("ratio", "options"), [(2, {}), (1, {"has_c1a": True}), (2, {"has_c1a": True})])
 @pytest.mark.parametrize("given", [True, False])
 def test_compressed_rows_of_v41_are_refused(rng, ratio, options, given):
-    """By name, before anything is written."""
+    """The error names the argument, before anything is written."""
     problem, written = Problem(rng, ratio, **options), []
 
     def on(comm):
@@ -168,7 +168,7 @@ def test_metadata_without_layers_of_ratio_128(rng):
 
 
 def test_a_rank_lists_rows_by_the_steps_longest_sequence(monkeypatch):
-    """Not by max_model_len: its memory is that of one device."""
+    """max_model_len does not matter: the memory is the same as on one device."""
     widths = []
     localise = sparse_layer.localise_indices
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""NCCL between two GPUs that other processes keep busy. A wrong value here has a cause; the load is not one."""
+"""NCCL between two GPUs that other processes keep busy. The load must not change any value."""
 
 import multiprocessing
 import pathlib

@@ -123,7 +123,7 @@ def test_layer_types_are_parsed():
 
 
 def test_fp8_caches():
-    """Their cost is measured, and bf16 caches', which have none, is not."""
+    """The error of FP8 rows is measured; bf16 caches have none."""
     engine, records = run(replace(OPTIONS, mla_cache="fp8"))
     assert failures(records) == []
     samples = [sample for record in records for sample in record.samples]

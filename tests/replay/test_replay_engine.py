@@ -33,7 +33,7 @@ def run(options=OPTIONS, requests=REQUESTS, verify=True):
 
 @pytest.fixture(scope="module")
 def finished():
-    """A whole run: its engine and its steps."""
+    """The engine and the steps of a complete run."""
     return run()
 
 
@@ -128,7 +128,7 @@ def test_wrong_output_is_found(monkeypatch, op):
 
 
 def test_wrong_window_is_found(monkeypatch):
-    """Metadata that leaves out the oldest row: the reference takes its positions from the scheduler."""
+    """Metadata without the oldest row: the reference takes its positions from the scheduler."""
     from cumla.metadata import DeepseekSparseSWAMetadataBuilder
 
     build = DeepseekSparseSWAMetadataBuilder.build
@@ -180,7 +180,7 @@ def test_layers_take_turns_where_steps_are_faster_than_checks(monkeypatch):
 
 
 def measured_samples(errors, heads):
-    """Samples whose out is `exact` but for a part of that size at a right angle."""
+    """Samples whose out is `exact` plus an orthogonal part of the given size."""
     rng = np.random.default_rng(0)
     for error in errors:
         exact, other = rng.standard_normal((2, heads, 128))

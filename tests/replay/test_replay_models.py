@@ -25,7 +25,7 @@ PARTS = {
 }  # fmt: skip
 
 
-# What is compared with float64 in each layer, in addition to its attention.
+# Values compared with float64 in each layer, in addition to its attention.
 EVERYWHERE = {"window rows", "cost", "direction", "output"}
 INDEXER = {"queries", "keys", "selection"}
 COMPARED = {
@@ -82,7 +82,7 @@ def test_every_layer_is_checked_against_float64(finished):
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
-    """The last ones by the replay itself, the others by the tests' comparison from hidden states on."""
+    """The replay finds the last ones, the tests' comparison from hidden states on the others."""
     wrong_calls.make(monkeypatch, what)
     failures = wrong_calls.failures(replace(OPTIONS, layers=(layer,)))
     assert any(found in failure for failure in failures), failures
@@ -91,7 +91,7 @@ def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", ["v4", "v32"])
 def test_layers_on_a_device(layers):
-    """Of a tiny model, in bfloat16; layers take turns at being checked."""
+    """A tiny model in bfloat16; layers are checked in turn."""
     requests = [replace(request, output_length=12) for request in REQUESTS]
     options = replace(OPTIONS, backend="cuda", layers=parse_layers(layers), heads=8, tiny=True)
     _, records, found = replay_oracle.run(options, requests)
@@ -143,7 +143,7 @@ def test_a_request_after_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
             per_block = 256 if ours.name == "v32" else per_block
             count = 690 * per_block // 256
             got, want = (rows(e.caches, name, s, count, per_block) for e, s in ((ours, shared), (theirs, own)))
-            # Matrix products of other sizes round differently, and FP8 makes it a whole step.
+            # Matrix products of other sizes round differently, which FP8 turns into a whole step.
             error = np.sqrt(np.square(got - want).mean() / np.square(want).mean())
             assert error < 1e-3, (ours.name, name, error)
 

@@ -80,7 +80,7 @@ def test_dense_layers(cache):
 
 @pytest.mark.parametrize(("layer", "size"), [("swa", 1), ("mla", 1), ("mla", 2), ("v32", 1)])
 def test_time_is_that_of_the_tokens_it_was_spent_on(layer, size):
-    """Without decodes no time counts as theirs, for either way to attribute tokens; and no time is lost."""
+    """Without decodes no time is attributed to decodes, by either way to attribute tokens; and no time is lost."""
     options = replace(OPTIONS, ranks=size, layers=(layer,))
     requests = [TraceRequest(0.0, 70, 1, (0,)), TraceRequest(5000.0, 30, 9, (1,))]
     runs = [steps_of(options, requests[:1]), steps_of(options, requests)]
@@ -111,7 +111,7 @@ def dense_steps(options, comm):
 @pytest.mark.parametrize("rows", [64, 2])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_rows_stay_in_the_pages_of_their_block(rows, size):
-    """Or requests that share a prefix's blocks would write into one another's rows."""
+    """Otherwise requests that share a prefix's blocks would write into one another's rows."""
     found = set()
     for rank in range(size):
         sharding = sharding_of(rows, rank, size)
@@ -137,7 +137,7 @@ def test_a_rank_that_fails_is_named():
 
 
 def test_a_row_on_the_wrong_rank_is_found():
-    """Verification sees what is missing from the merged result."""
+    """Verification detects the missing row in the merged result."""
 
     def on(comm):
         engine = Engine(replace(OPTIONS, ranks=2), REQUESTS, True, comm)
@@ -154,7 +154,7 @@ def test_a_row_on_the_wrong_rank_is_found():
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_layers_of_models(size):
-    """Their outputs are those of one device, and equal on all ranks."""
+    """Outputs equal one device's, and are equal on all ranks."""
     options = replace(OPTIONS, layers=("v4 swa", "v4 c4a", "v4 c128a", "v32"))
     requests = [TraceRequest(0.0, 270, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,))]
     _, _, want = engine_steps(options, None, False, requests)

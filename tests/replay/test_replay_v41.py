@@ -24,7 +24,7 @@ PARTS = {
 }  # fmt: skip
 
 
-# What is compared with float64 in each layer, in addition to its attention.
+# Values compared with float64 in each layer, in addition to its attention.
 EVERYWHERE = {"window rows", "cost", "direction", "output"}
 COMPARED = {
     layer: EVERYWHERE | ({"rows"} if layer != "v41 window" else set())
@@ -90,7 +90,7 @@ def test_index_keys_and_queries_may_be_mxfp4():
 @pytest.mark.gpu
 @pytest.mark.parametrize("index_keys", ["fp8", "mxfp4"])
 def test_layers_on_a_device(index_keys):
-    """Of a tiny model, in bfloat16; layers take turns at being checked."""
+    """A tiny model in bfloat16; layers are checked in turn."""
     requests = [replace(request, output_length=16) for request in REQUESTS]
     _, records, found = run(requests, backend="cuda", heads=8, tiny=True, index_keys=index_keys)
     assert failures(records, found) == []
@@ -148,7 +148,7 @@ def test_layouts_are_those_of_the_caches():
 
 
 def test_rings_are_kept_for_a_request_s_life_and_reused():
-    """Requests wait for room, so that some begin when others have ended; both parities of positions are saved."""
+    """Requests wait for free rings, so that some begin when others have ended; states of both parities are saved."""
     requests = [TraceRequest(0.0, 250 + i, 3, (10 + i,)) for i in range(5)]
     seen = {}
 
@@ -172,7 +172,7 @@ def test_rings_are_kept_for_a_request_s_life_and_reused():
 
 
 def test_a_request_after_a_shared_prefix_has_the_outputs_of_a_run_alone(finished):
-    """Its ring is another one than that of the request that wrote the prefix."""
+    """Its ring differs from the ring of the request that wrote the prefix."""
     engine, _, _ = finished
     assert next(s for s in engine.scheduler.finished if s.index == 2).shared == 512
 
