@@ -55,11 +55,11 @@ class DenseDecode:
             worst, got = 0.0, result[0] if isinstance(result, (tuple, list)) else result
             for entry in sorted({0, self.batch - 1}):
                 one, pages = slice(entry, entry + 1), to_host(cache[of_first["block_table"][entry]])
-                few = {
+                sample = {
                     "q": to_host(of_first["q"][one]), "k_cache": pages, "cache_seqlens": lens[one],
                     "block_table": np.arange(len(pages), dtype=np.int32)[None],
                 }  # fmt: skip
-                want, _ = cumla.dense_mla_decode(**of_first | few, backend="reference")
+                want, _ = cumla.dense_mla_decode(**of_first | sample, backend="reference")
                 largest = float(abs(pages.astype(np.float32)).max())
                 worst = max(worst, error_within(first(got[one]), want, DECODE_OUT.of_values(largest)))
             return worst

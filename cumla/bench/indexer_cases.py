@@ -92,16 +92,16 @@ class Logits:
         return indexer_inputs.packed(x)
 
     def problem(self, sizes: Sizes) -> Problem:
-        given = self.inputs(sizes)
-        q, k, scales, weights = (given[name] for name in ("q", "kv", "kv_scales", "weights"))
-        seen = to_host(given["cu_seqlen_ke"])
+        arguments = self.inputs(sizes)
+        q, k, scales, weights = (arguments[name] for name in ("q", "kv", "kv_scales", "weights"))
+        seen = to_host(arguments["cu_seqlen_ke"])
 
         def row(i: int) -> tuple[int, np.ndarray]:
             return 0, exact(sizes.xp, q[i], k[: seen[i]], scales[: seen[i]], weights[i])
 
         out, pairs = sizes.xp.empty((self.queries, self.keys), np.float32), int(seen.sum())
-        ours = calls_of(cumla.fp8_mqa_logits, [given], [out], clean_logits=False)
-        theirs = q, k, scales, weights, given["cu_seqlen_ks"], given["cu_seqlen_ke"]
+        ours = calls_of(cumla.fp8_mqa_logits, [arguments], [out], clean_logits=False)
+        theirs = q, k, scales, weights, arguments["cu_seqlen_ks"], arguments["cu_seqlen_ke"]
         return problem_of(
             self, sizes, ours, 4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row),
             flop=2 * pairs * HEADS * DIM, fp8=True,
@@ -133,9 +133,11 @@ class PagedLogits:
         x = sizes.inputs(
             requests=self.batch, heads=self.heads, context=self.context, pages=pages, lengths=self.lengths
         )  # fmt: skip
-        given = [indexer_inputs.paged(x, self.layout, self.next_n) for _ in range(sets)]
+        arguments = [indexer_inputs.paged(x, self.layout, self.next_n) for _ in range(sets)]
         tables = np.split(x.rng.permutation(pages).astype(np.int32), sets)
-        return [each | {"block_table": x.put(t.reshape(self.batch, -1))} for each, t in zip(given, tables, strict=True)]
+        return [
+            each | {"block_table": x.put(t.reshape(self.batch, -1))} for each, t in zip(arguments, tables, strict=True)
+        ]
 
     def problem(self, sizes: Sizes) -> Problem:
         xp, token_bytes = sizes.xp, self.layout.token_bytes
@@ -198,11 +200,11 @@ class Choice:
         x = sizes.inputs(
             tokens=self.rows, keys=self.columns, context=self.columns, topk=self.topk, lengths=self.lengths
         )
-        given = [topk_inputs.choice(x) for _ in range(sizes.sets(4 * self.rows * self.columns, 4))]
-        scores = [SCORES[self.scores](xp, each["logits"]) for each in given]
-        outs = [xp.empty((self.rows, self.topk), np.int32) for _ in given]
+        arguments = [topk_inputs.choice(x) for _ in range(sizes.sets(4 * self.rows * self.columns, 4))]
+        scores = [SCORES[self.scores](xp, each["logits"]) for each in arguments]
+        outs = [xp.empty((self.rows, self.topk), np.int32) for _ in arguments]
         starts, decode = xp.zeros(self.rows, np.int32), self.kind == "decode"
-        ends = x.context_lens(self.rows, 1)[:, 0] if decode else given[0]["row_ends"]
+        ends = x.context_lens(self.rows, 1)[:, 0] if decode else arguments[0]["row_ends"]
         if self.lengths and not decode:  # tokens of a prompt see a row of four tokens more each fourth
             ends = x.put((self.columns - np.arange(self.rows)[::-1] // 4).clip(1), np.int32)
         lens, options = to_host(ends), {"seq_lens": ends} if decode else {"row_starts": starts, "row_ends": ends}
@@ -245,20 +247,20 @@ class Selection:
         score: Any
         xp, scores, backend = sizes.xp, self.scores, sizes.backend
         if isinstance(scores, Logits):
-            score, given = functools.partial(cumla.fp8_mqa_logits, clean_logits=False), scores.inputs(sizes)
-            both, seen, options = given, given["cu_seqlen_ke"], {"row_ends": given["cu_seqlen_ke"]}
-            read = given["kv"].nbytes + given["q"].nbytes
+            score, arguments = functools.partial(cumla.fp8_mqa_logits, clean_logits=False), scores.inputs(sizes)
+            both, seen, options = arguments, arguments["cu_seqlen_ke"], {"row_ends": arguments["cu_seqlen_ke"]}
+            read = arguments["kv"].nbytes + arguments["q"].nbytes
         else:
-            score, given = cumla.fp8_paged_mqa_logits, scores.inputs(sizes)[0]
-            both = {"kv" if name == "kv_cache" else name: x for name, x in given.items()}
-            seen, options = given["context_lens"], {"seq_lens": given["context_lens"]}
+            score, arguments = cumla.fp8_paged_mqa_logits, scores.inputs(sizes)[0]
+            both = {"kv" if name == "kv_cache" else name: x for name, x in arguments.items()}
+            seen, options = arguments["context_lens"], {"seq_lens": arguments["context_lens"]}
             read = int(seen.sum()) * scores.layout.token_bytes
         workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
-        out, logits = xp.empty((len(given["weights"]), self.topk), np.int32), score(**given, backend=backend)
+        out, logits = xp.empty((len(arguments["weights"]), self.topk), np.int32), score(**arguments, backend=backend)
         want = cumla.top_k_per_row(logits, self.topk, **options, backend=backend)
 
         def two_steps() -> Any:
-            score(**given, out=logits, backend=backend)
+            score(**arguments, out=logits, backend=backend)
             return cumla.top_k_per_row(logits, self.topk, **options, out=out, backend=backend)
 
         def check(result: Any) -> float:

@@ -178,12 +178,12 @@ class Merge:
         moved = 3 * self.tokens * self.heads * (2 * self.width + 4)
         sets = [specs.sparse_attention.merge(x, self.width, BFLOAT16) for _ in range(sizes.sets(moved))]
         out, host = sets[0]["output"], on_host(sets[0])
-        few = {name: array[which] if array.ndim == 3 else array[:, which] for name, array in host.items()}
-        few = {name: np.ascontiguousarray(array) for name, array in few.items()}
-        cumla.merge_attn_states(**few, backend="reference")
+        sampled = {name: array[which] if array.ndim == 3 else array[:, which] for name, array in host.items()}
+        sampled = {name: np.ascontiguousarray(array) for name, array in sampled.items()}
+        cumla.merge_attn_states(**sampled, backend="reference")
         return problem_of(
             self, sizes, calls_of(cumla.merge_attn_states, sets), moved,
-            lambda _: error_within(picked(out, which), few["output"], ROUNDED), lambda: out.fill(0),
+            lambda _: error_within(picked(out, which), sampled["output"], ROUNDED), lambda: out.fill(0),
         )  # fmt: skip
 
 

@@ -147,11 +147,11 @@ class DecodeInputs:
 
     def flash_mla(self) -> Any:
         """None where it is absent."""
-        given = self.arguments
+        named = self.arguments
         return peers.flash_mla_decode(
-            given["q"], given["k_cache"], given["indices"], self.outputs["out"], sink=given["attn_sink"],
-            lens=given.get("topk_length"), extra_k_cache=given.get("extra_k_cache"),
-            extra_indices=given.get("extra_indices"), extra_lens=given.get("extra_topk_length"),
+            named["q"], named["k_cache"], named["indices"], self.outputs["out"], sink=named["attn_sink"],
+            lens=named.get("topk_length"), extra_k_cache=named.get("extra_k_cache"),
+            extra_indices=named.get("extra_indices"), extra_lens=named.get("extra_topk_length"),
         )  # fmt: skip
 
     def clear(self) -> None:
@@ -164,15 +164,15 @@ class DecodeInputs:
         bound = DECODE_OUT.of_values(max(cache.largest for cache in self.caches))
         for entry in sorted({0, last // 2, last}):
             one = slice(entry, entry + 1)
-            few: dict[str, Any] = {
+            part: dict[str, Any] = {
                 name: to_host(x[one]) for name, x in self.arguments.items()
                 if hasattr(x, "shape") and name not in ("attn_sink", "k_cache", "extra_k_cache")
             }  # fmt: skip
             for prefix, cache in zip(PREFIXES, self.caches, strict=False):
-                few |= {f"{prefix}k_cache": cache.base, f"{prefix}indices": cache.in_base(few[f"{prefix}indices"])}
+                part |= {f"{prefix}k_cache": cache.base, f"{prefix}indices": cache.in_base(part[f"{prefix}indices"])}
             sink = self.arguments["attn_sink"]
-            few["attn_sink"] = None if sink is None else to_host(sink)
-            want, _ = cumla.sparse_mla_decode(**{**self.arguments, **few}, backend="reference")
+            part["attn_sink"] = None if sink is None else to_host(sink)
+            want, _ = cumla.sparse_mla_decode(**{**self.arguments, **part}, backend="reference")
             worst = max(worst, error_within(first(result[one]), want, bound))
         return worst
 
@@ -235,10 +235,10 @@ class Prefill:
         for token in np.linspace(0, self.tokens - 1, CHECKED).astype(int):
             one = slice(token, token + 1)
             names = ("q", "indices") if operands["topk_length"] is None else ("q", "indices", "topk_length")
-            few: dict[str, Any] = {name: to_host(operands[name][one]) for name in names}
-            want, _, _ = cumla.sparse_mla_prefill(**few, kv=rows, attn_sink=sink, backend="reference")
+            part: dict[str, Any] = {name: to_host(operands[name][one]) for name in names}
+            want, _, _ = cumla.sparse_mla_prefill(**part, kv=rows, attn_sink=sink, backend="reference")
             got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
-            largest = float(np.abs(rows[few["indices"][0]][:, :512].astype(np.float32)).max())
+            largest = float(np.abs(rows[part["indices"][0]][:, :512].astype(np.float32)).max())
             bound = PREFILL_OUT if self.precision is None else PREFILL_FP8_OUT
             worst = max(worst, error_within(got, want, bound.of_values(largest)))
         return worst

@@ -252,12 +252,12 @@ class Call:
         with self.current:
             self._check_not_captured(name, shape, dtype)
             if self.first.framework == "torch" and self.current.device >= 0 and self._stream is None:
-                given = dlpack.empty_torch(shape, dtype, self.current.device)
-                native = dlpack.argument(given, name, True).native
+                allocated = dlpack.empty_torch(shape, dtype, self.current.device)
+                native = dlpack.argument(allocated, name, True).native
             else:
-                given, native = None, dlpack.empty(shape, dtype, self.first.native)
+                allocated, native = None, dlpack.empty(shape, dtype, self.first.native)
         record_output(native)
-        return given, native
+        return allocated, native
 
     def _check_not_captured(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         if self.current.is_capturing():

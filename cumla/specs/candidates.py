@@ -30,17 +30,17 @@ def mask(x: Inputs) -> dict[str, Any]:
 
 
 def logits(x: Inputs, layout: CacheLayout) -> dict[str, Any]:
-    given = paged(x, layout)
-    return {**given, "candidate_blocks": x.entries(4, len(given["weights"]), 2), "candidate_block_size": BLOCK}
+    scores = paged(x, layout)
+    return {**scores, "candidate_blocks": x.entries(4, len(scores["weights"]), 2), "candidate_block_size": BLOCK}
 
 
 def choice(
     x: Inputs, layout: CacheLayout = INDEXER_FP8, next_n: int = 2, count: int = 3, block: int = BLOCK
 ) -> dict[str, Any]:
     """count: blocks of a query; block: positions of each."""
-    given = paged(x, layout, next_n)
-    blocks = x.blocks(len(given["weights"]), count, -(-x.size.context // block))
-    return {**given, "candidate_blocks": blocks, "topk": topk_of(x), "candidate_block_size": block}
+    scores = paged(x, layout, next_n)
+    blocks = x.blocks(len(scores["weights"]), count, -(-x.size.context // block))
+    return {**scores, "candidate_blocks": blocks, "topk": topk_of(x), "candidate_block_size": block}
 
 
 def block_size(arguments: Mapping[str, Any]) -> int:

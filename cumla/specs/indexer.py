@@ -103,8 +103,8 @@ def packed_width(arguments: Mapping[str, Any]) -> Any:
 
 
 def paged_width(arguments: Mapping[str, Any], cache: str) -> Any:
-    given = arguments.get("max_context_len")
-    return given if given is not None else arguments["block_table"].shape[1] * arguments[cache].shape[1]
+    width = arguments.get("max_context_len")
+    return width if width is not None else arguments["block_table"].shape[1] * arguments[cache].shape[1]
 
 
 def packed_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:

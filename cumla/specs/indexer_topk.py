@@ -47,13 +47,13 @@ def over_pages(
     x: Inputs, layout: CacheLayout = INDEXER_FP8, next_n: int = 2, blocks: int = 0, with_slots: bool = False
 ) -> dict[str, Any]:
     """blocks: candidate blocks to write as well; with_slots: slots of the rows, too."""
-    given, topk = paged(x, layout, next_n), topk_of(x)
-    rows = len(given["weights"])
-    given |= {"kv": given.pop("kv_cache"), "topk": topk, **blocks_of(x, rows, blocks)}
+    scores, topk = paged(x, layout, next_n), topk_of(x)
+    rows = len(scores["weights"])
+    scores |= {"kv": scores.pop("kv_cache"), "topk": topk, **blocks_of(x, rows, blocks)}
     if with_slots:
         slots = x.unwritten(rows, topk, dtype=np.int32), x.unwritten(rows, dtype=np.int32)
-        given |= {"slots": slots, "is_valid_token": x.valid(rows)}
-    return given
+        scores |= {"slots": slots, "is_valid_token": x.valid(rows)}
+    return scores
 
 
 def blocks_of(x: Inputs, rows: int, count: int) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class Measured(Inputs):
         return self.put(ends[:, None] - np.arange(next_n)[::-1], np.int32)
 
     def blocks(self, rows: int, count: int, end: int) -> Any:
-        found, some = np.full((rows, count), -1, np.int32), min(count, end)
-        found[:, :some] = np.sort([self.rng.choice(end, some, replace=False) for _ in range(rows)])
+        found, selected = np.full((rows, count), -1, np.int32), min(count, end)
+        found[:, :selected] = np.sort([self.rng.choice(end, selected, replace=False) for _ in range(rows)])
         return self.put(found)
 
     def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:

@@ -64,8 +64,8 @@ class Workspace:
 
     def address(self, name: str, dtype: Any, size: int) -> int | None:
         """The address of the array of this name; None if there is none of that size."""
-        held = self._arrays.get((name, dtype))
-        return None if held is None or held.size < size else int(held.data.ptr)
+        current = self._arrays.get((name, dtype))
+        return None if current is None or current.size < size else int(current.data.ptr)
 
     def named_arrays(self) -> dict[tuple[str, Any], Any]:
         """All arrays in use, by name and dtype."""

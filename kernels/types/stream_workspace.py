@@ -36,9 +36,9 @@ class StreamWorkspace(Workspace):
         self.requested[name, found.dtype] = size
         return found
 
-    def _allocated(self, size: int, dtype: np.dtype[Any], like: Any, held: Any) -> Any:
+    def _allocated(self, size: int, dtype: np.dtype[Any], like: Any, current: Any) -> Any:
         StreamWorkspace.allocations += 1
-        return super()._allocated(size, dtype, like, held)
+        return super()._allocated(size, dtype, like, current)
 
 
 _lock = threading.Lock()
