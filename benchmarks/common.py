@@ -87,9 +87,10 @@ def write(path, record):
 def run(args, cases, backends=(), **extra):
     """Measure cases, one after another, and write a row for each implementation.
 
-    args      parsed options of `case_arguments`
-    backends  backends to measure in addition to the CUDA sources
-    extra     further entries of the file, by name; functions are called with all rows at the end
+    Args:
+        args: parsed options of `case_arguments`
+        backends: backends to measure in addition to the CUDA sources
+        extra: further entries of the file, by name; functions are called with all rows at the end
     """
     import cupy
 

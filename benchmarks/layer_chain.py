@@ -37,9 +37,10 @@ LATENT, GROUP = 512, 128
 class Compilers:
     """Processes that compile DeepGEMM's kernels into its cache.
 
-    products  (groups, rows, columns), a process for each
-    heads     numbers of heads of indexers, a process for each
-    batches   numbers of tokens
+    Args:
+        products: (groups, rows, columns), a process for each
+        heads: numbers of heads of indexers, a process for each
+        batches: numbers of tokens
     """
 
     def __init__(self, products, heads, batches):
@@ -99,9 +100,9 @@ def call_product(gemm, tokens, groups, rows, columns):
 class Chain:
     """Code common to both models' chains. Arrays of the layer and its step are shared with torch.
 
-    step  called without arguments; writes out
-
-    is_ue8m0  whether scales of activations are powers of two, as in cumla; vLLM's scales on Hopper are not
+    Attributes:
+        step: called without arguments; writes out
+        is_ue8m0: whether scales of activations are powers of two, as in cumla; vLLM's scales on Hopper are not
     """
 
     is_ue8m0 = False

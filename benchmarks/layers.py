@@ -71,10 +71,11 @@ LAYERS = 20  # approximate layers of a kind in the model: they share one step's 
 class Model:
     """A kind of layer.
 
-    in_fp8    weights that published checkpoints have in FP8
-    products  name -> the layer's attribute, the output's type
-    parts     name -> a case for a batch
-    is_ue8m0  whether scales of weights are powers of two
+    Attributes:
+        in_fp8: weights that published checkpoints have in FP8
+        products: name -> the layer's attribute, the output's type
+        parts: name -> a case for a batch
+        is_ue8m0: whether scales of weights are powers of two
     """
 
     name: str

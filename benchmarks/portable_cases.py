@@ -27,7 +27,8 @@ PEERS_DIFFER = 0.02
 class WithLimits:
     """A case with this device's kernels, and with the kernels for other capabilities.
 
-    beside  whether other libraries run it, too, if its rows are 16-bit
+    Attributes:
+        beside: whether other libraries run it, too, if its rows are 16-bit
     """
 
     case: Any

@@ -48,8 +48,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Place:
     """The device and framework of arrays.
 
-    backend    cumla's backend
-    framework  framework of the arguments: "torch", "cupy" or "numpy"
+    Attributes:
+        backend: cumla's backend
+        framework: framework of the arguments: "torch", "cupy" or "numpy"
     """
 
     backend: str
@@ -121,9 +122,10 @@ class Shape:
 class Caches:
     """The caches of several layers of one kind, for `blocks` blocks of 256 positions.
 
-    window      by layer, uint8 [blocks * 4, 64, 584]; in V3.2 all rows, [blocks * 4, 64, 656]
-    compressed  by layer, uint8 [blocks, 64 or 2, 584]; none for window layers and V3.2's
-    index       by layer, uint8 [blocks, 64, 132] (V3.2: [blocks * 4, 64, 132]), if tokens select rows
+    Attributes:
+        window: by layer, uint8 [blocks * 4, 64, 584]; in V3.2 all rows, [blocks * 4, 64, 656]
+        compressed: by layer, uint8 [blocks, 64 or 2, 584]; none for window layers and V3.2's
+        index: by layer, uint8 [blocks, 64, 132] (V3.2: [blocks * 4, 64, 132]), if tokens select rows
     """
 
     def __init__(self, place: Place, kind: str, blocks: int, layers: int) -> None:
@@ -159,11 +161,12 @@ class Caches:
 class Tokens:
     """Random outputs of the projections for `count` tokens.
 
-    q, kv    [count, h, 512] and [count, 512] bfloat16, inputs of the norm; 576 values in V3.2
-    normed   like q, input of attention
-    keys     [count, 128] bfloat16, the indexer's keys
-    cos_sin  [positions, 64] float32
-    sink     [h] float32
+    Attributes:
+        q, kv: [count, h, 512] and [count, 512] bfloat16, inputs of the norm; 576 values in V3.2
+        normed: like q, input of attention
+        keys: [count, 128] bfloat16, the indexer's keys
+        cos_sin: [positions, 64] float32
+        sink: [h] float32
     """
 
     def __init__(self, place: Place, heads: int, count: int, positions: int, width: int = 512) -> None:

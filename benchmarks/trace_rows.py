@@ -105,7 +105,8 @@ def failed(part: str, config: str, impl: str, error: Exception) -> Row:
 class StepRows:
     """Measurements of one step.
 
-    once  whether to time per-step work, too: metadata, plans and schedules that all layers share
+    Args:
+        once: whether to time per-step work, too: metadata, plans and schedules that all layers share
     """
 
     def __init__(self, inputs: StepInputs, steps: Steps, config: str, once: bool) -> None:

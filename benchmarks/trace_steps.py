@@ -29,9 +29,10 @@ NAME = re.compile(r"decode(?P<decode>\d+)|mtp(?P<tokens>\d+)(x(?P<mtp>\d+))?|mix
 class Steps:
     """Steps of one kind.
 
-    steps   for each step the scheduled tokens of requests, over blocks 0 to `blocks` - 1
-    tokens  tokens of a decode
-    blocks  blocks of 256 positions in the caches of these steps
+    Attributes:
+        steps: for each step the scheduled tokens of requests, over blocks 0 to `blocks` - 1
+        tokens: tokens of a decode
+        blocks: blocks of 256 positions in the caches of these steps
     """
 
     name: str

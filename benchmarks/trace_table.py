@@ -24,7 +24,8 @@ class Group(NamedTuple):
 class Line(NamedTuple):
     """A group's mean us by part and side, and the sums of both sides over parts that both have.
 
-    unplanned  the ratio without the decodes' plan, which more layers share in a model; None if unknown
+    Attributes:
+        unplanned: the ratio without the decodes' plan, which more layers share in a model; None if unknown
     """
 
     group: Group

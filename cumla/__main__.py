@@ -317,8 +317,9 @@ def _add_number(
 ) -> None:  # fmt: skip
     """Add an option that takes an integer within bounds, or a comma list of them if that is the default.
 
-    what   help text before the bounds and the default
-    shown  text in place of the default
+    Args:
+        what: help text before the bounds and the default
+        shown: text in place of the default
     """
     number, many = Between(least, most), isinstance(default, list)
     bounds = f"{least} to {most}" if most < INT32_MAX else f"from {least}"

@@ -40,21 +40,22 @@ from .layout_fields import check_fields, check_for_kernels, integer
 class CacheLayout:
     """One cache format. Sizes in bytes unless the name says otherwise.
 
-    name            its name in error messages and CUDA sources
-    head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
-    rope_dim        values stored in 16 bits at the end of a quantised row; a model may rotate other values: V4.1
-                    quantises its rotated values, too
-    value_type      type of the first `head_dim - rope_dim` values; "float32" rows show the effect of rounding, and only
-                    host backends take them
-    row_bytes       distance between the rows of neighbouring tokens
-    scale_type      type of one scale
-    scale_tile      values that share one scale
-    scale_bytes     scale area of one token, padding included
-    scale_placement "in_row" or "page_tail"
-    page_alignment  pages are padded to a multiple of this
-    stride_multiple the page stride is a multiple of this where pages of several caches are packed together
-    min_exponent    smallest power-of-two scale that is written, as an exponent of 2 from -126 to 0
-    min_scale       smallest scale that is written where scales need not be powers of two; 0: they always are
+    Attributes:
+        name: its name in error messages and CUDA sources
+        head_dim: values of one token: quantised ones first, then `rope_dim` that stay 16-bit
+        rope_dim: values stored in 16 bits at the end of a quantised row; a model may rotate other values: V4.1
+            quantises its rotated values, too
+        value_type: type of the first `head_dim - rope_dim` values; "float32" rows show the effect of rounding, and only
+            host backends take them
+        row_bytes: distance between the rows of neighbouring tokens
+        scale_type: type of one scale
+        scale_tile: values that share one scale
+        scale_bytes: scale area of one token, padding included
+        scale_placement: "in_row" or "page_tail"
+        page_alignment: pages are padded to a multiple of this
+        stride_multiple: the page stride is a multiple of this where pages of several caches are packed together
+        min_exponent: smallest power-of-two scale that is written, as an exponent of 2 from -126 to 0
+        min_scale: smallest scale that is written where scales need not be powers of two; 0: they always are
 
     Raises TypeError for a field of another type, ValueError for a field that does not fit the others; the message names
     the field. Operations take the formats of cumla, and formats added by `register_layout`.
@@ -175,7 +176,8 @@ class CacheLayout:
     def parts(self, cache: Any) -> tuple[Any, Any, Any]:
         """Views of a cache: quantised values, scales and the rest of a row.
 
-        cache  uint8 [num_blocks, block_size, token_bytes], of NumPy or CuPy
+        Args:
+            cache: uint8 [num_blocks, block_size, token_bytes], of NumPy or CuPy
 
         Returns uint8 [num_blocks, block_size, n], with n quantized_bytes, scale_bytes and 2 * rope_dim: writing to one
         writes to the cache. Raises ValueError for a format without scales, or an array that is not such a cache.
@@ -202,9 +204,10 @@ class CacheLayout:
 def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | None = None) -> Any:
     """Copy a cache into another arrangement of the same bytes, as between engines: DSV41_FP8 to DSV41_FP8_SPLIT.
 
-    cache   uint8 [num_blocks, block_size, token_bytes] of `layout`, of NumPy or CuPy
-    target  a format that differs from `layout` only in padding and in the place of scales
-    out     uint8 [num_blocks, block_size, token_bytes] of `target` to write instead of allocating; no part of `cache`
+    Args:
+        cache: uint8 [num_blocks, block_size, token_bytes] of `layout`, of NumPy or CuPy
+        target: a format that differs from `layout` only in padding and in the place of scales
+        out: uint8 [num_blocks, block_size, token_bytes] of `target` to write instead of allocating; no part of `cache`
 
     Returns the copy. Raises ValueError for formats of other values, or arrays that do not fit.
     """
@@ -307,7 +310,8 @@ def register_layout(layout: CacheLayout) -> CacheLayout:
     backend; `sparse_mla_decode` does for rows of 512 to 576 values. A registered format is never inferred from an
     array. Other operations and the layers take only the formats of cumla.
 
-    layout  float32 (on the host only), bfloat16, or quantised:
+    Args:
+        layout: float32 (on the host only), bfloat16, or quantised:
 
             value_type  scale_type     scale_tile  head_dim, a multiple of    rope_dim
             e4m3        float32        64, 128     8                          a multiple of 8

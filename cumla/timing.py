@@ -27,8 +27,9 @@ class Stopwatch:
     The time between events includes the device's waits for work that the host has not queued yet. Inside `queued`
     there are no such waits, unless `holds` is False.
 
-    holds  whether the device may be held. False for several ranks: a held device blocks the exchanges of the other
-           ranks, and two ranks of one process were seen to deadlock
+    Args:
+        holds: whether the device may be held. False for several ranks: a held device blocks the exchanges of the other
+            ranks, and two ranks of one process were seen to deadlock
     """
 
     def __init__(self, xp: Any, holds: bool = True) -> None:
@@ -66,7 +67,9 @@ class Stopwatch:
 class Gate:
     """Holds CuPy's current stream. Each hold has a number; the device continues once `_opened` has reached it.
 
-    longest  nanoseconds after which the device continues in any case, so that a host that waits for it does not hang
+    Args:
+        longest: nanoseconds after which the device continues in any case, so that a host that waits for it does not
+            hang
     """
 
     def __init__(self, longest: int = 5_000_000) -> None:

@@ -151,7 +151,8 @@ class Model:
 class DraftingServer(Server):
     """Greedy generation in which a decode verifies guesses: the same tokens in fewer steps.
 
-    proposed, accepted  number of guesses
+    Attributes:
+        proposed, accepted: number of guesses
     """
 
     def __init__(self, model: Model, *args: Any, **options: Any) -> None:

@@ -76,8 +76,9 @@ class Pages:
 class Server:
     """Greedy generation for several requests at once: each step decodes all running requests and continues prompts.
 
-    batch_tokens   tokens of a step; a longer prompt is prefilled in chunks
-    decode_tokens  most tokens of a request that the model's metadata treats as a decode
+    Attributes:
+        batch_tokens: tokens of a step; a longer prompt is prefilled in chunks
+        decode_tokens: most tokens of a request that the model's metadata treats as a decode
     """
 
     decode_tokens = 1

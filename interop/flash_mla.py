@@ -71,11 +71,12 @@ def _dense_plan() -> DenseDecodePlan:
 class FlashMLASchedMeta:
     """A schedule for calls of the same shapes and lengths, built by the first call that gets it.
 
-    have_initialized         whether a call has built it
-    config                   the shapes of the call that built it
-    tile_scheduler_metadata  the plan of sparse decode, which FlashMLA stores in two tensors
-    num_splits               None: the plan includes the number of splits
-    dense                    the plan of dense decode
+    Attributes:
+        have_initialized: whether a call has built it
+        config: the shapes of the call that built it
+        tile_scheduler_metadata: the plan of sparse decode, which FlashMLA stores in two tensors
+        num_splits: None: the plan includes the number of splits
+        dense: the plan of dense decode
     """
 
     have_initialized: bool = False
@@ -245,15 +246,16 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Any, Any, Any]:
     """Sparse prefill.
 
-    q            [s_q, h_q, d] bfloat16
-    kv           [s_kv, 1, d] bfloat16
-    indices      [s_q, 1, topk] int32; an index outside kv is absent
-    sm_scale     scale of the logits; 1 / sqrt(d) if None
-    d_v          512
-    attn_sink    [h_q] float32
-    topk_length  [s_q] int32
-    out          [s_q, h_q, 512] bfloat16 to write instead of allocating
-    early_release  only in cumla, as in flash_mla_with_kvcache
+    Args:
+        q: [s_q, h_q, d] bfloat16
+        kv: [s_kv, 1, d] bfloat16
+        indices: [s_q, 1, topk] int32; an index outside kv is absent
+        sm_scale: scale of the logits; 1 / sqrt(d) if None
+        d_v: 512
+        attn_sink: [h_q] float32
+        topk_length: [s_q] int32
+        out: [s_q, h_q, 512] bfloat16 to write instead of allocating
+        early_release: only in cumla, as in flash_mla_with_kvcache
 
     Returns out [s_q, h_q, 512], max_logits [s_q, h_q] and lse [s_q, h_q] float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.

@@ -116,7 +116,7 @@ def _doc(op: Op) -> str:
     lines, skipped = [], False
     for line in inspect.cleandoc(op.function.__doc__ or "").splitlines():
         if line.startswith("    ") and line[4:5].strip():
-            skipped = line.split()[0].rstrip(",") in absent
+            skipped = line.split()[0].rstrip(",:") in absent
         elif not line.startswith("    "):
             skipped = False
         if not skipped:

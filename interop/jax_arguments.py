@@ -18,7 +18,8 @@ USER_DEFINED = 2  # np.dtype.isbuiltin of ml_dtypes' types
 def array_of(name: str, value: Any) -> Any:
     """`value` as a JAX array or tracer. Other arrays are copied, because a call may run after it has returned.
 
-    value  an array of any framework, a sequence of numbers, or an object with `__array__` or `__jax_array__`
+    Args:
+        value: an array of any framework, a sequence of numbers, or an object with `__array__` or `__jax_array__`
 
     Raises TypeError for anything but an array of numbers, ValueError for an array without memory, and OverflowError for
     values that need more than 32 bits without jax_enable_x64.

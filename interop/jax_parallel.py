@@ -44,7 +44,8 @@ merge_partials, _localise = (_traceable(Op.of(SPECS[name])) for name in ("merge_
 class AxisCommunicator:
     """A Communicator of the ranks along an axis of the mesh, for arrays inside shard_map.
 
-    axis  the axis' name
+    Attributes:
+        axis: the axis' name
 
     The collectives take an array, or a tuple of arrays, and return new arrays: all_gather [...] -> [size, ...],
     reduce_scatter [size, ...] -> [...], all_to_all [size, ...] -> [size, ...]. There is no `out`; `stream` is XLA's.
@@ -84,14 +85,15 @@ def dense_decode(
 ) -> tuple[Any, Any]:
     """`dense_mla_decode` over the tokens of all ranks along an axis.
 
-    axis           the axis' name
-    q              [T, h, 576], the same on every rank; with split_heads the rank's own heads, in the order of ranks
-    k_cache        [num_blocks, block_size, 576], the rank's cache
-    block_table    [>= T, B] int32, for each query the rank's pages
-    cache_seqlens  [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
-    attn_sink      [h] float32, of the heads of q, or None
-    split_heads    whether q has the rank's own heads only
-    options        scale, softmax_scale and max_seqlen (of the rank's tokens) as in dense_mla_decode
+    Args:
+        axis: the axis' name
+        q: [T, h, 576], the same on every rank; with split_heads the rank's own heads, in the order of ranks
+        k_cache: [num_blocks, block_size, 576], the rank's cache
+        block_table: [>= T, B] int32, for each query the rank's pages
+        cache_seqlens: [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
+        attn_sink: [h] float32, of the heads of q, or None
+        split_heads: whether q has the rank's own heads only
+        options: scale, softmax_scale and max_seqlen (of the rank's tokens) as in dense_mla_decode
 
     Returns out [T, h, 512] of q's dtype and lse [T, h] float32, of the heads of q.
     """
@@ -117,17 +119,18 @@ def sparse_decode(
 ) -> tuple[Any, Any]:
     """`sparse_mla_decode` over the rows of all ranks along an axis.
 
-    axis           the axis' name
-    q              [T, h, d], the same on every rank; with split_heads the rank's own heads, in the order of ranks
-    k_cache        the rank's cache, as sparse_mla_decode takes it
-    indices        [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
-                   (`localise_indices`)
-    topk_length    [T] int32, or None
-    extra_indices  [T, extra_topk] int32, of extra_k_cache, or None
-    attn_sink      [h] float32, of the heads of q, or None
-    split_heads    whether q has the rank's own heads only
-    options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length ([T] int32),
-                   extra_block_size and extra_layout as in sparse_mla_decode
+    Args:
+        axis: the axis' name
+        q: [T, h, d], the same on every rank; with split_heads the rank's own heads, in the order of ranks
+        k_cache: the rank's cache, as sparse_mla_decode takes it
+        indices: [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
+            (`localise_indices`)
+        topk_length: [T] int32, or None
+        extra_indices: [T, extra_topk] int32, of extra_k_cache, or None
+        attn_sink: [h] float32, of the heads of q, or None
+        split_heads: whether q has the rank's own heads only
+        options: layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length ([T] int32),
+            extra_block_size and extra_layout as in sparse_mla_decode
 
     Returns out [T, h, 512] of q's dtype and lse [T, h] float32, of the heads of q.
     """
@@ -194,10 +197,11 @@ def _merge(parts: Any, lses: Any, attn_sink: Any) -> tuple[Any, Any]:
 def local_seq_lens(axis: str, seq_lens: Any, *, interleave: int = 1, s_q: int = 1) -> Any:
     """The number of the rank's tokens that each query sees.
 
-    axis        the axis' name
-    seq_lens    [R] int32, tokens of each request, its queries' own included
-    interleave  consecutive tokens on the same rank
-    s_q         queries of each request: query i sees all tokens except the last s_q - 1 - i
+    Args:
+        axis: the axis' name
+        seq_lens: [R] int32, tokens of each request, its queries' own included
+        interleave: consecutive tokens on the same rank
+        s_q: queries of each request: query i sees all tokens except the last s_q - 1 - i
 
     Returns [R * s_q] int32, the queries of a request in order. XLA fuses this arithmetic.
     """
@@ -223,13 +227,14 @@ def localise_indices(
 ) -> tuple[Any, Any]:
     """The rank's part of the rows that each token selected, as slots of the rank's cache.
 
-    axis                  the axis' name
-    indices               [T, K] int32 rows of the token's request, counted over all ranks; -1: none
-    token_to_req_indices  [>= T] int32
-    block_table           [R, B] int32, the rank's pages of each request
-    block_size            rows of a page
-    interleave            consecutive rows on the same rank
-    is_valid_token        [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
+    Args:
+        axis: the axis' name
+        indices: [T, K] int32 rows of the token's request, counted over all ranks; -1: none
+        token_to_req_indices: [>= T] int32
+        block_table: [R, B] int32, the rank's pages of each request
+        block_size: rows of a page
+        interleave: consecutive rows on the same rank
+        is_valid_token: [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
 
     Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32.
     """

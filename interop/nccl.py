@@ -47,21 +47,24 @@ POLL_SECONDS = 0.2  # interval of the thread that watches calls
 class NcclCommunicator:
     """One rank of NCCL on one GPU. As a context manager, it reports an exception that ends the context to the others.
 
-    store       a FileStore or TcpStore for processes, used by this run only
-    rank, size  this rank, and the number of ranks
-    device      CUDA device; None: CuPy's current one
-    time_limit  seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one process:
-                before all calls that are not captured) and in `wait`
-    windows     whether `memory` returns symmetric windows, which NCCL (2.27 or newer) registers on all GPUs: gathering
-                megabytes takes two thirds of the time. But NCCL cannot abort a call on windows. If a rank fails during
-                such a call, the others get their RankError in time, but their GPU waits forever: the process cannot
-                use the GPU any more, and is ended by force when it exits. And with NCCL 2.28 to 2.30.4 each exchange
-                is preceded by an ordinary launch, because these versions do not wait for the kernel that writes the
-                window. All ranks pass the same value
+    Args:
+        store: a FileStore or TcpStore for processes, used by this run only
+        rank, size: this rank, and the number of ranks
+        device: CUDA device; None: CuPy's current one
+        time_limit: seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one
+            process: before all calls that are not captured) and in `wait`
+        windows: whether `memory` returns symmetric windows, which NCCL (2.27 or newer) registers on all GPUs: gathering
+            megabytes takes two thirds of the time. But NCCL cannot abort a call on windows. If a rank fails during such
+            a call, the others get their RankError in time, but their GPU waits forever: the process cannot use the GPU
+            any more, and is ended by force when it exits. And with NCCL 2.28 to 2.30.4 each exchange is preceded by an
+            ordinary launch, because these versions do not wait for the kernel that writes the window. All ranks pass
+            the same value
 
     Raises RankError, which names the rank, if a rank is missing, fails, has another number of ranks, or has the same
     GPU as another; if `windows` differs, the error names each rank's value.
-    traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
+
+    Attributes:
+        traffic: bytes that this rank has sent, by function; calls in a graph count when they are captured
     """
 
     def __init__(

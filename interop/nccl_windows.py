@@ -24,8 +24,9 @@ NOT_WAITING, FOR_ALL_MEMORY, WAITING_AGAIN = 22800, 22900, 23007
 def starts_early(version: int, windows: bool) -> bool:
     """Whether an exchange may read memory before the preceding kernel in the stream has stored its results.
 
-    version  of NCCL, 22809 for 2.28.9
-    windows  whether the communicator may have windows
+    Args:
+        version: of NCCL, 22809 for 2.28.9
+        windows: whether the communicator may have windows
     """
     return NOT_WAITING <= version < WAITING_AGAIN and (windows or version >= FOR_ALL_MEMORY)
 

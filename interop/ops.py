@@ -47,7 +47,8 @@ class Op(OperationSpec):
     def write(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
         """Call the function on arrays with memory, on the caller's current stream.
 
-        results, scratch  arrays for the results and the temporary memory
+        Args:
+            results, scratch: arrays for the results and the temporary memory
         """
         given = self.results_in(results)
         if scratch is not None:

@@ -40,8 +40,9 @@ def quantize_and_insert_k_cache(
 ) -> None:
     """cumla.quantize_and_insert_k_cache of DSV4_FP8.
 
-    k_cache   uint8 [num_blocks, block_size, 584], [num_blocks, block_size, 1, 584] or [num_blocks, page_bytes]
-    use_fnuz  False: the FP8 of AMD's gfx942 is not supported
+    Args:
+        k_cache: uint8 [num_blocks, block_size, 584], [num_blocks, block_size, 1, 584] or [num_blocks, page_bytes]
+        use_fnuz: False: the FP8 of AMD's gfx942 is not supported
     """
     _refuse_fnuz(use_fnuz)
     sparse_cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0, layout=DSV4_FP8)
@@ -81,9 +82,10 @@ REFUSED = {  # fields of batches that cumla's builders do not take: the batches 
 def from_vllm(metadata: Any, *, seq_lens_cpu: Any = None, block_size: int | None = None) -> CommonAttentionMetadata:
     """Convert a vLLM CommonAttentionMetadata to cumla's, for all metadata builders of cumla.
 
-    metadata      an object with vLLM's fields, of 0.10 or later; arrays of any framework
-    seq_lens_cpu  [num_reqs] integers in host memory, if the metadata has the lengths only on the device
-    block_size    positions of a page, if builders should check it
+    Args:
+        metadata: an object with vLLM's fields, of 0.10 or later; arrays of any framework
+        seq_lens_cpu: [num_reqs] integers in host memory, if the metadata has the lengths only on the device
+        block_size: positions of a page, if builders should check it
 
     The batch has the metadata's own arrays, without rows beyond num_reqs. Nothing is copied, and properties that wait
     for the device are not read: `_seq_lens_cpu` of later releases is used, their property `seq_lens_cpu` is not.

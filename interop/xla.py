@@ -45,10 +45,11 @@ Run = Callable[[list[Any], list[Any]], None]
 class CompiledCall:
     """A custom call of a program.
 
-    run      runs the call in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
-    shapes   (shape, dtype) of the inputs, then of the outputs
-    inputs   number of inputs
-    noted    number of notes of its launches; None: the call needs Python each time
+    Attributes:
+        run: runs the call in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
+        shapes: (shape, dtype) of the inputs, then of the outputs
+        inputs: number of inputs
+        noted: number of notes of its launches; None: the call needs Python each time
     """
 
     run: Run

@@ -102,10 +102,11 @@ LOW = 0xFFFFFFFF  # mask of a C int
 def make_handler(table: int, launch_kernel: int, current_context: int, in_python: int) -> int:
     """The address of a handler of XLA's FFI.
 
-    table            address of SLOTS pairs of words: the number of a call, the address of its first note
-    launch_kernel    address of cuLaunchKernelEx
-    current_context  address of cuCtxGetCurrent
-    in_python        address of a function (frame, status) for all other cases; returns an error or 0
+    Args:
+        table: address of SLOTS pairs of words: the number of a call, the address of its first note
+        launch_kernel: address of cuLaunchKernelEx
+        current_context: address of cuCtxGetCurrent
+        in_python: address of a function (frame, status) for all other cases; returns an error or 0
     """
     local: Callable[..., Any] = numba.njit(nogil=True)
 

@@ -29,13 +29,14 @@ class MiscompiledError(RuntimeError):
 class Fresh(NamedTuple):
     """Compiled code without a self-test result.
 
-    what      the kernel, for error messages
-    backend   its backend
-    compiler  its compiler, with version
-    remedy    what to do if it is wrong
-    result_file   the file for the result; None if it cannot be kept
-    layout    the cache format that it was compiled for; "" for none
-    kernel    the object that launches it, to see whether a case did; None: every case does
+    Attributes:
+        what: the kernel, for error messages
+        backend: its backend
+        compiler: its compiler, with version
+        remedy: what to do if it is wrong
+        result_file: the file for the result; None if it cannot be kept
+        layout: the cache format that it was compiled for; "" for none
+        kernel: the object that launches it, to see whether a case did; None: every case does
     """
 
     what: str
@@ -50,9 +51,10 @@ class Fresh(NamedTuple):
 class RunningCall(NamedTuple):
     """A call of a public operation.
 
-    op       its name
-    fresh    what was compiled or loaded for it without a result so far
-    is_test  whether it is part of a self-test
+    Attributes:
+        op: its name
+        fresh: what was compiled or loaded for it without a result so far
+        is_test: whether it is part of a self-test
     """
 
     op: str

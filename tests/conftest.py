@@ -95,9 +95,10 @@ def pytest_generate_tests(metafunc):
 class Combination:
     """A test's name and its parameters by name; where it runs, if it has a `lab` or a `place`.
 
-    backend   its name; "" if it has none
-    device    whether it is a real device
-    emulated, simulated  whether it is cuda without a device, or numba_cuda
+    Attributes:
+        backend: its name; "" if it has none
+        device: whether it is a real device
+        emulated, simulated: whether it is cuda without a device, or numba_cuda
     """
 
     def __init__(self, item):

@@ -33,8 +33,9 @@ def flat_size(arrays):
 class Runner:
     """A problem on one stream, with its outputs, states and plan.
 
-    written  uint8, all outputs packed, which are overwritten before a run
-    kept     arrays that it reads and writes: every run leaves the same bytes in them
+    Attributes:
+        written: uint8, all outputs packed, which are overwritten before a run
+        kept: arrays that it reads and writes: every run leaves the same bytes in them
     """
 
     def __init__(self, problem):

@@ -1,7 +1,6 @@
 """The site's pages are correct: their code runs, and every public name and environment variable is in them."""
 
 import contextlib
-import importlib.util
 import json
 import pathlib
 import re
@@ -133,15 +132,3 @@ def test_links_of_pages_exist():
             with contextlib.suppress(ValueError):
                 target = (DOCS / page).parent / link
                 assert target.exists() or "kernels/" in link, f"{page}: {link}"
-
-
-def test_columns_of_a_docstring_become_definitions():
-    path = ROOT / "tools" / "site" / "docstrings.py"
-    spec = importlib.util.spec_from_file_location("docstrings", path)
-    docstrings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(docstrings)
-    text = "A sum of a * b.\n\nx         [b, s] int32,\n          or none\nlongest_y float32\n\n    >>> f(1)"
-    assert docstrings.as_markdown(text) == (
-        "A sum of a \\* b.\n\n`x`\n:   \\[b, s\\] int32, or none\n\n`longest_y`\n:   float32\n\n"
-        "```python\n>>> f(1)\n```"
-    )

@@ -60,7 +60,8 @@ _set_capsule_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_obje
 def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool]:
     """The tensor of a capsule of either kind, and whether it is read-only.
 
-    device  the DLPack type and number of the device from the array's `__dlpack_device__`
+    Args:
+        device: the DLPack type and number of the device from the array's `__dlpack_device__`
 
     Raises TypeError for another object, ValueError for a capsule that was already used, is not of DLPack version 0 or
     1, or has a tensor on another device. The errors name the argument `name`.

@@ -92,11 +92,12 @@ def _speaks_dlpack(array: Any) -> bool:
 class Argument(NamedTuple):
     """A borrowed argument of a call.
 
-    name       name of the argument, for error messages
-    native     a NumPy or CuPy array over the same memory; 8-bit floats as bytes
-    framework  `framework_of` the caller's array
-    read_only  whether the memory must not be written, such as a JAX array's
-    float8     the caller's dtype if it is an 8-bit float, such as "float8_e4m3fn"; else ""
+    Attributes:
+        name: name of the argument, for error messages
+        native: a NumPy or CuPy array over the same memory; 8-bit floats as bytes
+        framework: `framework_of` the caller's array
+        read_only: whether the memory must not be written, such as a JAX array's
+        float8: the caller's dtype if it is an 8-bit float, such as "float8_e4m3fn"; else ""
     """
 
     name: str
@@ -116,10 +117,11 @@ def argument(
 ) -> Argument:
     """`array` borrowed as the argument `name`.
 
-    writable    whether the array will be written: read-only memory, such as JAX's, is then an error
-    stream      handle of the stream that will use the array; DLPack makes it wait for the array's pending work. None:
-                CuPy's current stream. NumPy, CuPy and torch arrays are ready on their user's current stream
-    any_float8  whether 8-bit floats other than e4m3 are allowed; False where bytes are read as e4m3
+    Args:
+        writable: whether the array will be written: read-only memory, such as JAX's, is then an error
+        stream: handle of the stream that will use the array; DLPack makes it wait for the array's pending work. None:
+            CuPy's current stream. NumPy, CuPy and torch arrays are ready on their user's current stream
+        any_float8: whether 8-bit floats other than e4m3 are allowed; False where bytes are read as e4m3
 
     Raises TypeError for an object that is no array or has a type without a counterpart, ValueError for memory that
     cannot be used or written.

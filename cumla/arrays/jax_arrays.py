@@ -16,8 +16,9 @@ INT32 = np.iinfo(np.int32)
 class Framework(str):
     """The name "jax" with the host device of an array, on which results are put.
 
-    device     one of JAX's CPU devices
-    committed  whether JAX must not move the array to another device
+    Attributes:
+        device: one of JAX's CPU devices
+        committed: whether JAX must not move the array to another device
     """
 
     __slots__ = ("committed", "device")

@@ -17,8 +17,9 @@ MOST_WORK = 1_000_000  # limit of the steps of NumPy's exact comparison: some mi
 class Extent(NamedTuple):
     """The bytes [address + low, address + high) that contain an array's elements.
 
-    address  address of the first element, not the lowest one if a stride is negative
-    low      0 or negative; high - low is 0 for an array without elements
+    Attributes:
+        address: address of the first element, not the lowest one if a stride is negative
+        low: 0 or negative; high - low is 0 for an array without elements
     """
 
     address: int

@@ -19,9 +19,10 @@ NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 def callers(native: Any, framework: str, stream: Any = None) -> Current:
     """A context in which CuPy's current device and stream are the caller's; without effect for host arrays.
 
-    native     a borrowed array of the call
-    framework  the framework of the caller's arrays
-    stream     the stream given by the caller, or None for the framework's current stream
+    Args:
+        native: a borrowed array of the call
+        framework: the framework of the caller's arrays
+        stream: the stream given by the caller, or None for the framework's current stream
     """
     if isinstance(native, np.ndarray):
         return Current(-1)
@@ -32,8 +33,9 @@ def callers(native: Any, framework: str, stream: Any = None) -> Current:
 class Current:
     """A context in which CuPy's current device is `device` and its current stream `handle`; may be entered again.
 
-    device  a CUDA device, or -1 for host memory: nothing to do
-    handle  handle of a stream; None: CuPy's current stream
+    Args:
+        device: a CUDA device, or -1 for host memory: nothing to do
+        handle: handle of a stream; None: CuPy's current stream
 
     Nothing changes before `with`: only the end of `with` pops CuPy's stack of streams.
     """

@@ -23,8 +23,9 @@ def compared(
 ) -> Problem:
     """A map beside vLLM's of the same name.
 
-    make   gives a new set of arguments at each call
-    first  changes arguments to those of the first SAMPLE tokens
+    Args:
+        make: gives a new set of arguments at each call
+        first: changes arguments to those of the first SAMPLE tokens
 
     The first tokens are compared with the reference, all tokens with those of the implementation before.
     """

@@ -98,8 +98,9 @@ def sets_for(bytes_moved: int, most: int = 8) -> int:
 def graph_us(calls: Calls, framework: str = "cupy") -> float:
     """Median time in us of one call inside a graph of back-to-back calls.
 
-    calls      functions without arguments, one a set of inputs; they run in turn
-    framework  "cupy" or "torch": whose capture the calls run under
+    Args:
+        calls: functions without arguments, one a set of inputs; they run in turn
+        framework: "cupy" or "torch": whose capture the calls run under
     """
     return statistics.median(graph_times_in_turn({"": (framework, calls)})[""])
 

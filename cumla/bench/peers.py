@@ -87,8 +87,9 @@ def vllm_operations() -> Any:
 class Gather(NamedTuple):
     """A gather of FP8 rows, called as vLLM's dequantize_and_gather_k_cache.
 
-    name         as rows name it
-    is_stand_in  a kernel of the same algorithm in place of vLLM's
+    Attributes:
+        name: as rows name it
+        is_stand_in: a kernel of the same algorithm in place of vLLM's
     """
 
     call: Callable[..., Any]

@@ -33,8 +33,9 @@ CHECKED = 3  # entries of a batch that are compared with the reference
 class Sizes:
     """What a user may ask for; sizes in tokens.
 
-    tokens  of insert, gather and prefill
-    topk    keys of the window or V3.2's selection; extra: of the second cache
+    Attributes:
+        tokens: of insert, gather and prefill
+        topk: keys of the window or V3.2's selection; extra: of the second cache
     """
 
     backend: str
@@ -78,15 +79,16 @@ class Sizes:
 class Problem:
     """Calls that do the same.
 
-    impls      by name, the framework whose graphs they are captured in, and calls
-    check      of the first call's result: the largest error. Raises RunError or AssertionError beyond the bounds
-    clear      wipes what the first call writes in place, before each implementation is checked
-    functions  of other libraries' implementations, which function of which version that is
-    unchecked  implementations that compute something else, such as a copy of as many bytes
-    from_host  the host's time for a call counts, on a device too
-    queued     not 0: calls allocate, so they are queued one by one in place of a graph, and do so many times
-               what is measured
-    fp8        the products are of FP8 values
+    Attributes:
+        impls: by name, the framework whose graphs they are captured in, and calls
+        check: of the first call's result: the largest error. Raises RunError or AssertionError beyond the bounds
+        clear: wipes what the first call writes in place, before each implementation is checked
+        functions: of other libraries' implementations, which function of which version that is
+        unchecked: implementations that compute something else, such as a copy of as many bytes
+        from_host: the host's time for a call counts, on a device too
+        queued: not 0: calls allocate, so they are queued one by one in place of a graph, and do so many times what is
+            measured
+        fp8: the products are of FP8 values
     """
 
     op: str
@@ -115,9 +117,10 @@ class Case(Protocol):
 class Peer(NamedTuple):
     """Another library's implementation.
 
-    impl      its name in rows
-    function  which function of which version
-    call      makes a call of a set of arguments, None where the library is absent
+    Attributes:
+        impl: its name in rows
+        function: which function of which version
+        call: makes a call of a set of arguments, None where the library is absent
     """
 
     impl: str

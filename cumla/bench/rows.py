@@ -46,7 +46,8 @@ def measured(names: Sequence[str], sizes: Sizes, begin: Callable[[str], None] = 
 
     The second time is the control of the first: what a run makes of the same calls.
 
-    begin  is called with the name of each suite and problem
+    Args:
+        begin: is called with the name of each suite and problem
     """
     last: tuple[Problem, list[Row]] | None = None
     for name in names:

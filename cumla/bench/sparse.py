@@ -50,11 +50,12 @@ WINDOWED = (DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT)  # formats whose first list is
 class Decode:
     """Decodes of `batch` entries of s_q tokens; `extra` keys of a second cache, V4.1's with FP4 rows.
 
-    lengths  as layers make them, or full lists
-    ratio    positions of a row of the second cache, with lengths
-    slots    of each cache; None: as many as the sizes have
-    beside_portable  the portable kernel is measured as well
-    beside_ordinary  the call that ends in an ordinary launch is measured as well
+    Attributes:
+        lengths: as layers make them, or full lists
+        ratio: positions of a row of the second cache, with lengths
+        slots: of each cache; None: as many as the sizes have
+        beside_portable: the portable kernel is measured as well
+        beside_ordinary: the call that ends in an ordinary launch is measured as well
     """
 
     layout: CacheLayout
@@ -181,7 +182,8 @@ class DecodeInputs:
 class Prefill:
     """Prefill over `rows` gathered rows: with lengths and a sink, a chunk of a C4A layer at the end of a context.
 
-    precision  as sparse_mla_prefill has it; FlashMLA's products are of bfloat16 values in any case
+    Attributes:
+        precision: as sparse_mla_prefill has it; FlashMLA's products are of bfloat16 values in any case
     """
 
     width: int

@@ -14,7 +14,8 @@ STDOUT = Path("-")
 def check_outputs(outputs: Mapping[str, Path | None], read: Path | None = None) -> None:
     """Raises InputError for files by option that could not be written, as far as can be checked, or are one.
 
-    read  what the command reads, which it must not write over
+    Args:
+        read: what the command reads, which it must not write over
     """
     seen: dict[Path, str] = {}
     for option, path in outputs.items():

@@ -80,14 +80,15 @@ def _kind_of(config: Mapping[str, Any], path: Path) -> str:
 class Model:
     """The sizes and formats of a model on one rank.
 
-    kind    one of WARM_KINDS; "mla" is dense
-    heads   query heads of one rank
-    topk    compressed rows (v4, v41) or tokens (v32) that a token selects
-    window  of V4's and V4.1's window caches
-    layout  of these models' caches, one of FORMATS; of V4.1 one of V41_CACHE_FORMATS
-    index_heads  heads of the indexer, which ranks do not share; 0: as the published model has
-    context      positions of the longest context, or MOST_ROWS
-    candidate_blocks  that V4.1's index layers choose
+    Attributes:
+        kind: one of WARM_KINDS; "mla" is dense
+        heads: query heads of one rank
+        topk: compressed rows (v4, v41) or tokens (v32) that a token selects
+        window: of V4's and V4.1's window caches
+        layout: of these models' caches, one of FORMATS; of V4.1 one of V41_CACHE_FORMATS
+        index_heads: heads of the indexer, which ranks do not share; 0: as the published model has
+        context: positions of the longest context, or MOST_ROWS
+        candidate_blocks: that V4.1's index layers choose
     """
 
     kind: str

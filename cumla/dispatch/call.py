@@ -49,7 +49,8 @@ Shape = tuple[int | str, ...]
 class Call:
     """The arrays of one call. The first array decides the framework, the device and so the backend.
 
-    early_release  whether the next kernel of the stream may start before this call's results are stored
+    Args:
+        early_release: whether the next kernel of the stream may start before this call's results are stored
     """
 
     def __init__(self, backend: str | None = None, stream: Any = None, early_release: bool = True) -> None:
@@ -182,7 +183,8 @@ class Call:
     ) -> Any:
         """An array to write, which is a result of the call: the caller's `out`, checked, or a new one of `dtypes[0]`.
 
-        may_be  the input that may also be this output, if the operation reads each element before it writes it
+        Args:
+            may_be: the input that may also be this output, if the operation reads each element before it writes it
         """
         if out is None:
             out, native = self._new_output(name, shape, dtypes[0])
@@ -319,7 +321,8 @@ class Launching:
 def end_release(native: Any) -> None:
     """Let no later kernel start before the work queued so far on CuPy's current stream has ended.
 
-    native  an array of the call; for host arrays there is nothing to do
+    Args:
+        native: an array of the call; for host arrays there is nothing to do
     """
     if not isinstance(native, np.ndarray) and dry_run.current() is None:
         ordinary_launch()

@@ -48,9 +48,10 @@ def cache_layout(
 ) -> CacheLayout:
     """The format of a cache: `layout` if given, else inferred from the bytes per token or the dtype of its rows.
 
-    block_size, row_width  of raw pages: their tokens, and the values of the rows inserted or gathered. Only one of the
-                           formats of V3.2 and V4 has rows of that width, and V4.1's are always named; raw pages of
-                           DSV4_FP8 need no block_size (`cache_pages`)
+    Args:
+        block_size, row_width: of raw pages: their tokens, and the values of the rows inserted or gathered. Only one of
+            the formats of V3.2 and V4 has rows of that width, and V4.1's are always named; raw pages of DSV4_FP8 need
+            no block_size (`cache_pages`)
 
     Raises ValueError for an ambiguous array: raw pages of unknown size, or a number of bytes that several formats have.
     """
@@ -106,9 +107,10 @@ def cache_pages(call: Call, cache: Argument, layout: CacheLayout, block_size: in
 def pages_of(call: Call, cache: Argument, layout: CacheLayout, block_size: int | None = None) -> Pages:
     """A borrowed paged cache as `Pages`.
 
-    cache  bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw
-           pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`. A cache
-           whose pages have no tokens has no pages
+    Args:
+        cache: bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw pages
+            `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`. A cache whose pages
+            have no tokens has no pages
     """
     name, native = cache.name, cache.native
     if native.ndim == 4 and native.shape[2] == 1:

@@ -46,9 +46,10 @@ def test_with(self_test: Callable[[], SelfTest]) -> None:
 class Test(NamedTuple):
     """The self-test of what was compiled for a call.
 
-    fresh  the kernels
-    cases  of the operation, for the call's cache formats and keywords
-    heads  query heads of the cases
+    Attributes:
+        fresh: the kernels
+        cases: of the operation, for the call's cache formats and keywords
+        heads: query heads of the cases
     """
 
     op: str

@@ -46,16 +46,18 @@ MOST_FITTING = 256  # addresses that a remembered call remembers
 class KnownCall(NamedTuple):
     """The recorded call for a cache key.
 
-    launches   each launch, and the sources of its addresses: (argument of the kernel, array, offset)
-    together   (array, other, distance): arrays that share memory must have the same distance again
-    apart      (array, other, least, most): a written array and another one, whose extents must not intersect:
-               the distance must not be between least and most
-    fitting    addresses already compared: comparing those of 14 arrays takes over a microsecond
-    outputs    (shape, dtype) of the new arrays, whose indices follow those of the given arrays
-    memory     (name, dtype, size) of the arrays of the stream's workspace, whose indices follow those of the new arrays
-    results    indices of the arrays returned; None if nothing is returned
-    framework  of the first array
-    device     its CUDA device
+    Attributes:
+        launches: each launch, and the sources of its addresses: (argument of the kernel, array, offset)
+        together: (array, other, distance): arrays that share memory must have the same distance again
+        apart: (array, other, least, most): a written array and another one, whose extents must not intersect: the
+            distance must not be between least and most
+        fitting: addresses already compared: comparing those of 14 arrays takes over a microsecond
+        outputs: (shape, dtype) of the new arrays, whose indices follow those of the given arrays
+        memory: (name, dtype, size) of the arrays of the stream's workspace, whose indices follow those of the new
+            arrays
+        results: indices of the arrays returned; None if nothing is returned
+        framework: of the first array
+        device: its CUDA device
     """
 
     launches: list[tuple[Launch, list[tuple[int, int, int]]]]

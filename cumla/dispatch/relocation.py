@@ -10,9 +10,10 @@ from ..kernels.cuda.launch import Launch
 
 
 class Relocation(NamedTuple):
-    """launches  each launch, and for its addresses (argument of the kernel, array, offset from the array's address)
-    together  (array, other, distance): if an address is within several arrays, the one that the kernel means is
-              unknown, so their addresses must have the same distances again
+    """Attributes:
+    launches: each launch, and for its addresses (argument of the kernel, array, offset from the array's address)
+    together: (array, other, distance): if an address is within several arrays, the one that the kernel means is
+        unknown, so their addresses must have the same distances again
     """
 
     launches: list[tuple[Launch, list[tuple[int, int, int]]]]

@@ -39,15 +39,16 @@ ACT_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
 class MLACommonImpl:
     """The attention of a dense MLA layer between its projections of q and of the output.
 
-    num_heads         query heads on this device
-    head_size         576, values of a cached row
-    scale             the model's softmax scale of a head (192**-0.5 with V3's YaRN factor)
-    num_kv_heads      1
-    kv_cache_dtype    "auto" (rows of the activations' dtype), or "fp8" / "fp8_e4m3" with one scale for the cache
-    q_lora_rank       not used: the model projects q
-    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim    512, P, 64 and V
-    kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
-                      or a BlockQuantizedWeight; or a layer whose `weight` is one of these (layers/weights.py)
+    Args:
+        num_heads: query heads on this device
+        head_size: 576, values of a cached row
+        scale: the model's softmax scale of a head (192**-0.5 with V3's YaRN factor)
+        num_kv_heads: 1
+        kv_cache_dtype: "auto" (rows of the activations' dtype), or "fp8" / "fp8_e4m3" with one scale for the cache
+        q_lora_rank: not used: the model projects q
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: 512, P, 64 and V
+        kv_b_proj: [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32, or a
+            BlockQuantizedWeight; or a layer whose `weight` is one of these (layers/weights.py)
 
     A layer reuses its memory for decodes in every step, so its steps must run one after another, on one stream. When
     larger memory is allocated, the smaller is not freed: graphs captured with it remain valid.
@@ -94,7 +95,8 @@ class MLACommonImpl:
     def process_weights_after_loading(self, act_dtype: Any = BFLOAT16) -> None:
         """Split kv_b_proj into W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V], views of one 16-bit matrix.
 
-        act_dtype  bfloat16 or float16, of the activations
+        Args:
+            act_dtype: bfloat16 or float16, of the activations
 
         A quantised weight is dequantised here, once, on the host: cuBLAS multiplies 16-bit weights.
         """
@@ -129,19 +131,19 @@ class MLACommonImpl:
     ) -> Any:
         """Insert a step's rows and attend.
 
-        q           [T, num_heads * (P + 64)] or [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the
-                    last 64 of each head. T may exceed the metadata's tokens, as for the padded batch of a captured
-                    graph
-        k_c_normed  [T, 512] of q's dtype
-        k_pe        [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
-        kv_cache    [num_blocks, block_size, 576] of kv_cache_dtype, written. A cache without blocks is not written,
-                    as in a run that profiles memory; decodes and prefills with context need one with blocks elsewhere
-        attn_metadata  of the step's batch, decodes first; with context_chunk_workspace if prefills have context
-        output      [T, num_heads * V] of q's dtype to write instead of allocating
-        output_scale  must be None: the output is not quantised
-        k_scale     of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
-        observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
-                    "absorb", "decode")
+        Args:
+            q: [T, num_heads * (P + 64)] or [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the last 64 of
+                each head. T may exceed the metadata's tokens, as for the padded batch of a captured graph
+            k_c_normed: [T, 512] of q's dtype
+            k_pe: [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
+            kv_cache: [num_blocks, block_size, 576] of kv_cache_dtype, written. A cache without blocks is not written,
+                as in a run that profiles memory; decodes and prefills with context need one with blocks elsewhere
+            attn_metadata: of the step's batch, decodes first; with context_chunk_workspace if prefills have context
+            output: [T, num_heads * V] of q's dtype to write instead of allocating
+            output_scale: must be None: the output is not quantised
+            k_scale: of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
+            observe: called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
+                "absorb", "decode")
 
         Returns output; its rows of padding tokens, within the metadata's tokens and after them, are 0, where padding
         requests have a seq_len of 0. A step of decodes only does not synchronise with the host and, after the same

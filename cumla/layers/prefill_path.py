@@ -26,11 +26,12 @@ LAST_WAVE, TAKEN_ALONG = 0.45, 5.0
 class Chunk(NamedTuple):
     """A chunk of prefills.
 
-    prefills  slice of the step's prefills
-    n, m      as in get_prefill_chunk_plan
-    path      "pages" or "rows"
-    ahead     its first tokens that may attend over pages in the call of the step's decodes: with "pages" all tokens,
-              with "rows" the tokens whose tiles would fill only part of a last wave
+    Attributes:
+        prefills: slice of the step's prefills
+        n, m: as in get_prefill_chunk_plan
+        path: "pages" or "rows"
+        ahead: its first tokens that may attend over pages in the call of the step's decodes: with "pages" all tokens,
+            with "rows" the tokens whose tiles would fill only part of a last wave
     """
 
     prefills: slice
@@ -44,15 +45,16 @@ class Chunk(NamedTuple):
 class Costs:
     """Measured times of a chunk on a backend, in us. A tile is 64 heads of a token, a block 64 keys of a tile.
 
-    pages        fixed time of a chunk over pages
-    pages_map    time to map compressed rows to slots, if there are any
-    pages_tile, pages_block  time of a tile's start and end and of a block, with all multiprocessors busy
-    rows         fixed time of a chunk over gathered rows: a gather, indices, attention
-    rows_map     time to gather compressed rows and to list them, if there are any
-    gathered     time of a gathered row
-    wave_tile    time of the start and end of a wave, one tile on each multiprocessor
-    wave_block   time of one block of each of these tiles
-    tiles        tiles of a wave
+    Attributes:
+        pages: fixed time of a chunk over pages
+        pages_map: time to map compressed rows to slots, if there are any
+        pages_tile, pages_block: time of a tile's start and end and of a block, with all multiprocessors busy
+        rows: fixed time of a chunk over gathered rows: a gather, indices, attention
+        rows_map: time to gather compressed rows and to list them, if there are any
+        gathered: time of a gathered row
+        wave_tile: time of the start and end of a wave, one tile on each multiprocessor
+        wave_block: time of one block of each of these tiles
+        tiles: tiles of a wave
     """
 
     pages: float
@@ -110,8 +112,9 @@ def costs_of(backend: str, layout: CacheLayout, heads: int) -> Costs | None:
 def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:
     """The faster path for `tokens` tokens.
 
-    window, compressed  rows that each token attends to
-    gathered            rows that the gathered path would gather
+    Args:
+        window, compressed: rows that each token attends to
+        gathered: rows that the gathered path would gather
     """
     tiles = tokens * -(-heads // HEADS)
     listed = -(-window // BLOCK) + -(-compressed // BLOCK)
@@ -127,7 +130,8 @@ def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed:
 def tokens_of_a_last_wave(costs: Costs, tokens: int, heads: int, window: int, compressed: int) -> int:
     """First tokens of a chunk over gathered rows to attend over pages, so that the rest fills whole waves.
 
-    window, compressed  rows that each of these tokens attends to
+    Args:
+        window, compressed: rows that each of these tokens attends to
 
     0 unless these tokens cost less over pages, in the call of the step's decodes, which is launched anyway.
     """
@@ -166,8 +170,9 @@ def chunk_paths(
 ) -> Iterator[Chunk]:
     """The chunks of a step's prefills and their paths, from host values only.
 
-    topk    most rows that a token selects; None: tokens attend to all compressed rows
-    forced  the path of all chunks; their tokens then do not attend in the decodes' call. None: the faster path
+    Args:
+        topk: most rows that a token selects; None: tokens attend to all compressed rows
+        forced: the path of all chunks; their tokens then do not attend in the decodes' call. None: the faster path
     """
     costs = costs_of(backend, layout, heads)
     has_compressed = metadata.config.has_compressed_rows(compress_ratio)

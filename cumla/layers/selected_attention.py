@@ -30,10 +30,11 @@ PrefillRange = tuple[int, int, int]  # prefills: the first, one past the last, a
 class SelectedAttention:
     """One layer's attention over the rows that tokens select.
 
-    cache          [num_blocks, block_size, ..], rows of `layout`
-    softmax_scale  of the scores
-    path           of prefills: "pages", "rows", or None for the faster one
-    observe        called with a part's name around each part ("map", "gather", "decode", "prefill")
+    Attributes:
+        cache: [num_blocks, block_size, ..], rows of `layout`
+        softmax_scale: of the scores
+        path: of prefills: "pages", "rows", or None for the faster one
+        observe: called with a part's name around each part ("map", "gather", "decode", "prefill")
     """
 
     cache: Any
@@ -56,14 +57,15 @@ class SelectedAttention:
     ) -> None:
         """Write `out` for all tokens of a step, on the current stream.
 
-        q         [T, h, head_dim]
-        metadata  of the step
-        selected  [T, topk] int32, positions that each token selects, -1 for none
-        slots     [T, topk] int32, written: slots of the selected rows, for tokens that read pages
-        lens      [T] int32, written: the number of each token's slots
-        mapped    first tokens whose slots and lens are already written: 0, or the number of decodes
-        out       [T, h, 512], written
-        lse       [T, h, 1] float32, overwritten
+        Args:
+            q: [T, h, head_dim]
+            metadata: of the step
+            selected: [T, topk] int32, positions that each token selects, -1 for none
+            slots: [T, topk] int32, written: slots of the selected rows, for tokens that read pages
+            lens: [T] int32, written: the number of each token's slots
+            mapped: first tokens whose slots and lens are already written: 0, or the number of decodes
+            out: [T, h, 512], written
+            lse: [T, h, 1] float32, overwritten
         """
         tokens, (_, heads, _) = len(q), q.shape
         chunks, ahead = self._chunks(metadata, heads, selected.shape[1])
@@ -122,7 +124,8 @@ class SelectedAttention:
     ) -> None:  # fmt: skip
         """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them.
 
-        done  the step's first tokens, which have attended already
+        Args:
+            done: the step's first tokens, which have attended already
         """
         start, stop, longest = chunk
         first = metadata.num_decodes

@@ -29,15 +29,16 @@ Memory = Callable[[str, tuple[int, ...], Any], Any]
 class IndexerInputs:
     """The indexer's inputs for the tokens of a step: queries, keys, and the metadata that locates the keys.
 
-    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant returns; for a cache
-              that is not quantised, of the cache's type
-    weights   [num_tokens, heads] float32, the scales of q folded in
-    cache     uint8 [num_blocks, block_size, 132 or 68] (or rows that are not quantised), of `layout`, with the pages of
-              the cache whose rows are selected
-    metadata  of the indexer, of the step's batch and the block table of the cache whose rows are selected
-    k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
-              slot_mapping; None: the cache contains them already
-    layout    of the cache: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32
+    Attributes:
+        q: uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant returns; for a cache that
+            is not quantised, of the cache's type
+        weights: [num_tokens, heads] float32, the scales of q folded in
+        cache: uint8 [num_blocks, block_size, 132 or 68] (or rows that are not quantised), of `layout`, with the pages
+            of the cache whose rows are selected
+        metadata: of the indexer, of the step's batch and the block table of the cache whose rows are selected
+        k: [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
+            slot_mapping; None: the cache contains them already
+        layout: of the cache: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32
     """
 
     q: Any
@@ -52,9 +53,10 @@ class IndexerInputs:
 class Candidates:
     """The candidate blocks of a step's tokens (DeepSeek V4.1). One layer writes them, later layers read them.
 
-    blocks   [>= num_tokens, K] int32, ascending, then -1
-    size     rows of a block
-    written  True: the blocks with the best scores are written. False: only rows of these blocks are scored
+    Attributes:
+        blocks: [>= num_tokens, K] int32, ascending, then -1
+        size: rows of a block
+        written: True: the blocks with the best scores are written. False: only rows of these blocks are scored
     """
 
     blocks: Any
@@ -111,16 +113,17 @@ def select_rows(
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
-    positions    [T] int32 or int64; token_to_req [T] int32
-    block_table  [num_reqs, B] int32, of the cache
-    out          [T, topk] int32, written
-    memory       for scores, gathered keys and their scales
-    slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: slots of the rows that they
-                 select in a cache with the metadata's block table, and their count; or None
-    is_valid_token  [>= D] bool, with slots: a padding token's length is 0
-    candidates   the tokens' candidate blocks, to write or to choose from; None: all rows are scored
-    most_score_bytes  most memory for the scores of all decodes at once, or of a chunk's prefills, if a request's scores
-                 take no more; None: MOST_SCORE_BYTES
+    Args:
+        positions: [T] int32 or int64; token_to_req [T] int32
+        block_table: [num_reqs, B] int32, of the cache
+        out: [T, topk] int32, written
+        memory: for scores, gathered keys and their scales
+        slots: (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: slots of the rows that they
+            select in a cache with the metadata's block table, and their count; or None
+        is_valid_token: [>= D] bool, with slots: a padding token's length is 0
+        candidates: the tokens' candidate blocks, to write or to choose from; None: all rows are scored
+        most_score_bytes: most memory for the scores of all decodes at once, or of a chunk's prefills, if a request's
+            scores take no more; None: MOST_SCORE_BYTES
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata

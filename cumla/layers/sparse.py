@@ -43,14 +43,15 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
-    compress_ratio  0: window only, 2 (V4.1) and 4 (V4): window and selected compressed rows, 128: window and all
-                    compressed rows; 1: as 0, or as 2 where the metadata's config has C1A layers
-    index_topk      the model's number of entries selected; topk_indices may have more columns or fewer
-    attn_sink       [h] float32, or None
-    softmax_scale   1 / sqrt(512) if None
-    layout          of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
-    extra_layout    of the compressed cache: the same as layout; with DSV41_FP8 also DSV41_FP4, with DSV41_FP8_SPLIT
-                    also DSV41_FP4_SPLIT; None: the same as layout. Layers without compressed rows do not use it
+    Attributes:
+        compress_ratio: 0: window only, 2 (V4.1) and 4 (V4): window and selected compressed rows, 128: window and all
+            compressed rows; 1: as 0, or as 2 where the metadata's config has C1A layers
+        index_topk: the model's number of entries selected; topk_indices may have more columns or fewer
+        attn_sink: [h] float32, or None
+        softmax_scale: 1 / sqrt(512) if None
+        layout: of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
+        extra_layout: of the compressed cache: the same as layout; with DSV41_FP8 also DSV41_FP4, with DSV41_FP8_SPLIT
+            also DSV41_FP4_SPLIT; None: the same as layout. Layers without compressed rows do not use it
     """
 
     compress_ratio: int = 1
@@ -95,21 +96,22 @@ class SparseMLALayer:
     ) -> Any:
         """Insert this step's rows and attend.
 
-        q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
-        k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
-        swa_cache   uint8 [num_blocks, block_size, 584 or 528] (or rows that are not quantised), of the layer's layout,
-                    written
-        metadata    of the step's batch
-        compressed  the compressed cache, for layers that have compressed rows
-        out         [num_tokens, h, 512] of q's dtype to write instead of allocating
-        workspace   temporary memory of decodes; with out and workspace given, and after a first step with metadata of
-                    the same builder, a step of decodes allocates nothing
-        prefill_path  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
-                    None: the faster path for each chunk (cumla/layers/prefill_path.py)
-        join        called before the first operation that reads q or the window's rows: a caller that computes them on
-                    another stream makes this stream wait for it there
-        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-        observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
+        Args:
+            q: [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
+            k: [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
+            swa_cache: uint8 [num_blocks, block_size, 584 or 528] (or rows that are not quantised), of the layer's
+                layout, written
+            metadata: of the step's batch
+            compressed: the compressed cache, for layers that have compressed rows
+            out: [num_tokens, h, 512] of q's dtype to write instead of allocating
+            workspace: temporary memory of decodes; with out and workspace given, and after a first step with metadata
+                of the same builder, a step of decodes allocates nothing
+            prefill_path: how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
+                None: the faster path for each chunk (cumla/layers/prefill_path.py)
+            join: called before the first operation that reads q or the window's rows: a caller that computes them on
+                another stream makes this stream wait for it there
+            early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+            observe: called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -329,7 +331,8 @@ class _Run:
     ) -> None:
         """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there.
 
-        left  the chunk's remaining tokens, which have not attended yet
+        Args:
+            left: the chunk's remaining tokens, which have not attended yet
         """
         metadata, ratio, (prefills, n, m, *_) = self.metadata, self.layer.compress_ratio, chunk
         requests = slice(metadata.num_decodes + prefills.start, metadata.num_decodes + prefills.stop)

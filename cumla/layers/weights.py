@@ -24,10 +24,11 @@ SCALES = ("weight_scale_inv", "weight_scale")  # for blocks, and for a tensor or
 class BlockQuantizedWeight:
     """A matrix in FP8 with a scale for each block, as in DeepSeek V3 checkpoints.
 
-    weight  uint8 (or float8) [out, in], e4m3, of any strides
-    scale   [ceil(out / block[0]), ceil(in / block[1])], float32 or UE8M0 (float8_e8m0fnu, uint8);
-            value = e4m3 * scale. Scales below 2^-126 in magnitude count as 0
-    block   rows and columns that share a scale, each from 1 on
+    Attributes:
+        weight: uint8 (or float8) [out, in], e4m3, of any strides
+        scale: [ceil(out / block[0]), ceil(in / block[1])], float32 or UE8M0 (float8_e8m0fnu, uint8); value = e4m3 *
+            scale. Scales below 2^-126 in magnitude count as 0
+        block: rows and columns that share a scale, each from 1 on
 
     Raises TypeError or ValueError for a block that is no pair of such integers. A layer checks the arrays, and its
     error has the weight's name.
@@ -54,9 +55,10 @@ def checked_block(name: str, block: Any) -> tuple[int, int]:
 def weight_of(name: str, source: Any) -> Any:
     """The weight [out, in] as a NumPy or CuPy array of bfloat16, float16 or float32.
 
-    source  the array; a BlockQuantizedWeight; or a layer with `weight`. If the weight is FP8 the layer also has
-            `weight_scale_inv` (one scale for each block of `weight_block_size`, by default 128 x 128) or
-            `weight_scale` (one scale, or one a row)
+    Args:
+        source: the array; a BlockQuantizedWeight; or a layer with `weight`. If the weight is FP8 the layer also has
+            `weight_scale_inv` (one scale for each block of `weight_block_size`, by default 128 x 128) or `weight_scale`
+            (one scale, or one a row)
 
     Raises TypeError or ValueError for any other source; for packed weights the error names the attribute.
     """

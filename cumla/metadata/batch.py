@@ -27,18 +27,19 @@ COUNTS = {"num_reqs": 0, "num_actual_tokens": 0, "max_query_len": 0, "max_seq_le
 class CommonAttentionMetadata:
     """One batch, shared by all layers and builders.
 
-    query_start_loc         [num_reqs + 1] int32, first query token of each request; on the device
-    query_start_loc_cpu     the same in host memory
-    seq_lens                [num_reqs] int32, tokens of each request, the new ones included; on the device
-    seq_lens_cpu            the same in host memory
-    num_computed_tokens_cpu [num_reqs] int32 in host memory, tokens already in the cache
-    num_reqs                requests, padding requests (no query tokens) included
-    num_actual_tokens       query tokens; may include padding tokens after the last request's
-    max_query_len           longest query, or a bound on it
-    block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
-    slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
-    max_seq_len             longest sequence, or a bound on it; -1: taken from seq_lens_cpu
-    block_size              positions of a page, if known: a builder whose pages have another size refuses the batch
+    Attributes:
+        query_start_loc: [num_reqs + 1] int32, first query token of each request; on the device
+        query_start_loc_cpu: the same in host memory
+        seq_lens: [num_reqs] int32, tokens of each request, the new ones included; on the device
+        seq_lens_cpu: the same in host memory
+        num_computed_tokens_cpu: [num_reqs] int32 in host memory, tokens already in the cache
+        num_reqs: requests, padding requests (no query tokens) included
+        num_actual_tokens: query tokens; may include padding tokens after the last request's
+        max_query_len: longest query, or a bound on it
+        block_table_tensor: [num_reqs, B] int32, page of each block_size positions; on the device
+        slot_mapping: [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
+        max_seq_len: longest sequence, or a bound on it; -1: taken from seq_lens_cpu
+        block_size: positions of a page, if known: a builder whose pages have another size refuses the batch
 
     Fields may be assigned between builds, as engines do that draft several tokens. If sequences become longer,
     max_seq_len must be assigned, too. A count is checked when it is assigned, the other fields by the builders.
@@ -81,14 +82,15 @@ class CommonAttentionMetadata:
     ) -> CommonAttentionMetadata:
         """The batch of requests with these lengths; slots of their new tokens come from the block table.
 
-        query_lens   [num_reqs] integers on the host, new tokens of each request. Decodes come first: the builders
-                     raise for a request of at most 1 + num_speculative_tokens that follows a longer one
-        seq_lens     [num_reqs] integers on the host, tokens of each request, the new ones included
-        block_table  [num_reqs, B] int32, page of each block_size positions, wide enough for each sequence. A token
-                     whose page is negative gets slot -1 and is not inserted
-        block_size   positions of a page
-        xp           numpy or cupy, the module of the batch's arrays; for cupy, a block table in host memory is copied
-                     to CuPy's current device. None: arrays of the block table's framework, on its device
+        Args:
+            query_lens: [num_reqs] integers on the host, new tokens of each request. Decodes come first: the builders
+                raise for a request of at most 1 + num_speculative_tokens that follows a longer one
+            seq_lens: [num_reqs] integers on the host, tokens of each request, the new ones included
+            block_table: [num_reqs, B] int32, page of each block_size positions, wide enough for each sequence. A token
+                whose page is negative gets slot -1 and is not inserted
+            block_size: positions of a page
+            xp: numpy or cupy, the module of the batch's arrays; for cupy, a block table in host memory is copied to
+                CuPy's current device. None: arrays of the block table's framework, on its device
 
         Each array is copied to the device once, on the current stream of the framework, and the slots are computed
         there; nothing is read back. The lengths are copied, the block table is not. The `_cpu` arrays are NumPy arrays;
@@ -292,9 +294,10 @@ def split_decodes_and_prefills(
 ) -> tuple[int, int, int, int]:
     """Count the decodes and prefills of a decode-first batch.
 
-    decode_threshold  longest query of a decode
-    require_uniform   all decodes must have the first one's query length; if all queries that differ are empty
-                      (a padded uniform batch), all requests are decodes
+    Args:
+        decode_threshold: longest query of a decode
+        require_uniform: all decodes must have the first one's query length; if all queries that differ are empty (a
+            padded uniform batch), all requests are decodes
 
     Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens). Empty queries after the
     first prefill count as prefills. Padding tokens, which follow the last request's within num_actual_tokens, count as
@@ -315,10 +318,11 @@ def get_dcp_local_seq_lens(
 ) -> Any:
     """The number of tokens of each request on one rank, for a cache that is sharded across ranks.
 
-    seq_lens                     [R] integers, at least 0
-    dcp_world_size               ranks
-    dcp_rank                     the rank, or None for all of them
-    cp_kv_cache_interleave_size  consecutive tokens on the same rank
+    Args:
+        seq_lens: [R] integers, at least 0
+        dcp_world_size: ranks
+        dcp_rank: the rank, or None for all of them
+        cp_kv_cache_interleave_size: consecutive tokens on the same rank
 
     Returns [R] for one rank, [R, dcp_world_size] for all, of seq_lens' dtype.
     Raises ValueError for a rank that does not exist.

@@ -31,10 +31,11 @@ MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # in a page: kernels count the posi
 class AttentionCGSupport(enum.IntEnum):
     """The batches for which a builder's metadata can be used inside a CUDA graph.
 
-    NEVER                        none
-    UNIFORM_SINGLE_TOKEN_DECODE  decodes of one token for each request
-    UNIFORM_BATCH                requests that all have the same number of tokens
-    ALWAYS                       any
+    Attributes:
+        NEVER: none
+        UNIFORM_SINGLE_TOKEN_DECODE: decodes of one token for each request
+        UNIFORM_BATCH: requests that all have the same number of tokens
+        ALWAYS: any
     """
 
     NEVER = 0
@@ -47,22 +48,23 @@ class AttentionCGSupport(enum.IntEnum):
 class ServingConfig:
     """The builders' configuration, from the model and the server.
 
-    window_size             positions of the sliding window, a token's own included
-    compress_ratios         one a layer: 1 (or 0) window only, 2 (V4.1) and 4 (V4) with an indexer, 128 without
-    block_size              tokens of a page of the window cache
-    compressed_block_size   positions (not rows) that a page of a compressed cache covers
-    index_topk              entries the indexer selects
-    num_heads               query heads on this device, at most 128
-    num_speculative_tokens  draft tokens that a decode may have in addition to its own token
-    max_num_batched_tokens  query tokens of a step
-    max_num_seqs            requests of a step
-    max_model_len           positions of a sequence
-    prefill_chunk_size      requests of the longest kind that fit in the prefill workspace
-    max_logits_bytes        budget for the indexer's float32 logits
-    num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
-    has_c1a                 ratio 1 is V4.1's C1A, compressed rows of one position each; window-only layers have ratio 0
-    noncausal_decodes       for DSpark's draft layers: each token of a decode sees the window before the decode's first
-                            token and all tokens of the decode
+    Attributes:
+        window_size: positions of the sliding window, a token's own included
+        compress_ratios: one a layer: 1 (or 0) window only, 2 (V4.1) and 4 (V4) with an indexer, 128 without
+        block_size: tokens of a page of the window cache
+        compressed_block_size: positions (not rows) that a page of a compressed cache covers
+        index_topk: entries the indexer selects
+        num_heads: query heads on this device, at most 128
+        num_speculative_tokens: draft tokens that a decode may have in addition to its own token
+        max_num_batched_tokens: query tokens of a step
+        max_num_seqs: requests of a step
+        max_model_len: positions of a sequence
+        prefill_chunk_size: requests of the longest kind that fit in the prefill workspace
+        max_logits_bytes: budget for the indexer's float32 logits
+        num_sms: multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
+        has_c1a: ratio 1 is V4.1's C1A, compressed rows of one position each; window-only layers have ratio 0
+        noncausal_decodes: for DSpark's draft layers: each token of a decode sees the window before the decode's first
+            token and all tokens of the decode
     """
 
     window_size: int = 128
@@ -208,8 +210,9 @@ def check_current(name: str, metadata: Any) -> None:
 class Build:
     """Identifies the build of a builder that produced metadata.
 
-    builds  [number of builds so far], the builder's own list
-    number  this build's number, from 1
+    Attributes:
+        builds: [number of builds so far], the builder's own list
+        number: this build's number, from 1
     """
 
     builds: list[int]
@@ -237,10 +240,11 @@ class ViewCache:
 class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     """Builds one kind of metadata, step after step, into buffers whose addresses do not change.
 
-    cudagraph_support        which batches may run inside a CUDA graph
-    full_cudagraph_supported whether any batch may
-    reorder_batch_threshold  longest query that the builder wants at the front of the batch, draft tokens
-                             included once constructed; None if it takes any order
+    Attributes:
+        cudagraph_support: which batches may run inside a CUDA graph
+        full_cudagraph_supported: whether any batch may
+        reorder_batch_threshold: longest query that the builder wants at the front of the batch, draft tokens included
+            once constructed; None if it takes any order
 
     Source: vLLM AttentionMetadataBuilder; `config` replaces the engine's, and the device is the arrays' device.
     """
@@ -270,8 +274,9 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     ) -> M:
         """The metadata of a batch: build(common_prefix_len, batch), as in vLLM, or build(batch).
 
-        common_prefix_len  leading tokens that all requests share (for cascade attention)
-        fast_build         optimise the build rather than execution: the result is used only a few times
+        Args:
+            common_prefix_len: leading tokens that all requests share (for cascade attention)
+            fast_build: optimise the build rather than execution: the result is used only a few times
         """
 
     def _counted(self) -> Build:

@@ -22,17 +22,18 @@ from .validation import check_batch, check_capacity
 class DeepSeekV32IndexerDecodeMetadata:
     """The decode kernels' metadata: an entry is a request, or one of its tokens where requests are flattened.
 
-    block_table        [batch_size, B] int32
-    seq_lens           [batch_size] int32, rows an entry sees, or [batch_size, next_n], one for each of its tokens
-    decode_lens        [batch_size] int32, query tokens of an entry
-    requires_padding   entries have different numbers of tokens: their queries must be padded to the largest
-    schedule_metadata  [num_sms + 1, 2] int32: entry and split where each multiprocessor's work range starts.
-                       A split is four pages; an entry with several lengths has splits for its last length. The
-                       splits of all entries are divided in order into ranges of almost equal size, larger ones
-                       first. A range ends where the next one starts and may be empty; the last row is the end,
-                       (batch_size, 0). The same as DeepGEMM's get_paged_mqa_logits_metadata
-    packed             the decode tokens are the entries' tokens in order: the first entries have a token for each of
-                       their lengths, the others none. Further tokens and entries are padding
+    Attributes:
+        block_table: [batch_size, B] int32
+        seq_lens: [batch_size] int32, rows an entry sees, or [batch_size, next_n], one for each of its tokens
+        decode_lens: [batch_size] int32, query tokens of an entry
+        requires_padding: entries have different numbers of tokens: their queries must be padded to the largest
+        schedule_metadata: [num_sms + 1, 2] int32: entry and split where each multiprocessor's work range starts. A
+            split is four pages; an entry with several lengths has splits for its last length. The splits of all entries
+            are divided in order into ranges of almost equal size, larger ones first. A range ends where the next one
+            starts and may be empty; the last row is the end, (batch_size, 0). The same as DeepGEMM's
+            get_paged_mqa_logits_metadata
+        packed: the decode tokens are the entries' tokens in order: the first entries have a token for each of their
+            lengths, the others none. Further tokens and entries are padding
     """
 
     block_table: Any
@@ -47,15 +48,16 @@ class DeepSeekV32IndexerDecodeMetadata:
 class DeepseekV32IndexerMetadata:
     """Metadata that the indexers of a step share. Arrays are views of the builder's buffers, or the batch's own.
 
-    seq_lens, query_start_loc, num_reqs, max_query_len, max_seq_len, num_actual_tokens    as in the batch
-    slot_mapping    [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own; for a
-                    compressed cache int64, the slot of the row that the token completes
-    num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens    host counts
-    head_dim        values of an indexer key
-    prefill         None without prefills
-    decode          None without decodes
-    compress_ratio  positions of a row; all lengths, rows and slots of prefill and decode count rows
-    build           the build that produced the metadata, for `cumla.debug`
+    Attributes:
+        seq_lens, query_start_loc, num_reqs, max_query_len, max_seq_len, num_actual_tokens: as in the batch
+        slot_mapping: [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own; for a
+            compressed cache int64, the slot of the row that the token completes
+        num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens: host counts
+        head_dim: values of an indexer key
+        prefill: None without prefills
+        decode: None without decodes
+        compress_ratio: positions of a row; all lengths, rows and slots of prefill and decode count rows
+        build: the build that produced the metadata, for `cumla.debug`
     """
 
     seq_lens: Any
@@ -140,10 +142,11 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     ) -> DeepseekV32IndexerMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch; build(batch) is build(0, batch)
-        block_table  [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
-        validate     check the host values of the batch first; False trusts them
+        Args:
+            common_prefix_len, fast_build: accepted for every builder; without effect
+            common_attn_metadata: the batch; build(batch) is build(0, batch)
+            block_table: [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
+            validate: check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
@@ -227,12 +230,13 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
         """One chunk in new arrays, from host values only.
 
-        req_slice            the chunk's requests
-        query_slice          the chunk's queries, counted within the queries of its requests
-        query_start_loc_cpu  [R + 1] int32 in host memory
-        seq_lens_cpu         [R] int32 in host memory
-        block_table          [R, B] int32; the chunk has its framework and device
-        skip_kv_gather       whether the previous chunk had the same requests, so that the workspace has their rows
+        Args:
+            req_slice: the chunk's requests
+            query_slice: the chunk's queries, counted within the queries of its requests
+            query_start_loc_cpu: [R + 1] int32 in host memory
+            seq_lens_cpu: [R] int32 in host memory
+            block_table: [R, B] int32; the chunk has its framework and device
+            skip_kv_gather: whether the previous chunk had the same requests, so that the workspace has their rows
 
         Returns None if the requests have no row yet. Raises TypeError or ValueError for slices out of range, lengths
         that do not fit together and more rows than the workspace has.
@@ -258,12 +262,13 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     ) -> tuple[Any, Any, Any, int, bool]:
         """The decode kernels' arrays for decodes only: the decode part of `build` without a batch.
 
-        seq_lens, decode_lens, query_start_loc  [num_decodes] int32
-        block_table        [num_decodes, B] int32
-        decode_lens_cpu    [num_decodes] host integers
-        num_decode_tokens  the decodes' tokens, padding tokens included
-        use_native         whether requests of next_n tokens are passed to the kernels as requests
-        max_decode_len     largest of decode_lens
+        Args:
+            seq_lens, decode_lens, query_start_loc: [num_decodes] int32
+            block_table: [num_decodes, B] int32
+            decode_lens_cpu: [num_decodes] host integers
+            num_decode_tokens: the decodes' tokens, padding tokens included
+            use_native: whether requests of next_n tokens are passed to the kernels as requests
+            max_decode_len: largest of decode_lens
 
         Returns (seq_lens, block_table, decode_lens, batch_size, requires_padding). Requests of several tokens
         are flattened into one entry a token, with length 0 for padding tokens; or, if `use_native`, have one

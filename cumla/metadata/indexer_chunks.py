@@ -24,16 +24,17 @@ MOST_PARTS = 256  # cached views: slicing a buffer takes longer than filling it
 class DeepseekV32IndexerPrefillChunkMetadata:
     """Prefill requests whose rows are gathered into one workspace, and the queries that are scored against them.
 
-    block_table     [num_reqs, B] int32
-    cu_seqlen_ks    [token_end - token_start] int32, first row of the workspace that each query sees
-    cu_seqlen_ke    [token_end - token_start] int32, one past the last row that each query sees
-    cu_seq_lens     [num_reqs + 1] int32, first row of each request
-    token_to_seq    [total_seq_lens] int32, the request of each row, counted within the chunk
-    total_seq_lens  rows of the chunk
-    token_start, token_end  the chunk's queries among the tokens of the step
-    num_reqs        requests of the chunk
-    skip_kv_gather  the previous chunk had the same requests: the workspace has their rows already
-    max_seq_len     rows of the chunk's longest request
+    Attributes:
+        block_table: [num_reqs, B] int32
+        cu_seqlen_ks: [token_end - token_start] int32, first row of the workspace that each query sees
+        cu_seqlen_ke: [token_end - token_start] int32, one past the last row that each query sees
+        cu_seq_lens: [num_reqs + 1] int32, first row of each request
+        token_to_seq: [total_seq_lens] int32, the request of each row, counted within the chunk
+        total_seq_lens: rows of the chunk
+        token_start, token_end: the chunk's queries among the tokens of the step
+        num_reqs: requests of the chunk
+        skip_kv_gather: the previous chunk had the same requests: the workspace has their rows already
+        max_seq_len: rows of the chunk's longest request
     """
 
     block_table: Any
@@ -70,11 +71,12 @@ def split_indexer_prefill_chunks(
 ) -> list[tuple[slice, slice]]:
     """Divide prefills into chunks whose rows fit a workspace and whose logits fit a budget.
 
-    seq_lens_cpu      [R] host integers, rows of each request
-    query_lens_cpu    [R] host integers
-    workspace_size    rows of a chunk
-    max_logits_bytes  bytes for a chunk's logits, float32 [queries, rows]
-    request_offset    offset added to the requests' indices
+    Args:
+        seq_lens_cpu: [R] host integers, rows of each request
+        query_lens_cpu: [R] host integers
+        workspace_size: rows of a chunk
+        max_logits_bytes: bytes for a chunk's logits, float32 [queries, rows]
+        request_offset: offset added to the requests' indices
 
     Returns (requests, queries) slices, the queries counted within the requests. A chunk has all following requests
     that fit. A request that does not fit alone has chunks of its own, each with all following queries whose logits
@@ -123,9 +125,10 @@ def _split(
 def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: int | None = None) -> tuple[Any, Any]:
     """The first and one past the last of each query's keys in the packed rows of all requests.
 
-    start_seq_loc      [B + 1] host integers, first query of each request; the queries are a sequence's last
-    seq_len_per_batch  [B] host integers, rows of each request
-    device             CUDA ordinal to put the results on; None leaves them in host memory
+    Args:
+        start_seq_loc: [B + 1] host integers, first query of each request; the queries are a sequence's last
+        seq_len_per_batch: [B] host integers, rows of each request
+        device: CUDA ordinal to put the results on; None leaves them in host memory
 
     Returns start and end, int32 [N]: query i sees rows [start[i], end[i]).
     Raises ValueError for lengths that do not fit together and for more rows than int32 counts.
@@ -200,11 +203,12 @@ class ChunkArrays(NamedTuple):
 class LaidOut(NamedTuple):
     """A chunk to be filled by kernels.
 
-    chunk        the arrays that kernels fill
-    part         the arrays' offsets in the step's buffers, see ChunkBuilder._cut
-    first_token  the first token of the chunk's requests
-    requests     the chunk's requests
-    queries      slices of the requests' queries, each to become a chunk
+    Attributes:
+        chunk: the arrays that kernels fill
+        part: the arrays' offsets in the step's buffers, see ChunkBuilder._cut
+        first_token: the first token of the chunk's requests
+        requests: the chunk's requests
+        queries: slices of the requests' queries, each to become a chunk
     """
 
     chunk: IndexerChunk

@@ -34,29 +34,31 @@ INT32_MAX = 2**31 - 1
 class MLACommonMetadata:
     """Metadata that the dense layers of one step share. The batch is decode-first: decodes, then prefills.
 
-    num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries all have
-                               the same length, max_decode_query_len. Without prefills, decodes without a query may
-                               follow, and num_decode_tokens may include padding tokens; num_prefill_tokens never does
-    slot_mapping               [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
-    seq_lens                   host list, tokens of each request, the new ones included
-    seq_lens_tensor            [num_reqs] int32
-    max_prefill_seq_len, max_decode_seq_len    longest sequence of each kind, or a bound on it; 0 without such requests
-    context_lens_tensor        [num_reqs] int32, tokens that were in the cache before this step
-    block_tables               [num_reqs, B] int32
-    max_query_len, max_decode_query_len        longest query of all requests and of decodes
-    query_start_loc            [num_reqs + 1] int32, first query token of each request
-    seq_start_loc              [num_reqs + 1] int32, prefix sums of seq_lens; int64 if int32 cannot hold them
-    use_cuda_graph             whether a captured graph runs this batch
-    head_dim                   values of a cached row; 576
-    is_profile_run             whether the step only measures how much memory is needed
-    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; this and the following fields are None if no
-                               prefill has context
-    context_chunk_starts       [num_chunks, num_prefills] int32
-    context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
-    context_chunk_workspace    [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
-    block_size                 tokens of a page; None: not checked against the cache's
-    decode_plan                plan of this step's decodes into splits: the first layer's call computes it, the others
-                               share it. None: each layer has a plan of its own
+    Attributes:
+        num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: host counts; the decodes' queries all have the
+            same length, max_decode_query_len. Without prefills, decodes without a query may follow, and
+            num_decode_tokens may include padding tokens; num_prefill_tokens never does
+        slot_mapping: [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
+        seq_lens: host list, tokens of each request, the new ones included
+        seq_lens_tensor: [num_reqs] int32
+        max_prefill_seq_len, max_decode_seq_len: longest sequence of each kind, or a bound on it; 0 without such
+            requests
+        context_lens_tensor: [num_reqs] int32, tokens that were in the cache before this step
+        block_tables: [num_reqs, B] int32
+        max_query_len, max_decode_query_len: longest query of all requests and of decodes
+        query_start_loc: [num_reqs + 1] int32, first query token of each request
+        seq_start_loc: [num_reqs + 1] int32, prefix sums of seq_lens; int64 if int32 cannot hold them
+        use_cuda_graph: whether a captured graph runs this batch
+        head_dim: values of a cached row; 576
+        is_profile_run: whether the step only measures how much memory is needed
+        context_chunk_cu_seq_lens: [num_chunks, num_prefills + 1] int32; this and the following fields are None if no
+            prefill has context
+        context_chunk_starts: [num_chunks, num_prefills] int32
+        context_chunk_seq_tot, context_chunk_max_seq_lens: host lists [num_chunks]
+        context_chunk_workspace: [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
+        block_size: tokens of a page; None: not checked against the cache's
+        decode_plan: plan of this step's decodes into splits: the first layer's call computes it, the others share it.
+            None: each layer has a plan of its own
 
     Raises ValueError for a head_dim other than 576.
     """
@@ -171,10 +173,11 @@ class MLACommonMetadata:
     ) -> None:
         """Advance to the next decode step in place: each sequence gets the token sampled for it.
 
-        model_input                 has `input_tokens` and `input_positions`, [>= num_seqs] int64 or int32, written
-        sampled_token_ids           [>= num_queries] or [>= num_queries, 1] int64 or int32
-        num_seqs, num_queries       sequences with and without the padding of a captured graph's batch
-        turn_prefills_into_decodes  whether this step's prefills have completed their prompt and decode from now on
+        Args:
+            model_input: has `input_tokens` and `input_positions`, [>= num_seqs] int64 or int32, written
+            sampled_token_ids: [>= num_queries] or [>= num_queries, 1] int64 or int32
+            num_seqs, num_queries: sequences with and without the padding of a captured graph's batch
+            turn_prefills_into_decodes: whether this step's prefills have completed their prompt and decode from now on
 
         seq_lens, its tensor and slot_mapping advance on the device as by `cumla.advance_step`. Derived fields
         (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) are updated; fields that are None, as

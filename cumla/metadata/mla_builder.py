@@ -27,12 +27,13 @@ MAX_WORKSPACE_TOKENS = 128 * 1024  # 144 MiB of 16-bit rows
 class MLAConfig(ServingConfig):
     """A `ServingConfig` (dense attention ignores its sliding-window and indexer fields) with, in addition:
 
-    sliding_window           tokens of a prompt that the cache holds, or None for all tokens
-    chunked_prefill_enabled  whether a prompt may come in parts
-    enable_prefix_caching    whether a prompt may start after rows that are already cached
-    max_seq_len_to_capture   longest sequence of captured graphs; max_model_len if None
-    head_size                values of a cached row
-    dtype                    of the workspace that context is gathered into: "bfloat16" or "float16"
+    Attributes:
+        sliding_window: tokens of a prompt that the cache holds, or None for all tokens
+        chunked_prefill_enabled: whether a prompt may come in parts
+        enable_prefix_caching: whether a prompt may start after rows that are already cached
+        max_seq_len_to_capture: longest sequence of captured graphs; max_model_len if None
+        head_size: values of a cached row
+        dtype: of the workspace that context is gathered into: "bfloat16" or "float16"
     """
 
     sliding_window: int | None = None
@@ -123,9 +124,10 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> tuple[MLACommonMetadata, GroupedBatch]:
         """Metadata of the groups added since `prepare`, as a decode-first batch.
 
-        like                 an array whose device and framework the metadata's arrays get
-        cuda_graph_pad_size  padding requests, without tokens and with slot -1, to bring the batch to a captured
-                             size; -1 outside of a graph
+        Args:
+            like: an array whose device and framework the metadata's arrays get
+            cuda_graph_pad_size: padding requests, without tokens and with slot -1, to bring the batch to a captured
+                size; -1 outside of a graph
         """
         config = self.mla_config
         check_integers(-1, cuda_graph_pad_size=cuda_graph_pad_size)
@@ -152,11 +154,12 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch; build(batch) is build(0, batch)
-        use_cuda_graph  whether a captured graph will run this batch
-        is_profile_run  whether the step only measures how much memory is needed
-        validate        check the host values of the batch first; False trusts them
+        Args:
+            common_prefix_len, fast_build: accepted for every builder; without effect
+            common_attn_metadata: the batch; build(batch) is build(0, batch)
+            use_cuda_graph: whether a captured graph will run this batch
+            is_profile_run: whether the step only measures how much memory is needed
+            validate: check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """

@@ -10,10 +10,11 @@ import numpy as np
 class ContextChunks(NamedTuple):
     """The chunks of several prefills' context. In a chunk's workspace the requests' parts are packed in order.
 
-    starts        [num_chunks, num_prefills] int32, first position of each part
-    cu_seq_lens   [num_chunks, num_prefills + 1] int32, rows of the workspace before each part
-    seq_tot       tokens of each chunk
-    max_seq_lens  longest part of each chunk
+    Attributes:
+        starts: [num_chunks, num_prefills] int32, first position of each part
+        cu_seq_lens: [num_chunks, num_prefills + 1] int32, rows of the workspace before each part
+        seq_tot: tokens of each chunk
+        max_seq_lens: longest part of each chunk
     """
 
     starts: np.ndarray
@@ -25,9 +26,10 @@ class ContextChunks(NamedTuple):
 def cut_context(context_lens: np.ndarray, workspace_size: int, page_size: int) -> ContextChunks | None:
     """Give each prefill that has context an equal part of the workspace, in whole pages.
 
-    context_lens    host [num_prefills] integers, without the decodes, which need no workspace
-    workspace_size  rows that a chunk may take
-    page_size       parts start at a multiple of page_size
+    Args:
+        context_lens: host [num_prefills] integers, without the decodes, which need no workspace
+        workspace_size: rows that a chunk may take
+        page_size: parts start at a multiple of page_size
 
     Returns None if no prefill has context. Raises ValueError if a part is less than a page.
     """

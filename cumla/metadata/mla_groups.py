@@ -24,15 +24,16 @@ INT32_MAX = 2**31 - 1
 class SequenceGroup:
     """Sequences that share a prompt: one during the prompt, or several that continue it.
 
-    is_prompt                  whether the tokens are (part of) a prompt
-    seq_ids                    one a sequence
-    orig_seq_lens              tokens of each, the new ones included
-    query_lens                 new tokens of each
-    context_lens               tokens of each that are already computed
-    block_tables               blocks of each sequence by id; None while memory is being profiled
-    seq_lens                   tokens that decoding attends to, fewer than orig_seq_lens under a sliding window;
-                               orig_seq_lens if None
-    curr_sliding_window_blocks trailing blocks that a window still covers, 0 for all; all 0 if None
+    Attributes:
+        is_prompt: whether the tokens are (part of) a prompt
+        seq_ids: one a sequence
+        orig_seq_lens: tokens of each, the new ones included
+        query_lens: new tokens of each
+        context_lens: tokens of each that are already computed
+        block_tables: blocks of each sequence by id; None while memory is being profiled
+        seq_lens: tokens that decoding attends to, fewer than orig_seq_lens under a sliding window; orig_seq_lens if
+            None
+        curr_sliding_window_blocks: trailing blocks that a window still covers, 0 for all; all 0 if None
 
     Source: vLLM InterDataForSeqGroup.
     """
@@ -72,11 +73,12 @@ class SequenceGroup:
 class GroupedBatch:
     """A decode-first batch on the host, padding requests last.
 
-    query_lens, seq_lens  [num_reqs] int32
-    block_table           [num_reqs, B] int32, -1 where a request has fewer blocks
-    slot_mapping          [num_tokens + padding] int64
-    token_order           [num_tokens] int64, the engine's token at each position of the batch
-    request_order         [num_reqs without padding] int64, the engine's request at each position of the batch
+    Attributes:
+        query_lens, seq_lens: [num_reqs] int32
+        block_table: [num_reqs, B] int32, -1 where a request has fewer blocks
+        slot_mapping: [num_tokens + padding] int64
+        token_order: [num_tokens] int64, the engine's token at each position of the batch
+        request_order: [num_reqs without padding] int64, the engine's request at each position of the batch
     """
 
     query_lens: np.ndarray
@@ -113,8 +115,9 @@ def batch_of_groups(
 ) -> GroupedBatch:
     """The groups' sequences as a batch, decodes first and otherwise in order.
 
-    sliding_window  last tokens of a prompt to cache: the slots of earlier ones are -1
-    padding         requests without tokens to add at the end, each with a slot of -1
+    Args:
+        sliding_window: last tokens of a prompt to cache: the slots of earlier ones are -1
+        padding: requests without tokens to add at the end, each with a slot of -1
     """
     is_prompt, query_lens, seq_lens, tables, slots = [], [], [], [], []
     for group in groups:

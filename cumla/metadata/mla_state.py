@@ -31,8 +31,9 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float
 class MLACommonState:
     """The workspace that prefills gather context into, and the arrays that captured decode graphs read.
 
-    context_chunk_workspace_size  rows of the workspace (0 if the config allows no context)
-    context_chunk_workspace       [rows, head_size] NumPy or CuPy array, allocated by the first `begin_forward`
+    Attributes:
+        context_chunk_workspace_size: rows of the workspace (0 if the config allows no context)
+        context_chunk_workspace: [rows, head_size] NumPy or CuPy array, allocated by the first `begin_forward`
 
     Source: vLLM MLACommonState.
     """
@@ -51,7 +52,8 @@ class MLACommonState:
     def graph_capture(self, max_batch_size: int, like: Any, *, stream: Any = None) -> Iterator[None]:
         """Hold arrays for graphs of up to `max_batch_size` decodes during their capture.
 
-        like  an array on the graphs' device and of their framework
+        Args:
+            like: an array on the graphs' device and of their framework
 
         The arrays are initialised as padding: slot -1, one token in block 0. Metadata and input buffers taken inside
         the context keep the arrays alive after it.
@@ -163,8 +165,9 @@ class MLACommonState:
     def begin_forward(self, model_input: Any, *, stream: Any = None) -> None:
         """Set the workspace of the step's metadata; the first call allocates it on the input tokens' device.
 
-        model_input  has `input_tokens`, any array of the device, and `attn_metadata`, whose
-                     context_chunk_workspace is set
+        Args:
+            model_input: has `input_tokens`, any array of the device, and `attn_metadata`, whose context_chunk_workspace
+                is set
         """
         if not self.context_chunk_workspace_size:
             return

@@ -28,10 +28,11 @@ def compute_positions(
 ) -> Any:
     """Position of each query token of a step in its sequence.
 
-    num_tokens       query tokens
-    query_start_loc  [R + 1] int32
-    seq_lens         [R] int32, the new tokens included
-    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+    Args:
+        num_tokens: query tokens
+        query_start_loc: [R + 1] int32
+        seq_lens: [R] int32, the new tokens included
+        out: [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token without
     a request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; in graphs use `positions`
@@ -63,12 +64,13 @@ def compute_slot_mapping(
 ) -> Any:
     """Slots of a step's query tokens in a cache that has a row for each position.
 
-    num_tokens       query tokens
-    query_start_loc  [R + 1] int32
-    seq_lens         [R] int32, the new tokens included
-    block_table      [R, B] int32, page of each block_size positions
-    block_size       positions of a page
-    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+    Args:
+        num_tokens: query tokens
+        query_start_loc: [R + 1] int32
+        seq_lens: [R] int32, the new tokens included
+        block_table: [R, B] int32, page of each block_size positions
+        block_size: positions of a page
+        out: [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: page * block_size + position % block_size; -1 where the table has no such page and for a
     token without a request. `get_compressed_slot_mapping` is for rows of several positions; `compute_positions` returns
@@ -94,13 +96,14 @@ def get_compressed_slot_mapping(
 ) -> Any:
     """Slots of the rows that a step's tokens complete in a compressed cache.
 
-    num_tokens       query tokens
-    query_start_loc  [R + 1] int32
-    seq_lens         [R] int32, positions, the new ones included
-    block_table      [R, B] int32, page of each block_size rows
-    block_size       rows of a page
-    compress_ratio   positions of a row
-    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+    Args:
+        num_tokens: query tokens
+        query_start_loc: [R + 1] int32
+        seq_lens: [R] int32, positions, the new ones included
+        block_table: [R, B] int32, page of each block_size rows
+        block_size: rows of a page
+        compress_ratio: positions of a row
+        out: [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
     last of its row; -1 for all others and where the table has no such page.

@@ -24,32 +24,33 @@ LAYER_TYPES = ("swaonly", "c4a", "c128a")  # V4's types; V4.1's have plans only 
 class DeepseekSparseSWAMetadata:
     """Metadata that the sparse layers of one step share. Arrays are views of the builder's buffers, or the batch's own.
 
-    block_table, slot_mapping, seq_lens, query_start_loc, query_start_loc_cpu    as in the batch
-    block_size                tokens of a page of the window cache
-    is_valid_token            [slots] bool, False where slot_mapping is negative
-    token_to_req_indices      [slots] int32, 0 for padding
-    positions                 [slots] int32, of the token in its sequence, -1 for padding
-    decode_swa_indices        [num_decode_tokens, 1, config.decode_swa_width] int32 slots, -1 after the length
-    decode_swa_lens           [num_decode_tokens] int32, 0 for padding
-    prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
-    prefill_swa_lens          [num_prefill_tokens] int32
-    swa_indices, swa_lens     [num_tokens, 1, config.decode_swa_width] and [num_tokens] int32, for all tokens
-    num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
-    config                    the builder's
-    max_seq_len               longest sequence, or a bound on it, as in the batch
-    longest                   longest sequence of seq_lens_cpu, from which layers check the widths of their tables
-    prefill_seq_lens          [num_prefills] int32; this and the next three are None without prefills
-    prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach: its new
-                              rows, and earlier rows from its replay_start on
-    prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
-    c128a_global_decode_topk_indices  [num_decode_tokens, 1, width] int32 slots of all compressed rows;
-                              this and the next two are None without C128A layers
-    c128a_decode_topk_lens    [num_decode_tokens] int32
-    c128a_prefill_topk_indices  [num_prefill_tokens, width] int32: 0, 1, ... for complete rows, then -1
-    tile_sched_swaonly, tile_sched_c1a, tile_sched_c2a, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the
-                              layers of each type, None without such layers or without decodes
-    replay_start              [num_reqs] int32, the argument of the build, or None
-    build                     the build that produced the metadata, for `cumla.debug`
+    Attributes:
+        block_table, slot_mapping, seq_lens, query_start_loc, query_start_loc_cpu: as in the batch
+        block_size: tokens of a page of the window cache
+        is_valid_token: [slots] bool, False where slot_mapping is negative
+        token_to_req_indices: [slots] int32, 0 for padding
+        positions: [slots] int32, of the token in its sequence, -1 for padding
+        decode_swa_indices: [num_decode_tokens, 1, config.decode_swa_width] int32 slots, -1 after the length
+        decode_swa_lens: [num_decode_tokens] int32, 0 for padding
+        prefill_swa_indices: [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
+        prefill_swa_lens: [num_prefill_tokens] int32
+        swa_indices, swa_lens: [num_tokens, 1, config.decode_swa_width] and [num_tokens] int32, for all tokens
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens: host counts
+        config: the builder's
+        max_seq_len: longest sequence, or a bound on it, as in the batch
+        longest: longest sequence of seq_lens_cpu, from which layers check the widths of their tables
+        prefill_seq_lens: [num_prefills] int32; this and the next three are None without prefills
+        prefill_gather_lens: [num_prefills] int32, rows of the window cache that a request's queries reach: its new
+            rows, and earlier rows from its replay_start on
+        prefill_seq_lens_cpu, prefill_query_lens_cpu: host copies
+        c128a_global_decode_topk_indices: [num_decode_tokens, 1, width] int32 slots of all compressed rows; this and the
+            next two are None without C128A layers
+        c128a_decode_topk_lens: [num_decode_tokens] int32
+        c128a_prefill_topk_indices: [num_prefill_tokens, width] int32: 0, 1, ... for complete rows, then -1
+        tile_sched_swaonly, tile_sched_c1a, tile_sched_c2a, tile_sched_c4a, tile_sched_c128a: the decodes' plan for the
+            layers of each type, None without such layers or without decodes
+        replay_start: [num_reqs] int32, the argument of the build, or None
+        build: the build that produced the metadata, for `cumla.debug`
     """
 
     block_table: Any
@@ -111,9 +112,10 @@ class DeepseekSparseSWAMetadata:
     ) -> list[tuple[int, int, int, int]]:
         """Divide the prefills into chunks whose workspace is bounded.
 
-        prefill_chunk_size  requests of the longest kind that fit in a workspace; the config's if None
-        has_compressed      whether the workspace has compressed rows; None: if the ratio is above 1. V4.1's layers of
-                            ratio 1 have compressed rows; layers of ratio 0 cannot
+        Args:
+            prefill_chunk_size: requests of the longest kind that fit in a workspace; the config's if None
+            has_compressed: whether the workspace has compressed rows; None: if the ratio is above 1. V4.1's layers of
+                ratio 1 have compressed rows; layers of ratio 0 cannot
 
         Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows, first N
         compressed rows of a request and then its window rows. A chunk has all following requests that fit in the
@@ -198,13 +200,14 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     ) -> DeepseekSparseSWAMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  accepted for every builder; without effect
-        common_attn_metadata  the batch; build(batch) is build(0, batch)
-        c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
-        replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a replayed
-                           request does not rebuild earlier rows. Windows start there or later, on every path and even
-                           if it is within the step, except windows of noncausal decodes. None: 0
-        validate           check the host values of the batch first; False trusts them
+        Args:
+            common_prefix_len, fast_build: accepted for every builder; without effect
+            common_attn_metadata: the batch; build(batch) is build(0, batch)
+            c128a_block_table: [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
+            replay_start: [num_reqs] int32, the first position of each request whose window row is valid: a replayed
+                request does not rebuild earlier rows. Windows start there or later, on every path and even if it is
+                within the step, except windows of noncausal decodes. None: 0
+            validate: check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
@@ -275,7 +278,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     ) -> DeepseekSparseSWAMetadata:
         """The metadata to capture a graph with.
 
-        c128a_block_table  as in `build`; None: C128A layers have no rows until the next build
+        Args:
+            c128a_block_table: as in `build`; None: C128A layers have no rows until the next build
         """
         if self._has_c128a and c128a_block_table is None:
             batch = common_attn_metadata

@@ -19,8 +19,9 @@ def reorder_batch_to_split_decodes_and_prefills(
 ) -> bool:
     """Move decodes to the front of a persistent batch with the fewest swaps.
 
-    input_batch       has `req_ids`, in batch order, and `swap_states(i, j)`
-    scheduler_output  has `num_scheduled_tokens`, request id -> query tokens of this step
+    Args:
+        input_batch: has `req_ids`, in batch order, and `swap_states(i, j)`
+        scheduler_output: has `num_scheduled_tokens`, request id -> query tokens of this step
 
     Returns whether anything was moved. Decodes near the end are swapped with prefills near the front.
     Source: vLLM reorder_batch_to_split_decodes_and_prefills.
@@ -40,9 +41,10 @@ def make_local_attention_virtual_batches(
 ) -> tuple[Any, Any, Any, Any]:
     """Divide each request at multiples of `attn_chunk_size` into requests that attend within their chunk only.
 
-    query_start_loc_np  [R + 1] host integers; seq_lens_np [R] host integers
-    block_table         [R, B] int32
-    block_size          tokens of a page, a divisor of attn_chunk_size; the default is never valid
+    Args:
+        query_start_loc_np: [R + 1] host integers; seq_lens_np [R] host integers
+        block_table: [R, B] int32
+        block_size: tokens of a page, a divisor of attn_chunk_size; the default is never valid
 
     Returns seqlens_q_local [V], cu_seqlens_q_local [V + 1] int32, seqlens_k_local [V] int32 and
     block_table_local [V, attn_chunk_size // block_size], whose columns beyond the table repeat its last.
@@ -100,9 +102,10 @@ class PerLayerParameters:
 def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict[str, PerLayerParameters]:
     """Read the PerLayerParameters of a model's attention layers.
 
-    layers  layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item
-            is window_left) and `logits_soft_cap`
-    cls_    class of which every impl must be an instance
+    Args:
+        layers: layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item is
+            window_left) and `logits_soft_cap`
+        cls_: class of which every impl must be an instance
 
     Raises TypeError for another impl.
     Source: vLLM get_per_layer_parameters, with the layers as an argument.

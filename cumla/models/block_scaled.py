@@ -18,12 +18,13 @@ from .scratch import Scratch
 class BlockScaledWeight:
     """One matrix, or one for each of G groups.
 
-    codes    [N, K] or [G, N, K] uint8, e4m3, rows contiguous
-    scales   [ceil(N / block_rows), ceil(K / block_columns)] float32; with groups [G, ...]
-    scratch  memory for the rows that a product of many tokens dequantises
-    finite   whether it is known that no code is NaN
-    is_ue8m0  whether it is known that all scales are powers of two from 2^-100 to 2^7
-    rounds_activations  whether products of many tokens round activations to e4m3, with a scale for 128 values
+    Attributes:
+        codes: [N, K] or [G, N, K] uint8, e4m3, rows contiguous
+        scales: [ceil(N / block_rows), ceil(K / block_columns)] float32; with groups [G, ...]
+        scratch: memory for the rows that a product of many tokens dequantises
+        finite: whether it is known that no code is NaN
+        is_ue8m0: whether it is known that all scales are powers of two from 2^-100 to 2^7
+        rounds_activations: whether products of many tokens round activations to e4m3, with a scale for 128 values
     """
 
     codes: Any

@@ -73,11 +73,12 @@ def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> 
 class DeepseekV4Caches:
     """The paged caches of one layer.
 
-    window         [num_blocks, block_size, 584] uint8 (or [.., 512] numbers)
-    compressed     the same for compressed rows; at ratio 1 this and all entries below are None
-    state          float32 [state_blocks, state_block_size, 2 * coff * 512], of the compressor
-    indexer        [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); only at ratio 4
-    indexer_state  float32 [state_blocks, state_block_size, 512], of the indexer's compressor; only at ratio 4
+    Attributes:
+        window: [num_blocks, block_size, 584] uint8 (or [.., 512] numbers)
+        compressed: the same for compressed rows; at ratio 1 this and all entries below are None
+        state: float32 [state_blocks, state_block_size, 2 * coff * 512], of the compressor
+        indexer: [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); only at ratio 4
+        indexer_state: float32 [state_blocks, state_block_size, 512], of the indexer's compressor; only at ratio 4
     """
 
     window: Any
@@ -100,10 +101,11 @@ class DeepseekV4Caches:
     ) -> DeepseekV4Caches:
         """Zeroed caches: pages of serving.block_size positions, of serving.compressed_block_size, and of states.
 
-        blocks             pages of the window
-        compressed_blocks  pages of compressed rows and of the indexer's keys; state_blocks: pages of states. At least 1
-                           of each, except at ratio 1, which has neither
-        cache_format       "fp8", "bfloat16", or on the host "float32"
+        Args:
+            blocks: pages of the window
+            compressed_blocks: pages of compressed rows and of the indexer's keys; state_blocks: pages of states. At
+                least 1 of each, except at ratio 1, which has neither
+            cache_format: "fp8", "bfloat16", or on the host "float32"
         """
         check_choice((1, 4, 128), compress_ratio=compress_ratio)
         check_kind(ServingConfig, serving=serving)
@@ -157,16 +159,17 @@ KEY_FORMATS = {"fp8": INDEXER_FP8, "mxfp4": INDEXER_MXFP4}
 class DeepseekV41Caches:
     """The paged caches of one V4.1 layer. Layers that share compressed rows have the same arrays for them.
 
-    window      [num_blocks, block_size, 528] uint8 (or [.., 512] numbers), the layer's own
-    compressed  [compressed_blocks, compressed_block_size / ratio, 288 or 528] uint8 (or [.., 512] numbers), of the
-                layer that owns the rows; None at ratio 0
-    indexer     [compressed_blocks, compressed_block_size / ratio, 132 or 68] uint8 (or [.., 128] numbers), keys of the
-                owner; None at ratio 0
-    ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. Only an owner of
-                ratio 2 has it and the two arrays below
-    restart_rows       float32 [rings, 1024], and
-    restart_positions  int32 [rings], arguments of compress_latents that allow a step to be run again. None: a step that
-                       begins at an odd position and is longer than the ring must not be run again
+    Attributes:
+        window: [num_blocks, block_size, 528] uint8 (or [.., 512] numbers), the layer's own
+        compressed: [compressed_blocks, compressed_block_size / ratio, 288 or 528] uint8 (or [.., 512] numbers), of the
+            layer that owns the rows; None at ratio 0
+        indexer: [compressed_blocks, compressed_block_size / ratio, 132 or 68] uint8 (or [.., 128] numbers), keys of the
+            owner; None at ratio 0
+        ring: float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. Only an owner of
+            ratio 2 has it and the two arrays below
+        restart_rows: float32 [rings, 1024], and
+        restart_positions: int32 [rings], arguments of compress_latents that allow a step to be run again. None: a step
+            that begins at an odd position and is longer than the ring must not be run again
     """
 
     window: Any
@@ -193,15 +196,16 @@ class DeepseekV41Caches:
     ) -> DeepseekV41Caches:
         """Zeroed caches of a layer: pages of serving.block_size positions, of serving.compressed_block_size, and rings.
 
-        blocks        pages of the window
-        compressed_blocks  pages of compressed rows, and of keys, at least one for a layer that owns rows
-        rings         requests at a time, at least one for an owner of ratio 2
-        owner         caches of the layer's kv source, whose compressed rows and keys it shares; None for layers that
-                      own rows or have none
-        cache_format  "fp4": compressed rows in DSV41_FP4, the window's in DSV41_FP8; "fp8": both in DSV41_FP8;
-                      "fp4_split", "fp8_split": scales at the page's end; "bfloat16", or on the host "float32"
-        key_format    of the index keys: "fp8", or "mxfp4" of 68 bytes a row instead of 132. None: "fp8", or the type
-                      of rows that are not quantised
+        Args:
+            blocks: pages of the window
+            compressed_blocks: pages of compressed rows, and of keys, at least one for a layer that owns rows
+            rings: requests at a time, at least one for an owner of ratio 2
+            owner: caches of the layer's kv source, whose compressed rows and keys it shares; None for layers that own
+                rows or have none
+            cache_format: "fp4": compressed rows in DSV41_FP4, the window's in DSV41_FP8; "fp8": both in DSV41_FP8;
+                "fp4_split", "fp8_split": scales at the page's end; "bfloat16", or on the host "float32"
+            key_format: of the index keys: "fp8", or "mxfp4" of 68 bytes a row instead of 132. None: "fp8", or the type
+                of rows that are not quantised
         """
         check_kind(DeepseekV41Config, config=config)
         check_kind(ServingConfig, serving=serving)
@@ -249,8 +253,9 @@ def v41_formats(cache_format: str, key_format: str | None = None) -> V41Formats:
 class DeepseekV32Caches:
     """The caches of one layer, in pages of the same block table.
 
-    rows     [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
-    indexer  [num_blocks, block_size, 132] uint8 (or [.., 128] numbers), keys
+    Attributes:
+        rows: [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
+        indexer: [num_blocks, block_size, 132] uint8 (or [.., 128] numbers), keys
     """
 
     rows: Any

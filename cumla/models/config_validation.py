@@ -51,8 +51,9 @@ def check_fixed(config: Mapping[str, Any], **expected: Any) -> None:
 def check_all_read(config: Mapping[str, Any], read: Iterable[str], computed: Mapping[str, Any]) -> None:
     """Raise ValueError for an entry of a config.json that changes attention and is not read; the message names it.
 
-    read      names of the entries that are read
-    computed  other entries: the value with which the layers compute, or a `Choice` of such values, or `Each`
+    Args:
+        read: names of the entries that are read
+        computed: other entries: the value with which the layers compute, or a `Choice` of such values, or `Each`
 
     Entries whose names begin with a prefix in ATTENTION change attention, unless they are NEUTRAL. An entry that is
     None counts as absent.
@@ -131,7 +132,8 @@ def check_numbers(config: Any) -> None:
     """Raise TypeError or ValueError for a size that is not a positive integer, for more heads than attention supports,
     for an epsilon that is not positive, or for a base of RoPE that is not above 1.
 
-    config  a dataclass whose integers are sizes, and whose `rope_scaling` is None or YaRN's parameters
+    Args:
+        config: a dataclass whose integers are sizes, and whose `rope_scaling` is None or YaRN's parameters
     """
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)

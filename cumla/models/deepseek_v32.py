@@ -114,16 +114,17 @@ class DeepseekV32Attention:
     ) -> Any:
         """Insert a step's rows and keys into the caches, and attend.
 
-        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
-                       tokens (padding included)
-        layer_caches   written
-        metadata       of the step's batch (DeepseekV32StepBuilder)
-        topk_indices   [T, topk] int32, positions that each token selects, -1 for none, in place of the indexer's
-                       selection, which is then not computed. A position after the token's own is left out
-        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
-        observe        called with a part's name around each part ("project", "insert", "select", "map", "gather",
-                       "decode", "prefill", "output")
+        Args:
+            hidden_states: [T, hidden_size] of the layer's activations, after the layer's input norm; T are the
+                metadata's tokens (padding included)
+            layer_caches: written
+            metadata: of the step's batch (DeepseekV32StepBuilder)
+            topk_indices: [T, topk] int32, positions that each token selects, -1 for none, in place of the indexer's
+                selection, which is then not computed. A position after the token's own is left out
+            early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+            out: [T, hidden_size] of hidden_states' dtype to write instead of allocating
+            observe: called with a part's name around each part ("project", "insert", "select", "map", "gather",
+                "decode", "prefill", "output")
 
         Returns out, to which the caller adds the residual.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -201,7 +202,8 @@ class V32Step:
     def attend(self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any) -> None:
         """Write o [tokens, heads, LATENT], the attention over the selected rows.
 
-        slots  slots of the rows that decodes select, and their counts, if the indexer wrote them
+        Args:
+            slots: slots of the rows that decodes select, and their counts, if the indexer wrote them
         """
         layer, (tokens, heads, _) = self.layer, q.shape
         mapped = 0 if slots is None else self.metadata.tokens.num_decode_tokens

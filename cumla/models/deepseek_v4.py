@@ -46,19 +46,20 @@ ROUNDED = ("low_rank", "q_b", "index_q_b", "o_a", "o_b")  # products that may ro
 class DeepseekV4Attention:
     """One attention layer.
 
-    config        of the model
-    layer         the layer's number
-    weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
-                  tensors under transformers' or the published names of the whole model: arrays of any framework and
-                  strides in float32 or bfloat16, or FP8 with a scale for each block: a BlockQuantizedWeight, or
-                  separate scales, "q_b_proj.scale" or "q_b_proj.weight_scale_inv". Only the layer's are read
-    activations   bfloat16, or on the host also float32. "fp8": bfloat16, and products of more than 384 tokens with FP8
-                  weights round them to e4m3, with a scale, a power of two, for 128 values of a token
-    cache_format  "fp8", "bfloat16", or on the host "float32": the format of the caches passed to `step`
-    weight_format  "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
-    max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
-    scratch       temporary memory, shared by layers that run one after another
-    xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
+    Args:
+        config: of the model
+        layer: the layer's number
+        weights: transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
+            tensors under transformers' or the published names of the whole model: arrays of any framework and strides
+            in float32 or bfloat16, or FP8 with a scale for each block: a BlockQuantizedWeight, or separate scales,
+            "q_b_proj.scale" or "q_b_proj.weight_scale_inv". Only the layer's are read
+        activations: bfloat16, or on the host also float32. "fp8": bfloat16, and products of more than 384 tokens with
+            FP8 weights round them to e4m3, with a scale, a power of two, for 128 values of a token
+        cache_format: "fp8", "bfloat16", or on the host "float32": the format of the caches passed to `step`
+        weight_format: "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
+        max_position: positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
+        scratch: temporary memory, shared by layers that run one after another
+        xp: numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
     Other weights are stored in the type that the device multiplies: the activations' type, on the host float32. The
     weights that multiply the hidden states are stacked in one matrix.
@@ -147,16 +148,17 @@ class DeepseekV4Attention:
     ) -> Any:
         """Insert a step's rows, states and keys into the caches, and attend.
 
-        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
-                       tokens (padding included)
-        layer_caches   written
-        metadata       of the step's batch (DeepseekV4StepBuilder)
-        topk_indices   [T, topk] int32, compressed rows that each token selects, counted within its request, -1 for
-                       none; for ratio 4, in place of the indexer's selection, which is then not computed
-        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
-        observe        called with a part's name around each part ("project", "insert", "compress", "select", "map",
-                       "decode", "gather", "prefill", "output")
+        Args:
+            hidden_states: [T, hidden_size] of the layer's activations, after the layer's input norm; T are the
+                metadata's tokens (padding included)
+            layer_caches: written
+            metadata: of the step's batch (DeepseekV4StepBuilder)
+            topk_indices: [T, topk] int32, compressed rows that each token selects, counted within its request, -1 for
+                none; for ratio 4, in place of the indexer's selection, which is then not computed
+            early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+            out: [T, hidden_size] of hidden_states' dtype to write instead of allocating
+            observe: called with a part's name around each part ("project", "insert", "compress", "select", "map",
+                "decode", "gather", "prefill", "output")
 
         Returns out, to which the caller adds the residual. A step of decodes, once one of its size has run, allocates
         nothing if `out` is given, and can be captured in a CUDA graph.
@@ -264,8 +266,9 @@ class V4Step:
     ) -> None:
         """Write o [tokens, heads, 512], the attention over the window's rows and the selected compressed rows.
 
-        slots  slots of the rows that decodes select, and their counts, if the indexer wrote them
-        join   called before q is read
+        Args:
+            slots: slots of the rows that decodes select, and their counts, if the indexer wrote them
+            join: called before q is read
         """
         layer, compressed = self.layer, None
         if layer.ratio > 1:

@@ -53,23 +53,24 @@ SCALE_BLOCK = (32, 32)  # of FP8 weights
 class DeepseekV41Attention:
     """One attention layer.
 
-    config        of the model
-    layer         the layer's number; from num_hidden_layers on a layer that predicts further tokens
-    weights       published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
-                  the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
-                  framework and strides in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32: a
-                  BlockQuantizedWeight, or separate scales, "wq_a.scale". Only the layer's are read
-    activations   bfloat16, or on the host also float32
-    cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": the format of the caches
-                  passed to `step`
-    key_format    format of the index keys: "fp8", with queries in e4m3, or "mxfp4", with queries rounded to MXFP4, as
-                  in DeepSeek's code; None: "fp8", or the type of rows that are not quantised
-    weight_format  "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
-    max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
-    round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
-    round_rows    round rotated rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: as vLLM
-    scratch       temporary memory, shared by layers that run one after another
-    xp            numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
+    Args:
+        config: of the model
+        layer: the layer's number; from num_hidden_layers on a layer that predicts further tokens
+        weights: published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
+            the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
+            framework and strides in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32: a
+            BlockQuantizedWeight, or separate scales, "wq_a.scale". Only the layer's are read
+        activations: bfloat16, or on the host also float32
+        cache_format: "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": the format of the
+            caches passed to `step`
+        key_format: format of the index keys: "fp8", with queries in e4m3, or "mxfp4", with queries rounded to MXFP4, as
+            in DeepSeek's code; None: "fp8", or the type of rows that are not quantised
+        weight_format: "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
+        max_position: positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
+        round_pooled: round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
+        round_rows: round rotated rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: as vLLM
+        scratch: temporary memory, shared by layers that run one after another
+        xp: numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
     Other weights are stored in the type that the device multiplies: the activations' type, on the host float32.
     """
@@ -156,15 +157,16 @@ class DeepseekV41Attention:
     ) -> Any:
         """Insert a step's rows and keys into the caches, and attend.
 
-        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
-                       tokens (padding included)
-        layer_caches   written; only an owner writes compressed rows and keys
-        metadata       of the step's batch (DeepseekV41StepBuilder)
-        selection      of the model: layers that select write it, the others read it. Layers of ratio 0 need none
-        early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
-        observe        called with a part's name around each part ("project", "insert", "compress", "select", "decode",
-                       "gather", "map", "prefill", "output")
+        Args:
+            hidden_states: [T, hidden_size] of the layer's activations, after the layer's input norm; T are the
+                metadata's tokens (padding included)
+            layer_caches: written; only an owner writes compressed rows and keys
+            metadata: of the step's batch (DeepseekV41StepBuilder)
+            selection: of the model: layers that select write it, the others read it. Layers of ratio 0 need none
+            early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+            out: [T, hidden_size] of hidden_states' dtype to write instead of allocating
+            observe: called with a part's name around each part ("project", "insert", "compress", "select", "decode",
+                "gather", "map", "prefill", "output")
 
         Returns out, to which the caller adds the residual. A step that is run again, as after an error in a later
         layer, gives the same bytes in out and in the caches. A step of decodes, once one of its size has run, allocates

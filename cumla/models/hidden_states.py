@@ -23,10 +23,11 @@ def attend(
 ) -> Any:
     """Call run(hidden_states, topk_indices, out) with NumPy or CuPy arrays on the caller's stream; returns out.
 
-    hidden_states  of any strides; copied if the last axis is not contiguous, as operations need it
-    shape, dtype   of hidden_states and of out, which is allocated if None
-    topk_indices   any array, or None
-    early_release  whether a later kernel may start before the results are stored
+    Args:
+        hidden_states: of any strides; copied if the last axis is not contiguous, as operations need it
+        shape, dtype: of hidden_states and of out, which is allocated if None
+        topk_indices: any array, or None
+        early_release: whether a later kernel may start before the results are stored
 
     Raises TypeError or ValueError, before `run` is called, for hidden states or an out of another shape or dtype, and
     for an out that is read-only, on another device, or not contiguous in its last axis.

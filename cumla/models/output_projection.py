@@ -13,8 +13,9 @@ from .scratch import Scratch
 class OutputLayer(Protocol):
     """The attributes of a V4 or V4.1 attention layer that the projection reads.
 
-    o_a  [groups, o_lora_rank, heads / groups * 512]
-    o_b  [hidden_size, groups * o_lora_rank]
+    Attributes:
+        o_a: [groups, o_lora_rank, heads / groups * 512]
+        o_b: [hidden_size, groups * o_lora_rank]
     """
 
     backend: str | None

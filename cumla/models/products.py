@@ -68,8 +68,9 @@ def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: 
 class Rounded(NamedTuple):
     """Activations in FP8.
 
-    values  [G, T, K] uint8, e4m3
-    scales  [G, T, K / FP8_GROUP] float32, powers of two
+    Attributes:
+        values: [G, T, K] uint8, e4m3
+        scales: [G, T, K / FP8_GROUP] float32, powers of two
     """
 
     values: Any

@@ -30,10 +30,11 @@ COMPUTED = {"extrapolation_factor": 1, "attn_factor": 1}  # other parameters: th
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
     """float32 [max_position, dim]: cosines of the dim / 2 pairs, then sines.
 
-    theta    base of the frequencies
-    scaling  None, or YaRN's parameters: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
-             attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor), truncate
-             (True: the first and last pair of the ramp are rounded); a parameter that is None counts as absent
+    Args:
+        theta: base of the frequencies
+        scaling: None, or YaRN's parameters: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
+            attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor), truncate
+            (True: the first and last pair of the ramp are rounded); a parameter that is None counts as absent
 
     Raises ValueError for a kind of scaling other than YaRN.
     """

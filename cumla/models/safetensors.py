@@ -145,10 +145,11 @@ def _indexed(folder: pathlib.Path) -> dict[str, str]:
 class _File:
     """A file, mapped.
 
-    name     without its folder
-    memory   its bytes
-    data     where its arrays begin
-    entries  the header's entry of each array, checked
+    Attributes:
+        name: without its folder
+        memory: its bytes
+        data: where its arrays begin
+        entries: the header's entry of each array, checked
     """
 
     def __init__(self, path: pathlib.Path) -> None:

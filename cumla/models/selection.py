@@ -19,11 +19,13 @@ FLOAT32 = np.dtype(np.float32)
 class Indexer:
     """The configuration that the indexers of a model's layers share.
 
-    heads, topk  of the model
-    layout       of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
-                 first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
-    rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
-    most_score_bytes  of `select_rows`
+    Args:
+        heads, topk: of the model
+        layout: of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
+            first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
+        rope_first: whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4,
+            V4.1)
+        most_score_bytes: of `select_rows`
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Indexer:
     ) -> Any:
         """int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
 
-        q, weights    of `queries`
-        k_cache       of `layout`, with the rows that the step's tokens may see
-        positions     [T] int32 or int64; token_to_req [T] int32
-        block_table   [num_reqs, B] int32, of k_cache
-        slots, is_valid_token, candidates  of `select_rows`
-        out           int32 [T, topk] to write; None: memory of the scratch
+        Args:
+            q, weights: of `queries`
+            k_cache: of `layout`, with the rows that the step's tokens may see
+            positions: [T] int32 or int64; token_to_req [T] int32
+            block_table: [num_reqs, B] int32, of k_cache
+            slots, is_valid_token, candidates: of `select_rows`
+            out: int32 [T, topk] to write; None: memory of the scratch
         """
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -72,9 +75,10 @@ class Indexer:
     def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
         """Rotated queries in the layout's type, and their weights with the scales folded in.
 
-        q        [T, heads, 128], as projected
-        weights  [T, heads] float32, as projected
-        cos_sin  float32 [max_position, 64]
+        Args:
+            q: [T, heads, 128], as projected
+            weights: [T, heads] float32, as projected
+            cos_sin: float32 [max_position, 64]
         """
         quantized = self.layout.num_scales > 0
         dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]

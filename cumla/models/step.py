@@ -45,11 +45,12 @@ class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
 class CompressorStep:
     """Metadata that a step's compressors of one ratio share.
 
-    block_table         [num_reqs, B] int32, pages of the compressed caches
-    slot_mapping        [slots] int64, of the row that each token completes; -1 for the others
-    state_block_table   [num_reqs, S] int32, pages of the states; -1: absent, for example already freed
-    state_slot_mapping  [slots] int64, of each token's state; -1 where the state has no page
-    state_block_size    positions of a page of states
+    Attributes:
+        block_table: [num_reqs, B] int32, pages of the compressed caches
+        slot_mapping: [slots] int64, of the row that each token completes; -1 for the others
+        state_block_table: [num_reqs, S] int32, pages of the states; -1: absent, for example already freed
+        state_slot_mapping: [slots] int64, of each token's state; -1 where the state has no page
+        state_block_size: positions of a page of states
     """
 
     block_table: Any
@@ -63,9 +64,10 @@ class CompressorStep:
 class DeepseekV4StepMetadata:
     """Metadata of one step. Arrays are views of the builder's buffers, or the batch's own.
 
-    window       of the window caches and of attention
-    indexer      of the indexers; None without layers that select
-    compressors  by compress ratio
+    Attributes:
+        window: of the window caches and of attention
+        indexer: of the indexers; None without layers that select
+        compressors: by compress ratio
     """
 
     window: DeepseekSparseSWAMetadata
@@ -82,8 +84,9 @@ class DeepseekV4StepMetadata:
 class DeepseekV4StepBuilder:
     """Builds DeepseekV4StepMetadata. Its buffers keep their addresses, so a captured graph is valid after a build.
 
-    config             the metadata builders' configuration
-    state_block_sizes  positions of a page of states, by compress ratio
+    Attributes:
+        config: the metadata builders' configuration
+        state_block_sizes: positions of a page of states, by compress ratio
     """
 
     config: ServingConfig
@@ -115,13 +118,14 @@ class DeepseekV4StepBuilder:
     ) -> DeepseekV4StepMetadata:
         """Metadata of a decode-first batch. The batch's own block table is for the window caches.
 
-        batch                   the batch; build(0, batch, ...) is also accepted, as by the metadata builders
-        compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
-                                caches of both ratios and of the indexers; required if the model has such layers
-        state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
-                                A table has a column for each page of the sequences; states whose page is -1 are not
-                                saved. Before a position at which a later step continues, the pages of the last ratio
-                                positions (at ratio 4 of the last 2 * ratio) must be present
+        Args:
+            batch: the batch; build(0, batch, ...) is also accepted, as by the metadata builders
+            compressed_block_table: [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
+                caches of both ratios and of the indexers; required if the model has such layers
+            state_block_tables: by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions. A
+                table has a column for each page of the sequences; states whose page is -1 are not saved. Before a
+                position at which a later step continues, the pages of the last ratio positions (at ratio 4 of the last
+                2 * ratio) must be present
 
         Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
         """

@@ -38,8 +38,9 @@ COMPUTED = OWN_SELECTION | {
 class DeepseekV32Config:
     """Sizes and parameters of a model's attention layers, named as in transformers' configuration.
 
-    rope_scaling  None, or YaRN's parameters
-    rms_norm_eps  epsilon of the norms around the layers; norms within a layer use 1e-6
+    Attributes:
+        rope_scaling: None, or YaRN's parameters
+        rms_norm_eps: epsilon of the norms around the layers; norms within a layer use 1e-6
     """
 
     hidden_size: int

@@ -30,10 +30,12 @@ POOLED = 2  # the ratio at which two positions are pooled
 class CompressedRowsStep:
     """Metadata that a step's layers of one ratio share.
 
-    block_table      [num_reqs, B] int32, pages of the compressed rows and of the indexer's keys
-    slot_mapping     [slots] int64, of the row that each token completes; -1 for the others
-    row_positions    [slots] int32, the first position in each token's row, at which the row is rotated; -1 for padding
-    indexer          of the layers that select rows
+    Attributes:
+        block_table: [num_reqs, B] int32, pages of the compressed rows and of the indexer's keys
+        slot_mapping: [slots] int64, of the row that each token completes; -1 for the others
+        row_positions: [slots] int32, the first position in each token's row, at which the row is rotated; -1 for
+            padding
+        indexer: of the layers that select rows
     """
 
     block_table: Any
@@ -46,10 +48,11 @@ class CompressedRowsStep:
 class DeepseekV41StepMetadata:
     """Metadata of one step. Arrays are views of the builder's buffers, or the batch's own.
 
-    window             of the window caches and of attention
-    rows               by compress ratio, of layers with compressed rows
-    ring_slot_mapping  [slots] int64, the slot of each token in its request's ring; -1 for padding and for a request
-                       without a ring. None without layers of ratio 2
+    Attributes:
+        window: of the window caches and of attention
+        rows: by compress ratio, of layers with compressed rows
+        ring_slot_mapping: [slots] int64, the slot of each token in its request's ring; -1 for padding and for a request
+            without a ring. None without layers of ratio 2
     """
 
     window: DeepseekSparseSWAMetadata
@@ -71,7 +74,8 @@ class V41IndexerMetadataBuilder(StepIndexerMetadataBuilder):
 class DeepseekV41StepBuilder:
     """Builds DeepseekV41StepMetadata. Its buffers keep their addresses, so a captured graph is valid after a build.
 
-    config  the metadata builders' configuration, with has_c1a; `serving_of` returns it for a model
+    Args:
+        config: the metadata builders' configuration, with has_c1a; `serving_of` returns it for a model
     """
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
@@ -97,12 +101,13 @@ class DeepseekV41StepBuilder:
     ) -> DeepseekV41StepMetadata:
         """Metadata of a decode-first batch. The batch's own block table is for the window caches.
 
-        batch                   the batch; build(0, batch, ...) is also accepted, as by the metadata builders
-        compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed rows of
-                                both ratios and of the indexers' keys; required if the model has such layers
-        rings                   [num_reqs] int32, each request's ring, fixed for its lifetime; -1: none, its tokens are
-                                not saved and complete no rows. Required with layers of ratio 2
-        replay_start            of DeepseekSparseSWAMetadataBuilder.build
+        Args:
+            batch: the batch; build(0, batch, ...) is also accepted, as by the metadata builders
+            compressed_block_table: [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
+                rows of both ratios and of the indexers' keys; required if the model has such layers
+            rings: [num_reqs] int32, each request's ring, fixed for its lifetime; -1: none, its tokens are not saved and
+                complete no rows. Required with layers of ratio 2
+            replay_start: of DeepseekSparseSWAMetadataBuilder.build
 
         Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
         """
@@ -154,10 +159,12 @@ class DeepseekV41StepBuilder:
 class DeepseekV41Selection:
     """The rows that the tokens of a step select: a layer that selects writes them, later layers read them.
 
-    topk_indices      int32 [max_num_batched_tokens, index_topk], rows counted within a token's request, then -1
-    slots             int32 of the same shape, slots of the selected rows; for decode tokens only
-    lens              int32 [max_num_batched_tokens], their count; for decode tokens only
-    candidate_blocks  int32 [max_num_batched_tokens, candidate_topk_blocks]; None for a model without candidate blocks
+    Attributes:
+        topk_indices: int32 [max_num_batched_tokens, index_topk], rows counted within a token's request, then -1
+        slots: int32 of the same shape, slots of the selected rows; for decode tokens only
+        lens: int32 [max_num_batched_tokens], their count; for decode tokens only
+        candidate_blocks: int32 [max_num_batched_tokens, candidate_topk_blocks]; None for a model without candidate
+            blocks
 
     One selection serves all layers of a model, one step after another.
     """

@@ -77,7 +77,8 @@ def check_options(
 ) -> np.dtype[Any]:
     """The activations' type. Raises TypeError or ValueError for options that no layer supports.
 
-    weight_format  of a layer whose products of many tokens may round activations to FP8
+    Args:
+        weight_format: of a layer whose products of many tokens may round activations to FP8
     """
     check_integers(0, 2**31 - 1 if num_layers is None else num_layers - 1, layer=layer)
     check_optional_size(max_position=max_position)
@@ -103,7 +104,8 @@ def check_v4_step(
 ) -> None:
     """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
 
-    all_rows  whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
+    Args:
+        all_rows: whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
 
     Arguments on a device whose key was already validated are not checked again.
     """

@@ -16,8 +16,9 @@ Config = DeepseekV4Config | DeepseekV32Config | DeepseekV41Config
 def expected_weights(config: Config, layer: int) -> dict[str, ExpectedWeight]:
     """The weights that a layer's attention takes, by published name within the attention module ("wq_a.weight").
 
-    config  of the model
-    layer   the layer's number; V4.1's draft layers are numbered from num_hidden_layers on
+    Args:
+        config: of the model
+        layer: the layer's number; V4.1's draft layers are numbered from num_hidden_layers on
 
     Raises TypeError or ValueError for the configuration of another model, and for a layer that the model lacks.
     """

@@ -109,12 +109,13 @@ def weights_of_layer(
 ) -> LayerWeights:
     """The weights of one layer's attention. Reads only names.
 
-    weights  by transformers' or the published names within the module; or a checkpoint's tensors, by names of the whole
-             model, with or without "model." in front
-    layer    its number
-    table    V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
-    block    rows and columns of an FP8 matrix that share a scale
-    first_draft  the number of the first layer that predicts further tokens, which checkpoints call "mtp.0"
+    Args:
+        weights: by transformers' or the published names within the module; or a checkpoint's tensors, by names of the
+            whole model, with or without "model." in front
+        layer: its number
+        table: V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
+        block: rows and columns of an FP8 matrix that share a scale
+        first_draft: the number of the first layer that predicts further tokens, which checkpoints call "mtp.0"
 
     Raises KeyError if a checkpoint has no tensor of the layer's attention, ValueError if two tensors are the same
     weight.
@@ -153,9 +154,10 @@ def _transformers_name(published: str, table: Mapping[str, str]) -> str | None:
 class LayerWeights(Mapping[str, Any]):
     """Weights by transformers' names within a layer's attention module; an FP8 matrix with its scales is one weight.
 
-    tensors  by their own names
-    names    name within the module, of a weight or of scales -> name of the tensor
-    block    rows and columns of an FP8 matrix that share a scale
+    Args:
+        tensors: by their own names
+        names: name within the module, of a weight or of scales -> name of the tensor
+        block: rows and columns of an FP8 matrix that share a scale
 
     A matrix with scales is returned as a BlockQuantizedWeight. Scales without a matrix are returned under their name.
     """
@@ -196,8 +198,10 @@ class LayerWeights(Mapping[str, Any]):
 class ExpectedWeight:
     """A weight of an attention layer.
 
-    shape         rows and columns of a matrix, or the length of a vector
-    transformers  its name within transformers' attention module; the published name for a model that transformers lacks
+    Attributes:
+        shape: rows and columns of a matrix, or the length of a vector
+        transformers: its name within transformers' attention module; the published name for a model that transformers
+            lacks
     """
 
     shape: tuple[int, ...]
@@ -207,9 +211,10 @@ class ExpectedWeight:
 class WeightReader:
     """Reads a layer's weights by transformers' names, and checks the type, shape and device of each.
 
-    expected  the layer's weights
-    xp        numpy or cupy, where the layer computes
-    keep_fp8  whether `matrix` leaves FP8 as it is
+    Args:
+        expected: the layer's weights
+        xp: numpy or cupy, where the layer computes
+        keep_fp8: whether `matrix` leaves FP8 as it is
 
     Its methods raise KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape.
     """
@@ -273,7 +278,8 @@ def place_of(weights: Mapping[str, Any], name: str = "q_a_proj.weight") -> Any:
 def plain(weight: Any, name: str) -> Any:
     """A weight as a float32, bfloat16 or float16 array, not moved; FP8 is dequantised to float32 on the host.
 
-    weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
+    Args:
+        weight: an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
 
     Raises ValueError for FP8 values without scales.
     """

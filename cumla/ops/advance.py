@@ -28,16 +28,17 @@ def advance_step(
 ) -> None:
     """Write the next decode step's inputs: each sequence's sampled token, its position and its slot.
 
-    num_seqs           sequences of the batch, padding included
-    num_queries        real sequences, the first ones
-    block_size         tokens of a page
-    input_tokens       [>= num_seqs] int64 or int32, written: the sampled token, -1 if it is too large for int32
-    sampled_token_ids  [>= num_queries] or [>= num_queries, 1] int64 or int32
-    input_positions    [>= num_seqs] int64 or int32, written: the token's position, the old length of its sequence
-    seq_lens           [>= num_queries] int32, tokens of each sequence; increased by one
-    slot_mapping       [>= num_seqs] int64 or int32, written: the slot of the position, -1 if the block table
-                       has no block for it
-    block_tables       [>= num_queries, B] int32
+    Args:
+        num_seqs: sequences of the batch, padding included
+        num_queries: real sequences, the first ones
+        block_size: tokens of a page
+        input_tokens: [>= num_seqs] int64 or int32, written: the sampled token, -1 if it is too large for int32
+        sampled_token_ids: [>= num_queries] or [>= num_queries, 1] int64 or int32
+        input_positions: [>= num_seqs] int64 or int32, written: the token's position, the old length of its sequence
+        seq_lens: [>= num_queries] int32, tokens of each sequence; increased by one
+        slot_mapping: [>= num_seqs] int64 or int32, written: the slot of the position, -1 if the block table has no
+            block for it
+        block_tables: [>= num_queries, B] int32
 
     Padding gets token 0, position 0 and slot -1. A length of 2^31 - 1 is left unchanged.
 

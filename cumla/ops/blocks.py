@@ -26,11 +26,12 @@ def swap_blocks(
 ) -> None:
     """Copy pages of one cache into pages of another; either cache may be on the host or on the device.
 
-    src         [num_blocks, ...] any dtype; a page is contiguous, pages may be any distance apart
-    dst         [num_blocks, ...] with pages of src's shape and dtype, written
-    src_to_dst  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are. For copies between
-                host and device it must be on the host, and each page is one asynchronous copy. Copies of unpinned host
-                memory are effectively synchronous; pinned memory must stay allocated until the stream has copied it
+    Args:
+        src: [num_blocks, ...] any dtype; a page is contiguous, pages may be any distance apart
+        dst: [num_blocks, ...] with pages of src's shape and dtype, written
+        src_to_dst: [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are. For copies
+            between host and device it must be on the host, and each page is one asynchronous copy. Copies of unpinned
+            host memory are effectively synchronous; pinned memory must stay allocated until the stream has copied it
 
     A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
     by one call, and pages written twice, end up with either content.
@@ -80,8 +81,9 @@ def copy_blocks(
 ) -> None:
     """Copy the same pages within each of several caches.
 
-    kv_caches    caches, each [num_blocks, ...] of any dtype; a page is contiguous, pages may be any distance apart
-    src_to_dsts  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are
+    Args:
+        kv_caches: caches, each [num_blocks, ...] of any dtype; a page is contiguous, pages may be any distance apart
+        src_to_dsts: [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are
 
     A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
     by one call, and pages written twice, end up with either content.

@@ -52,15 +52,16 @@ def select_candidate_blocks(
 ) -> Any:
     """The blocks of positions with the best scores of each row.
 
-    logits      [M, N] float32, scores of all positions
-    topk_blocks how many blocks to select
-    row_starts, row_ends, seq_lens, next_n    the valid columns of a row, as in top_k_per_row; blocks count from the
-                            first valid column
-    candidate_block_size    positions of a block
-    max_workspace_bytes     most device memory for the blocks' scores; at least one request's scores must fit
-    workspace   uint8 [bytes] to use instead of allocating; its size is the bound
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out         to write instead of allocating
+    Args:
+        logits: [M, N] float32, scores of all positions
+        topk_blocks: how many blocks to select
+        row_starts, row_ends, seq_lens, next_n: the valid columns of a row, as in top_k_per_row; blocks count from the
+            first valid column
+        candidate_block_size: positions of a block
+        max_workspace_bytes: most device memory for the blocks' scores; at least one request's scores must fit
+        workspace: uint8 [bytes] to use instead of allocating; its size is the bound
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: to write instead of allocating
 
     Returns int32 [M, topk_blocks]: blocks in ascending order, then -1. A block's score is its largest valid logit; NaN
     is left out, and +inf counts as the largest finite value. The newest block, which has the row's last valid column,
@@ -105,13 +106,15 @@ def apply_candidate_mask(
 ) -> None:
     """Write -inf to the logits outside of each row's candidate blocks, in place.
 
-    logits            [M, N] float32, scores of all positions
-    candidate_blocks  [M, K] int32, blocks of each row in any order; those outside of the row, such as -1, are ignored
-    row_starts, row_ends, seq_lens, next_n    the valid columns of a row, as in top_k_per_row; blocks count from the
-                      first valid column. Other columns are not written
-    candidate_block_size    positions of a block
-    with_nan          write NaN instead, which top_k_per_row never selects: the selection of a row with fewer candidates
-                      than topk then ends in -1 instead of positions that are not candidates
+    Args:
+        logits: [M, N] float32, scores of all positions
+        candidate_blocks: [M, K] int32, blocks of each row in any order; those outside of the row, such as -1, are
+            ignored
+        row_starts, row_ends, seq_lens, next_n: the valid columns of a row, as in top_k_per_row; blocks count from the
+            first valid column. Other columns are not written
+        candidate_block_size: positions of a block
+        with_nan: write NaN instead, which top_k_per_row never selects: the selection of a row with fewer candidates
+            than topk then ends in -1 instead of positions that are not candidates
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM apply_candidate_mask (DeepSeek V4.1), without its write to a row's last column.
@@ -144,17 +147,17 @@ def candidate_logits(
 ) -> Any:
     """Scores of the positions of each query's candidate blocks, in a paged cache of index keys.
 
-    q, kv_cache       as in fp8_paged_mqa_logits
-    weights           [B * next_n, H] float32
-    candidate_blocks  [B * next_n, K] int32, blocks of each query; -1: none
-    context_lens      [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows;
-                      or [B, next_n], rows that each query sees; clamped to the rows of block_table. A prefill chunk has
-                      B queries of next_n 1
-    block_table       [>= B, C] int32, page of each block_size rows
-    candidate_block_size    positions of a candidate block; not the cache's block size
-    layout            INDEXER_FP8, INDEXER_BF16, INDEXER_F32 or INDEXER_MXFP4, or the name of one; by kv_cache and q
-                      if None
-    out               to write instead of allocating
+    Args:
+        q, kv_cache: as in fp8_paged_mqa_logits
+        weights: [B * next_n, H] float32
+        candidate_blocks: [B * next_n, K] int32, blocks of each query; -1: none
+        context_lens: [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows; or [B,
+            next_n], rows that each query sees; clamped to the rows of block_table. A prefill chunk has B queries of
+            next_n 1
+        block_table: [>= B, C] int32, page of each block_size rows
+        candidate_block_size: positions of a candidate block; not the cache's block size
+        layout: INDEXER_FP8, INDEXER_BF16, INDEXER_F32 or INDEXER_MXFP4, or the name of one; by kv_cache and q if None
+        out: to write instead of allocating
 
     Returns logits float32 [B * next_n, K * candidate_block_size]: column c scores the position
     candidate_blocks[m, c // size] * size + c % size, where size is candidate_block_size. The logit is -inf where there
@@ -198,14 +201,15 @@ def candidate_topk(
 ) -> Any:
     """Score the positions of each query's candidate blocks and select the topk best positions.
 
-    q, kv_cache, weights, context_lens, block_table, candidate_block_size, layout    as in candidate_logits
-    candidate_blocks     [B * next_n, K] int32, each block at most once, ascending, as from select_candidate_blocks;
-                         -1: none
-    topk                 how many positions to select
-    max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
-    workspace            uint8 [bytes] to use instead of allocating; its size is the bound
-    early_release        False: no later kernel starts before the results are stored (docs/interop.md)
-    out                  to write instead of allocating
+    Args:
+        q, kv_cache, weights, context_lens, block_table, candidate_block_size, layout: as in candidate_logits
+        candidate_blocks: [B * next_n, K] int32, each block at most once, ascending, as from select_candidate_blocks;
+            -1: none
+        topk: how many positions to select
+        max_workspace_bytes: most device memory for logits; at least the logits of one request must fit
+        workspace: uint8 [bytes] to use instead of allocating; its size is the bound
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: to write instead of allocating
 
     Returns int32 [B * next_n, topk]: positions in the order of their blocks, then -1 where there are fewer candidates:
     no position outside of the blocks, beyond the query's rows or beyond block_table is ever selected. Among equal

@@ -52,31 +52,31 @@ def compress_and_insert(
     If `kv_score` has two halves (coff 2, as at ratio 4), windows overlap: a row pools the second half of the channels
     of its own positions and the first half of the channels of the previous row's positions.
 
-    kv_score            [T, 2 * coff * D] float32 or bfloat16: kv, then score, coff * D channels each (coff 1 or 2)
-    position_bias       [compress_ratio, coff * D] float32; row position % compress_ratio is added to a score
-    norm_weight         [D] float32 or bfloat16
-    state_cache         [num_blocks, state_block_size, 2 * coff * D] float32, written: kv, then score with its bias
-    state_slot_mapping  [N] int64 or int32, N <= T: where a token's state is saved; -1 (or any slot outside the
-                        cache) for a token that no later step reads
-    state_block_table   [R, B] int32, page of each state_block_size positions; -1: absent, for example already freed
-    k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
-                        [num_blocks, page_bytes] with layout and block_size given (pages of
-                        DSV4_FP8 as wide as 64 tokens need no block_size), or rows in the layout's plain type
-    slot_mapping        [M] int64 or int32, M <= T: slot of the row that a token completes, -1 for the others
-                        (get_compressed_slot_mapping)
-    positions           [T] int64 or int32, of each token in its sequence
-    token_to_req_indices  [T] int32, request of each token
-    query_start_loc     [R + 1] int32, first token of each request
-    cos_sin_cache       [max_position, rope_dim] float32: cosines of the pairs, then sines
-    compress_ratio      positions of a row
-    eps                 of the RMSNorm, positive
-    layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32, or the
-                        name of one; D is its head_dim. None: inferred from the bytes per token
-    early_release       False: no later kernel starts before the results are stored (docs/interop.md)
-
-    index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache
-                        the same arguments of a second compressor, the indexer's; all or none. It uses the slots, pages
-                        and positions of the first. One launch computes both
+    Args:
+        kv_score: [T, 2 * coff * D] float32 or bfloat16: kv, then score, coff * D channels each (coff 1 or 2)
+        position_bias: [compress_ratio, coff * D] float32; row position % compress_ratio is added to a score
+        norm_weight: [D] float32 or bfloat16
+        state_cache: [num_blocks, state_block_size, 2 * coff * D] float32, written: kv, then score with its bias
+        state_slot_mapping: [N] int64 or int32, N <= T: where a token's state is saved; -1 (or any slot outside the
+            cache) for a token that no later step reads
+        state_block_table: [R, B] int32, page of each state_block_size positions; -1: absent, for example already freed
+        k_cache: a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks,
+            page_bytes] with layout and block_size given (pages of DSV4_FP8 as wide as 64 tokens need no block_size), or
+            rows in the layout's plain type
+        slot_mapping: [M] int64 or int32, M <= T: slot of the row that a token completes, -1 for the others
+            (get_compressed_slot_mapping)
+        positions: [T] int64 or int32, of each token in its sequence
+        token_to_req_indices: [T] int32, request of each token
+        query_start_loc: [R + 1] int32, first token of each request
+        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs, then sines
+        compress_ratio: positions of a row
+        eps: of the RMSNorm, positive
+        layout: DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32, or the name of
+            one; D is its head_dim. None: inferred from the bytes per token
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache: the same arguments of
+            a second compressor, the indexer's; all or none. It uses the slots, pages and positions of the first. One
+            launch computes both
 
     A window's positions of this step are read from kv_score, earlier ones from state_cache, so any chunking of a prompt
     gives the same row. A position before the sequence's start, or whose state has no page, is left out. A position

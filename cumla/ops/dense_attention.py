@@ -41,18 +41,19 @@ def mha_varlen(
 ) -> tuple[Any, Any]:
     """Attention of packed sequences of different lengths, each over its own keys.
 
-    q              [T, h, d] bfloat16 or float16
-    k              [N, h, d], or [N, h, d - r] with k_pe, of q's dtype
-    v              [N, h, d_v] of q's dtype; d_v may differ from d and is not padded
-    cu_seqlens_q   [R + 1] int32, ascending: sequence i has the queries [cu_seqlens_q[i], cu_seqlens_q[i + 1])
-    cu_seqlens_k   [R + 1] int32, the same for keys; a sequence may have no queries or no keys
-    k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
-    softmax_scale  above 0; 1 / sqrt(d) if None
-    causal         the last query sees all keys of its sequence, the query before it one key fewer, and so on
-    accumulate     out and lse contain attention of these queries over other keys: this call's keys are merged into
-                   them, as by merge_attn_states
-    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; float32 with accumulate
-    lse            [h, T] float32 to write instead of allocating; required with accumulate
+    Args:
+        q: [T, h, d] bfloat16 or float16
+        k: [N, h, d], or [N, h, d - r] with k_pe, of q's dtype
+        v: [N, h, d_v] of q's dtype; d_v may differ from d and is not padded
+        cu_seqlens_q: [R + 1] int32, ascending: sequence i has the queries [cu_seqlens_q[i], cu_seqlens_q[i + 1])
+        cu_seqlens_k: [R + 1] int32, the same for keys; a sequence may have no queries or no keys
+        k_pe: [N, r] of q's dtype: the last r values of each key, the same for all heads
+        softmax_scale: above 0; 1 / sqrt(d) if None
+        causal: the last query sees all keys of its sequence, the query before it one key fewer, and so on
+        accumulate: out and lse contain attention of these queries over other keys: this call's keys are merged into
+            them, as by merge_attn_states
+        out: [T, h, d_v] of q's dtype, or float32, to write instead of allocating; float32 with accumulate
+        lse: [h, T] float32 to write instead of allocating; required with accumulate
 
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gets
     out 0 and lse +inf; results of queries without a sequence are not written (undefined in arrays allocated here). A
@@ -117,23 +118,24 @@ def dense_mla_decode(
 ) -> tuple[Any, Any]:
     """Attention of each request's queries over all of its tokens in a paged cache of latent rows.
 
-    q              [b, s_q, h, 576] bfloat16 or float16: absorbed q (512 values), then its RoPE part
-    k_cache        [num_blocks, block_size, 576] (or [num_blocks, block_size, 1, 576]) of q's dtype, or uint8: e4m3
-                   of value / scale
-    block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
-    cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
-    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. At most 7.59e35,
-                   because values and logits are float32
-    softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is computed for its unabsorbed heads
-    causal         query i of s_q sees the tokens up to its own, the last one sees all
-    max_seqlen     an upper bound of cache_seqlens known on the host, for the memory of partial results; the width of
-                   the table if None. A bound that is too small costs time; results stay correct
-    plan           a DenseDecodePlan: the division of keys into splits, and memory for partial results. The calls of a
-                   step share it; call `plan.renew()` before the next step. Inside CUDA graph capture, pass a plan that
-                   has served a call of this shape
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out            [b, s_q, h, 512] of q's dtype to write instead of allocating
-    lse            [b, h, s_q] float32 to write instead of allocating
+    Args:
+        q: [b, s_q, h, 576] bfloat16 or float16: absorbed q (512 values), then its RoPE part
+        k_cache: [num_blocks, block_size, 576] (or [num_blocks, block_size, 1, 576]) of q's dtype, or uint8: e4m3 of
+            value / scale
+        block_table: [>= b, B] int32, pages of each request; a page outside of the cache is absent
+        cache_seqlens: [>= b] int32, tokens of each request, the queries' own included
+        scale: of an FP8 cache: float32 array of one value on the device, or a number; None is 1. At most 7.59e35,
+            because values and logits are float32
+        softmax_scale: above 0; 1 / sqrt(576) if None; a model's own scale is computed for its unabsorbed heads
+        causal: query i of s_q sees the tokens up to its own, the last one sees all
+        max_seqlen: an upper bound of cache_seqlens known on the host, for the memory of partial results; the width of
+            the table if None. A bound that is too small costs time; results stay correct
+        plan: a DenseDecodePlan: the division of keys into splits, and memory for partial results. The calls of a step
+            share it; call `plan.renew()` before the next step. Inside CUDA graph capture, pass a plan that has served a
+            call of this shape
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: [b, s_q, h, 512] of q's dtype to write instead of allocating
+        lse: [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gets out 0
     and lse +inf. On a GPU the split of keys depends on the batch's lengths, or on the lengths that the plan was

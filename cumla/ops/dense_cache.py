@@ -37,17 +37,18 @@ def concat_and_cache_mla(
 ) -> None:
     """Write each token's kv_c and k_pe, concatenated, into its slot of a paged cache.
 
-    kv_c            [T, 512] bfloat16, float16 or float32
-    k_pe            [T, 64] or [T, 1, 64] of kv_c's dtype; RoPE applied already
-    kv_cache        written; its type depends on kv_cache_dtype:
-                    "auto"               [num_blocks, block_size, 576] bfloat16 or float16 (or the bytes of a
-                                         MLA_BF16 cache), on the host also float32; values are rounded if
-                                         kv_c's dtype differs
-                    "fp8", "fp8_e4m3"    uint8 [num_blocks, block_size, 576]: e4m3 of value / scale
-                    "fp8_ds_mla"         a V32_FP8 cache, uint8 [num_blocks, block_size, 656], power-of-two scales
-    slot_mapping    [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
-                    skip their row; rows of kv_c beyond N are ignored
-    scale           for "fp8": float32 array of one value on the device, or a number; None is 1. Otherwise ignored
+    Args:
+        kv_c: [T, 512] bfloat16, float16 or float32
+        k_pe: [T, 64] or [T, 1, 64] of kv_c's dtype; RoPE applied already
+        kv_cache: written; its type depends on kv_cache_dtype:
+            "auto"               [num_blocks, block_size, 576] bfloat16 or float16 (or the bytes of a
+                                 MLA_BF16 cache), on the host also float32; values are rounded if
+                                 kv_c's dtype differs
+            "fp8", "fp8_e4m3"    uint8 [num_blocks, block_size, 576]: e4m3 of value / scale
+            "fp8_ds_mla"         a V32_FP8 cache, uint8 [num_blocks, block_size, 656], power-of-two scales
+        slot_mapping: [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
+            skip their row; rows of kv_c beyond N are ignored
+        scale: for "fp8": float32 array of one value on the device, or a number; None is 1. Otherwise ignored
 
     Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding are not written. Two tokens
     for one slot are the caller's error: see quantize_and_insert_k_cache.
@@ -85,16 +86,17 @@ def gather_cache(
 ) -> None:
     """Gather rows of several requests from a paged cache into a dense workspace, one request after another.
 
-    src_cache    [num_blocks, block_size, width] bfloat16, float16 or bytes (uint8)
-    dst          [N, width], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions seq_starts[r],
-                 seq_starts[r] + 1, ... of request r; rows without a request, as at the end of a longer workspace,
-                 are not written. Rows of src_cache's size in bytes are copied unchanged;
-                 FP8 (uint8) rows are dequantised into bfloat16, float16 or float32
-    block_table  [>= batch_size, B] int32
-    cu_seq_lens  [>= batch_size + 1] int32, ascending
-    batch_size   requests
-    seq_starts   [>= batch_size] int32, any stride; positions need not be aligned to pages. None: all 0
-    scale        for FP8 rows: float32 array of one value on the device, or a number; None is 1
+    Args:
+        src_cache: [num_blocks, block_size, width] bfloat16, float16 or bytes (uint8)
+        dst: [N, width], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions seq_starts[r], seq_starts[r] +
+            1, ... of request r; rows without a request, as at the end of a longer workspace, are not written. Rows of
+            src_cache's size in bytes are copied unchanged; FP8 (uint8) rows are dequantised into bfloat16, float16 or
+            float32
+        block_table: [>= batch_size, B] int32
+        cu_seq_lens: [>= batch_size + 1] int32, ascending
+        batch_size: requests
+        seq_starts: [>= batch_size] int32, any stride; positions need not be aligned to pages. None: all 0
+        scale: for FP8 rows: float32 array of one value on the device, or a number; None is 1
 
     A position whose block is absent is gathered as zeros. A dequantised value is e4m3 times scale in float32, rounded
     once to dst's type.

@@ -52,17 +52,18 @@ def fused_indexer_q_rope_quant(
 ) -> tuple[Any, Any]:
     """Rotate the indexer's queries, quantise them to FP8 or MXFP4 and fold their scales into the weights of the heads.
 
-    positions              [T] int64 or int32
-    index_q                [T, H, 128] bfloat16, float16 or float32
-    index_q_cos_sin_cache  [P, 64] float32 or bfloat16: 32 cosines, then 32 sines of each position
-    index_weights          [T, H] bfloat16, float16 or float32
-    index_weights_softmax_scale, index_weights_head_scale    128 ** -0.5 and H ** -0.5 if None
-    rope_first  whether the first 64 values are rotated (V3.2) or the last 64 (V4)
-    is_neox     whether value i is paired with value i + 32 or neighbours are paired
-    quantize    False: the queries are not quantised after RoPE, and the weights do not contain their scales
-    q_format    "fp8"; "mxfp4": MXFP4 values converted to e4m3, as the logits take them (DeepSeek V4.1); or
-                "mxfp4_rows": MXFP4 as stored
-    out         (q, weights) to write instead of allocating
+    Args:
+        positions: [T] int64 or int32
+        index_q: [T, H, 128] bfloat16, float16 or float32
+        index_q_cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines, then 32 sines of each position
+        index_weights: [T, H] bfloat16, float16 or float32
+        index_weights_softmax_scale, index_weights_head_scale: 128 ** -0.5 and H ** -0.5 if None
+        rope_first: whether the first 64 values are rotated (V3.2) or the last 64 (V4)
+        is_neox: whether value i is paired with value i + 32 or neighbours are paired
+        quantize: False: the queries are not quantised after RoPE, and the weights do not contain their scales
+        q_format: "fp8"; "mxfp4": MXFP4 values converted to e4m3, as the logits take them (DeepSeek V4.1); or
+            "mxfp4_rows": MXFP4 as stored
+        out: (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
     [T, H] = index_weights * scale of q * softmax_scale * head_scale; subnormal factors and products (below 2^-126)
@@ -130,15 +131,16 @@ def fp8_mqa_logits(
 ) -> Any:
     """Scores of packed keys; each query sees a range of keys.
 
-    q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are. With MXFP4 keys any of the three
-    kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or uint8 [N, 64], MXFP4, and uint8
-                  [N, 4], as from cp_gather_indexer_k_quant_cache; or only keys, float32 or bfloat16 [N, 128]
-    weights       [M, H] float32
-    cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
-    clean_logits  write -inf for keys that a query does not see; False leaves these logits unwritten
-    max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys beyond the width are left out
-    kv_scales     the scales, if kv is only k
-    out           to write instead of allocating
+    Args:
+        q: uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are. With MXFP4 keys any of the three
+        kv: (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or uint8 [N, 64], MXFP4, and uint8 [N, 4], as
+            from cp_gather_indexer_k_quant_cache; or only keys, float32 or bfloat16 [N, 128]
+        weights: [M, H] float32
+        cu_seqlen_ks, cu_seqlen_ke: [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
+        clean_logits: write -inf for keys that a query does not see; False leaves these logits unwritten
+        max_seqlen_k: 0, or the width of compressed rows: column j is key ks[m] + j; keys beyond the width are left out
+        kv_scales: the scales, if kv is only k
+        out: to write instead of allocating
 
     Returns logits float32 [M, N], or [M, max_seqlen_k]. Subnormal weights and scales (below 2^-126) count as 0. A
     query's logits do not depend on the other queries of the call, except by rounding on the CPU (cumla.bounds.SCORES),
@@ -227,23 +229,22 @@ def fp8_paged_mqa_logits(
 ) -> Any:
     """Scores of the rows of a paged cache for a few queries of each request.
 
-    q                  uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are. With
-                       INDEXER_MXFP4 any of the three
-    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) in INDEXER_FP8, or 68
-                       bytes in INDEXER_MXFP4; or float32 or bfloat16 [num_blocks, block_size, 128], or their bytes
-                       with `layout`
-    weights            [B * next_n, H] float32
-    context_lens       [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows;
-                       or [B, next_n], rows that each query sees
-    block_table        [>= B, C] int32, page of each block_size rows
-    schedule_metadata  int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. Accepted for compatibility and
-                       ignored: cumla's kernels schedule the rows by the lengths
-    max_context_len    width of the logits; None: all rows of the block table. Rows beyond it are left out
-    clean_logits       write -inf for rows that a query does not see; False leaves these logits unwritten
-    layout             INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32, or the name of one; by kv_cache and q
-                       if None
-    early_release      False: no later kernel starts before the results are stored (docs/interop.md)
-    out                to write instead of allocating
+    Args:
+        q: uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are. With INDEXER_MXFP4 any of
+            the three
+        kv_cache: uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) in INDEXER_FP8, or 68 bytes
+            in INDEXER_MXFP4; or float32 or bfloat16 [num_blocks, block_size, 128], or their bytes with `layout`
+        weights: [B * next_n, H] float32
+        context_lens: [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j rows; or [B,
+            next_n], rows that each query sees
+        block_table: [>= B, C] int32, page of each block_size rows
+        schedule_metadata: int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. Accepted for compatibility
+            and ignored: cumla's kernels schedule the rows by the lengths
+        max_context_len: width of the logits; None: all rows of the block table. Rows beyond it are left out
+        clean_logits: write -inf for rows that a query does not see; False leaves these logits unwritten
+        layout: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32, or the name of one; by kv_cache and q if None
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
     entry outside of the cache) scores -inf. Subnormal weights and scales (below 2^-126) count as 0.
@@ -328,10 +329,11 @@ def get_paged_mqa_logits_metadata(
 ) -> Any:
     """The start of each multiprocessor's work range in the paged logits of a batch.
 
-    context_lens  [B] int32, or [B, next_n], of which the last length of an entry counts
-    block_kv      rows of a page
-    num_sms       multiprocessors
-    out           to write instead of allocating
+    Args:
+        context_lens: [B] int32, or [B, next_n], of which the last length of an entry counts
+        block_kv: rows of a page
+        num_sms: multiprocessors
+        out: to write instead of allocating
 
     Returns int32 [num_sms + 1, 2]: (entry, split), where a split is four pages. The splits of all entries are divided
     in order into ranges of almost equal size, larger ones first. A range ends where the next one starts and may be

@@ -36,15 +36,16 @@ def top_k_per_row(
 ) -> Any:
     """The columns of the largest logits of each row.
 
-    logits      [M, N] float32
-    topk        how many columns to select
-    row_starts, row_ends    [M] int32 or None: choose among the columns row_starts <= n < row_ends (prefill rows);
-                            indices count from row_starts
-    seq_lens    [B] int32: row b * next_n + j has the first seq_lens[b] - next_n + 1 + j columns (decode rows); or
-                [B, next_n], columns of each row. M = B * next_n. Not together with row_starts or row_ends
-    next_n      query tokens of a request, for seq_lens [B]
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out         to write instead of allocating
+    Args:
+        logits: [M, N] float32
+        topk: how many columns to select
+        row_starts, row_ends: [M] int32 or None: choose among the columns row_starts <= n < row_ends (prefill rows);
+            indices count from row_starts
+        seq_lens: [B] int32: row b * next_n + j has the first seq_lens[b] - next_n + 1 + j columns (decode rows); or [B,
+            next_n], columns of each row. M = B * next_n. Not together with row_starts or row_ends
+        next_n: query tokens of a request, for seq_lens [B]
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: to write instead of allocating
 
     Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Among equal logits the
     lowest indices are selected, so every backend selects the same columns. Logits, including subnormal ones, are
@@ -124,19 +125,20 @@ def indexer_topk(
       q [B, next_n, H, 128], kv the cache, weights [B * next_n, H], context_lens [B] or [B, next_n], block_table;
       schedule_metadata, max_context_len and layout as in fp8_paged_mqa_logits
 
-    topk                 how many keys to select
-    max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
-    workspace            uint8 [bytes] to use instead of allocating; its size is the bound
-    early_release        False: no later kernel starts before the results are stored (docs/interop.md)
-    out                  to write instead of allocating
-    slots                (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the
-                         selected rows in a cache with the same pages and block size, and their count. Bit-identical to
-                         compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table; on
-                         GPUs without a further launch. context_lens must count complete rows only
-    is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
-    candidate_blocks     [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
-                         as select_candidate_blocks selects them from the same logits. A workspace includes memory for
-                         the blocks' scores; max_workspace_bytes does not count it. Not together with max_seqlen_k
+    Args:
+        topk: how many keys to select
+        max_workspace_bytes: most device memory for logits; at least the logits of one request must fit
+        workspace: uint8 [bytes] to use instead of allocating; its size is the bound
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: to write instead of allocating
+        slots: (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the selected
+            rows in a cache with the same pages and block size, and their count. Bit-identical to
+            compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table; on GPUs without a
+            further launch. context_lens must count complete rows only
+        is_valid_token: [M] bool, with slots: a padding token's length is 0; None: no token is padding
+        candidate_blocks: [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
+            as select_candidate_blocks selects them from the same logits. A workspace includes memory for the blocks'
+            scores; max_workspace_bytes does not count it. Not together with max_seqlen_k
 
     Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps, but never an index beyond block_table,
     however large context_lens and max_context_len are. Indices count from cu_seqlen_ks. A query's selection does not

@@ -34,15 +34,16 @@ def compute_swa_indices_and_lens(
 ) -> tuple[Any, Any]:
     """The sliding window of each token: slots of its own and the window_size - 1 positions before it.
 
-    query_start_loc       [R + 1] int32, first query token of each request
-    seq_lens              [R] int32, tokens of each request, these queries included
-    token_to_req_indices  [>= token_offset + num_tokens] int32
-    is_valid_token        [>= token_offset + num_tokens] bool; False for padding
-    block_table           [R, B] int32
-    block_size            tokens of a page
-    window_size           positions of a window, the token's own included
-    num_tokens            T, rows to compute; row t is for token t + token_offset
-    out                   (swa_indices, swa_lens) to write instead of allocating
+    Args:
+        query_start_loc: [R + 1] int32, first query token of each request
+        seq_lens: [R] int32, tokens of each request, these queries included
+        token_to_req_indices: [>= token_offset + num_tokens] int32
+        is_valid_token: [>= token_offset + num_tokens] bool; False for padding
+        block_table: [R, B] int32
+        block_size: tokens of a page
+        window_size: positions of a window, the token's own included
+        num_tokens: T, rows to compute; row t is for token t + token_offset
+        out: (swa_indices, swa_lens) to write instead of allocating
 
     Returns swa_indices [T, window_size] int32, oldest position first, and swa_lens [T] int32. A padding
     token has length 0 and a row of -1.
@@ -85,17 +86,18 @@ def compute_global_topk_indices_and_lens(
 ) -> tuple[Any, Any]:
     """Map local top-k positions to cache slots, and count the slots present.
 
-    topk_indices          [T, K] int32, positions in the request's cache, -1 = none
-    token_to_req_indices  [>= T] int32
-    block_table           [R, B] int32
-    block_size            rows of a page
-    is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are still mapped)
-    compact               move present entries to the left of each row, in order, so that a reader may stop at the
-                          length; False leaves every entry in its place, as vLLM 0.26 does
-    positions             [>= T] int32, of each token in its sequence. If given, a token sees only the rows complete at
-                          its position, below (position + 1) // compress_ratio; other entries are absent
-    compress_ratio        positions of a row
-    out                   (global_topk_indices, topk_lens) to write instead of allocating
+    Args:
+        topk_indices: [T, K] int32, positions in the request's cache, -1 = none
+        token_to_req_indices: [>= T] int32
+        block_table: [R, B] int32
+        block_size: rows of a page
+        is_valid_token: [>= T] bool; a padding token's length is 0 (its indices are still mapped)
+        compact: move present entries to the left of each row, in order, so that a reader may stop at the length; False
+            leaves every entry in its place, as vLLM 0.26 does
+        positions: [>= T] int32, of each token in its sequence. If given, a token sees only the rows complete at its
+            position, below (position + 1) // compress_ratio; other entries are absent
+        compress_ratio: positions of a row
+        out: (global_topk_indices, topk_lens) to write instead of allocating
 
     Returns global_topk_indices [T, K] int32 and topk_lens [T] int32.
     Source: vLLM compute_global_topk_indices_and_lens; compaction and bounds as in its later releases.
@@ -143,17 +145,18 @@ def combine_topk_swa_indices(
     The workspace has [R, M] rows: compressed rows of request r from M * r on, its last gather_lens[r]
     uncompressed rows from M * r + N on.
 
-    topk_indices     [T, >= topk] int32, local compressed positions; < 0 or >= N is absent
-    query_start_loc  [R + 1] int32; may start anywhere, row t of the result is token query_start_loc[0] + t
-    seq_lens         [R] int32
-    gather_lens      [R] int32
-    window_size      positions of a window
-    compress_ratio   positions of a compressed row; 0 for a layer without compressed rows, whose lists are windows
-    topk             most entries of topk_indices to use; 0 for a layer that has only the window
-    compact          take those of the first topk entries, in any column, that name a row complete at the token's
-                     position, below (position + 1) // compress_ratio; False takes the first
-                     min((position + 1) // compress_ratio, topk) entries unchanged
-    out              (combined_indices, combined_lens) to write instead of allocating
+    Args:
+        topk_indices: [T, >= topk] int32, local compressed positions; < 0 or >= N is absent
+        query_start_loc: [R + 1] int32; may start anywhere, row t of the result is token query_start_loc[0] + t
+        seq_lens: [R] int32
+        gather_lens: [R] int32
+        window_size: positions of a window
+        compress_ratio: positions of a compressed row; 0 for a layer without compressed rows, whose lists are windows
+        topk: most entries of topk_indices to use; 0 for a layer that has only the window
+        compact: take those of the first topk entries, in any column, that name a row complete at the token's position,
+            below (position + 1) // compress_ratio; False takes the first min((position + 1) // compress_ratio, topk)
+            entries unchanged
+        out: (combined_indices, combined_lens) to write instead of allocating
 
     Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32: the entries of top-k,
     then min(position + 1, window_size) window entries.
@@ -216,21 +219,22 @@ def build_flashinfer_mixed_sparse_indices(
     Columns [0, window_size) are SWA slots, the rest compressed slots. Rows of decode tokens are copied from
     the decode arguments; prefill tokens take their window from their position and map their top-k.
 
-    decode_swa_indices           [D, window_size] or [D, 1, window_size] int32 slots
-    decode_compressed_indices    [D, Kd] or [D, 1, Kd] int32, slots or local positions; None for SWA-only layers
-    decode_compressed_topk_lens  [D] int32, entries in use; None: all entries (if local: present entries)
-    prefill_topk_indices         [P, >= topk] int32 local compressed positions of the P prefill tokens
-    query_start_loc, seq_lens    [R + 1], [R] int32
-    token_to_req_indices         [>= D + P] int32
-    swa_block_table              [R, B] int32; compressed_block_table likewise, None for SWA-only layers
-    swa_block_size, compressed_block_size    rows of a page
-    window_size, compress_ratio  positions of a window, and of a compressed row; ratio 0: prefill tokens have none
-    topk                         most entries of prefill_topk_indices to use
-    decode_compressed_indices_are_local      whether the indices are positions, to be mapped by compressed_block_table
-    decode_is_valid_token        [>= D] bool: padding tokens count no compressed entries; None: all valid
-    swa_block_span               slots from page to page in the reader's numbering, for packed pages
-                                 (page stride / token bytes); None: swa_block_size. compressed_block_span likewise
-    out                          (sparse_indices, sparse_topk_lens) to write instead of allocating
+    Args:
+        decode_swa_indices: [D, window_size] or [D, 1, window_size] int32 slots
+        decode_compressed_indices: [D, Kd] or [D, 1, Kd] int32, slots or local positions; None for SWA-only layers
+        decode_compressed_topk_lens: [D] int32, entries in use; None: all entries (if local: present entries)
+        prefill_topk_indices: [P, >= topk] int32 local compressed positions of the P prefill tokens
+        query_start_loc, seq_lens: [R + 1], [R] int32
+        token_to_req_indices: [>= D + P] int32
+        swa_block_table: [R, B] int32; compressed_block_table likewise, None for SWA-only layers
+        swa_block_size, compressed_block_size: rows of a page
+        window_size, compress_ratio: positions of a window, and of a compressed row; ratio 0: prefill tokens have none
+        topk: most entries of prefill_topk_indices to use
+        decode_compressed_indices_are_local: whether the indices are positions, to be mapped by compressed_block_table
+        decode_is_valid_token: [>= D] bool: padding tokens count no compressed entries; None: all valid
+        swa_block_span: slots from page to page in the reader's numbering, for packed pages (page stride / token bytes);
+            None: swa_block_size. compressed_block_span likewise
+        out: (sparse_indices, sparse_topk_lens) to write instead of allocating
 
     Returns sparse_indices [D + P, window_size + pad4(max(topk, Kd))] int32 and sparse_topk_lens [D + P]
     int32 = window_size + compressed entries: a window shorter than window_size leaves holes of -1.

@@ -39,27 +39,27 @@ def compress_latents(
     two scores. The token at the odd position completes the row. If the even token belongs to an earlier step, its kv
     and score are read from the request's ring. Ratio 1: every token's kv is a row. Rows then get RMSNorm.
 
-    kv_score         [T, 1024] float32 or bfloat16: kv, then score; for ratio 1 [T, 512], only kv
-    norm_weight      [512] float32 or bfloat16
-    slot_mapping     [N] int64 or int32, N <= T: ratio 2, the slot for a token's kv and score, ring * capacity +
-                     position % capacity. A token with slot -1, or any slot outside the state cache, is padding: it is
-                     not saved and completes no row. A request whose first token is padding saves nothing. Ratio 1:
-                     tokens with a negative slot are padding
-    latents          [T, 512] bfloat16, or float32 without rounding, written at tokens that complete a row. Other rows
-                     are not written
-    positions        [T] int64 or int32, of each token in its sequence. This and the next two are for ratio 2 only
-    query_start_loc  [R + 1] int32, first token of each request. Tokens without a request are padding
-    state_cache      [rings, capacity, 1024] float32, written: one ring a request, for its lifetime;
-                     cumla.metadata.ring_capacity returns the capacity. Only the last `capacity` tokens of a request are
-                     saved
-    restart_rows     [rings, 1024] float32, and
-    restart_positions  [rings] int32, initially 0, both written: they allow a step to be run again with the same result,
-                     as after an error in a later layer. A request that starts at an odd position p and has at least
-                     `capacity` tokens overwrites the row of p - 1 in its ring: these arrays save that row and p. None:
-                     such a step must not be run again
-    compress_ratio   1 or 2
-    eps              of the RMSNorm, positive
-    round_pooled     round the pooled row to bfloat16 before the norm, as DeepSeek's code and SGLang do; False: as vLLM
+    Args:
+        kv_score: [T, 1024] float32 or bfloat16: kv, then score; for ratio 1 [T, 512], only kv
+        norm_weight: [512] float32 or bfloat16
+        slot_mapping: [N] int64 or int32, N <= T: ratio 2, the slot for a token's kv and score, ring * capacity +
+            position % capacity. A token with slot -1, or any slot outside the state cache, is padding: it is not saved
+            and completes no row. A request whose first token is padding saves nothing. Ratio 1: tokens with a negative
+            slot are padding
+        latents: [T, 512] bfloat16, or float32 without rounding, written at tokens that complete a row. Other rows are
+            not written
+        positions: [T] int64 or int32, of each token in its sequence. This and the next two are for ratio 2 only
+        query_start_loc: [R + 1] int32, first token of each request. Tokens without a request are padding
+        state_cache: [rings, capacity, 1024] float32, written: one ring a request, for its lifetime;
+            cumla.metadata.ring_capacity returns the capacity. Only the last `capacity` tokens of a request are saved
+        restart_rows: [rings, 1024] float32, and
+        restart_positions: [rings] int32, initially 0, both written: they allow a step to be run again with the same
+            result, as after an error in a later layer. A request that starts at an odd position p and has at least
+            `capacity` tokens overwrites the row of p - 1 in its ring: these arrays save that row and p. None: such a
+            step must not be run again
+        compress_ratio: 1 or 2
+        eps: of the RMSNorm, positive
+        round_pooled: round the pooled row to bfloat16 before the norm, as DeepSeek's code and SGLang do; False: as vLLM
 
     Any division of a prompt into steps gives bit-identical rows. Rejected drafts need no rollback: later tokens
     overwrite their rows of the ring by position. A channel whose scores are both -inf is 0. All arithmetic is float32.

@@ -32,20 +32,21 @@ def fp8_block_linear(
 ) -> Any:
     """x W^T for FP8 weights with a scale for each block, without rounding x: a decode step's projections.
 
-    x             [T, K] or, with a weight for each of G groups, [T, G, K], bfloat16; on the host also float32
-    weight        [N, K] or [G, N, K] uint8 (or float8_e4m3fn): e4m3
-    weight_scale  [ceil(N / block_rows), ceil(K / block_columns)] float32, or [G, ...]; a value is e4m3 * scale
-    block_rows    rows of the weight that share a scale, from 1 on
-    block_columns  columns that share a scale, a multiple of 32
-    float32_output  whether the result is float32; otherwise it has x's dtype
-    prefetch_weights  whether weights may be read before the stream's preceding work has ended, which hides latency;
-                  only for weights that the preceding work does not write
-    finite_weights  whether no byte of the weight is NaN (0x7f, 0xff), which saves a check; with a NaN the result is
-                  unspecified
-    is_ue8m0      whether all scales are powers of two from 2^-100 to 2^7, which saves work; with another scale the
-                  result is unspecified
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out           [T, N] or [T, G, N] to write instead of allocating
+    Args:
+        x: [T, K] or, with a weight for each of G groups, [T, G, K], bfloat16; on the host also float32
+        weight: [N, K] or [G, N, K] uint8 (or float8_e4m3fn): e4m3
+        weight_scale: [ceil(N / block_rows), ceil(K / block_columns)] float32, or [G, ...]; a value is e4m3 * scale
+        block_rows: rows of the weight that share a scale, from 1 on
+        block_columns: columns that share a scale, a multiple of 32
+        float32_output: whether the result is float32; otherwise it has x's dtype
+        prefetch_weights: whether weights may be read before the stream's preceding work has ended, which hides latency;
+            only for weights that the preceding work does not write
+        finite_weights: whether no byte of the weight is NaN (0x7f, 0xff), which saves a check; with a NaN the result is
+            unspecified
+        is_ue8m0: whether all scales are powers of two from 2^-100 to 2^7, which saves work; with another scale the
+            result is unspecified
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: [T, N] or [T, G, N] to write instead of allocating
 
     Returns [T, N] or [T, G, N]. Each product is exact, sums are float32, rounded once at the end. The products of a
     block are added before they are scaled, so the sum of x times e4m3 within a block must not overflow; scales are

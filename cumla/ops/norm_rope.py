@@ -35,11 +35,12 @@ def fused_q_kv_rmsnorm(
 ) -> tuple[Any, Any]:
     """RMSNorm of a layer's low-rank queries and keys, in one launch.
 
-    qr         [T, q_lora_rank] bfloat16 or float32
-    kv         [T, D] of qr's dtype; qr and kv may be columns of one wider array
-    q_weight   [q_lora_rank] float32 or bfloat16
-    kv_weight  [D] of q_weight's dtype
-    out        (qr, kv) to write instead of allocating; they may be the inputs
+    Args:
+        qr: [T, q_lora_rank] bfloat16 or float32
+        kv: [T, D] of qr's dtype; qr and kv may be columns of one wider array
+        q_weight: [q_lora_rank] float32 or bfloat16
+        kv_weight: [D] of q_weight's dtype
+        out: (qr, kv) to write instead of allocating; they may be the inputs
 
     Returns x / sqrt(mean(x^2) + eps) * weight of both, in qr's dtype; sums are float32, eps is positive.
     Source: vLLM fused_q_kv_rmsnorm.
@@ -85,19 +86,20 @@ def qnorm_rope_and_insert(
     Queries: RMSNorm of each head without a weight, then RoPE on its last values. Rows of the window cache: RoPE, the
     cache's format, insert.
 
-    q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
-    kv            [T, 512] of q's dtype, its RMSNorm done
-    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584 or 528], raw pages
-                  [num_blocks, page_bytes] with block_size (None: 64, if a page of DSV4_FP8 has that size), or rows
-                  [num_blocks, block_size, 512]
-    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
-    positions     [T] int64 or int32
-    cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
-                  then sines. Positions outside the table are clamped to it
-    eps           of the norm of the queries, positive
-    layout        DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16, on the host also DSV4_F32, or the name of one;
-                  None: inferred from the cache, which for V4.1 is an error
-    out           [T, h, 512] of q's dtype to write instead of allocating; may be q
+    Args:
+        q: [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
+        kv: [T, 512] of q's dtype, its RMSNorm done
+        k_cache: a cache of `layout`, written: uint8 [num_blocks, block_size, 584 or 528], raw pages [num_blocks,
+            page_bytes] with block_size (None: 64, if a page of DSV4_FP8 has that size), or rows [num_blocks,
+            block_size, 512]
+        slot_mapping: [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
+        positions: [T] int64 or int32
+        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim
+            values, then sines. Positions outside the table are clamped to it
+        eps: of the norm of the queries, positive
+        layout: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16, on the host also DSV4_F32, or the name of one; None:
+            inferred from the cache, which for V4.1 is an error
+        out: [T, h, 512] of q's dtype to write instead of allocating; may be q
 
     Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before quantisation.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -139,17 +141,18 @@ def norm_rope_and_insert(
 ) -> None:
     """Fused RMSNorm, RoPE and insert of latent rows, without queries: V4.1's window rows and compressed rows.
 
-    kv            [T, 512] bfloat16, on the host also float32
-    k_cache       a cache of `layout`, written, as qnorm_rope_and_insert takes it
-    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
-    positions     [T] int64 or int32; for a compressed row the first position that it represents
-    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
-    weight        [512] float32 or bfloat16, of the RMSNorm; None: no norm
-    eps           of the norm, positive
-    round_rows    round rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: quantise the
-                  float32 values, as vLLM does. No effect on values that a cache stores in bfloat16
-    layout        DSV4_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT or DSV4_BF16, on the host also
-                  DSV4_F32, or the name of one; None: inferred from the cache, which for V4.1 is an error
+    Args:
+        kv: [T, 512] bfloat16, on the host also float32
+        k_cache: a cache of `layout`, written, as qnorm_rope_and_insert takes it
+        slot_mapping: [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
+        positions: [T] int64 or int32; for a compressed row the first position that it represents
+        cos_sin_cache: [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+        weight: [512] float32 or bfloat16, of the RMSNorm; None: no norm
+        eps: of the norm, positive
+        round_rows: round rows to bfloat16 before quantisation, as DeepSeek's code and SGLang do; False: quantise the
+            float32 values, as vLLM does. No effect on values that a cache stores in bfloat16
+        layout: DSV4_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT or DSV4_BF16, on the host also
+            DSV4_F32, or the name of one; None: inferred from the cache, which for V4.1 is an error
 
     Sums and products are float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -189,17 +192,18 @@ def indexer_knorm_rope_and_insert(
 ) -> None:
     """Fused LayerNorm, RoPE and insert of V3.2's indexer keys.
 
-    k             [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
-    weight, bias  [128] of one dtype, float32 or bfloat16, of the LayerNorm
-    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 132], raw pages [num_blocks, page_bytes]
-                  with block_size given, or rows [num_blocks, block_size, 128]
-    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
-    positions     [T] int64 or int32
-    cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first rope_dim
-                  values, then sines. Positions outside the table are clamped to it
-    eps           of the norm, positive
-    layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: inferred from
-                  the cache
+    Args:
+        k: [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
+        weight, bias: [128] of one dtype, float32 or bfloat16, of the LayerNorm
+        k_cache: a cache of `layout`, written: uint8 [num_blocks, block_size, 132], raw pages [num_blocks, page_bytes]
+            with block_size given, or rows [num_blocks, block_size, 128]
+        slot_mapping: [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
+        positions: [T] int64 or int32
+        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first
+            rope_dim values, then sines. Positions outside the table are clamped to it
+        eps: of the norm, positive
+        layout: INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: inferred from the
+            cache
 
     Sums and products are float32; rows are rounded to bfloat16 before quantisation.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -233,10 +237,11 @@ def apply_rope(
 ) -> Any:
     """RoPE on the last values of each head; `inverse` undoes it, as V4 does in attention's output.
 
-    x              [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
-    positions      [T] int64 or int32
-    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
-    out            [T, h, d] of x's dtype to write instead of allocating; may be x
+    Args:
+        x: [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
+        positions: [T] int64 or int32
+        cos_sin_cache: [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+        out: [T, h, d] of x's dtype to write instead of allocating; may be x
 
     Returns x rotated by its position, or with `inverse` by the negative position. Products are float32, rounded once.
     Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
@@ -270,12 +275,13 @@ def inverse_rope_and_quantize(
 ) -> tuple[Any, Any]:
     """Inverse RoPE of attention's output, and quantisation for a grouped FP8 GEMM.
 
-    o              [T, h, 512] bfloat16; on the host also float32
-    positions      [T] int64 or int32
-    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
-    num_groups     G, a divisor of h: a group is h / G consecutive heads
-    is_ue8m0       scales are powers of two; False: a scale is amax / 448, not rounded to a power of two
-    out            (values, scales) to write instead of allocating
+    Args:
+        o: [T, h, 512] bfloat16; on the host also float32
+        positions: [T] int64 or int32
+        cos_sin_cache: [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+        num_groups: G, a divisor of h: a group is h / G consecutive heads
+        is_ue8m0: scales are powers of two; False: a scale is amax / 448, not rounded to a power of two
+        out: (values, scales) to write instead of allocating
 
     Returns values uint8 (e4m3) [G, T, h / G * 512] and scales float32 [G, T, h / G * 4], one for 128 values: value =
     e4m3 * scale, where amax counts as at least 1e-10. Values are rounded to o's dtype before quantisation.

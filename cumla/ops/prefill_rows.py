@@ -39,14 +39,15 @@ def gather_prefill_rows(
 ) -> tuple[Any, Any]:
     """Gather the rows of R requests, and list the rows that each of their T tokens attends to.
 
-    out                    [R, M, 512], written: at most N compressed rows of each request and, from row N on, its last
-                           gather_lens rows
-    swa_cache              of `layout`; swa_block_table [R, B] int32, pages of swa_block_size positions
-    seq_lens, gather_lens  [R] int32
-    query_start_loc        [R + 1] int32
-    topk_indices           [T, >= topk] int32; this, topk, window_size, compress_ratio and compact as in
-                           combine_topk_swa_indices
-    compressed_cache       of compressed_layout, with compressed_block_table [R, C] int32; None: no compressed rows
+    Args:
+        out: [R, M, 512], written: at most N compressed rows of each request and, from row N on, its last gather_lens
+            rows
+        swa_cache: of `layout`; swa_block_table [R, B] int32, pages of swa_block_size positions
+        seq_lens, gather_lens: [R] int32
+        query_start_loc: [R + 1] int32
+        topk_indices: [T, >= topk] int32; this, topk, window_size, compress_ratio and compact as in
+            combine_topk_swa_indices
+        compressed_cache: of compressed_layout, with compressed_block_table [R, C] int32; None: no compressed rows
 
     Rows are the same as dequantize_and_gather_k_cache's. Returns the results of combine_topk_swa_indices: lists
     [T, pad128(topk + window_size)] int32 and their lengths [T] int32.

@@ -38,10 +38,11 @@ def local_seq_lens(
 ) -> Any:
     """The number of the rank's tokens that each query sees.
 
-    seq_lens  [R] int32, tokens of each request, its queries' own included
-    shard     how tokens are sharded across ranks
-    s_q       queries of each request: query i sees all tokens except the last s_q - 1 - i
-    out       [R * s_q] int32 to write instead of allocating
+    Args:
+        seq_lens: [R] int32, tokens of each request, its queries' own included
+        shard: how tokens are sharded across ranks
+        s_q: queries of each request: query i sees all tokens except the last s_q - 1 - i
+        out: [R * s_q] int32 to write instead of allocating
 
     Returns out, the queries of a request in order: cache_seqlens for a `dense_mla_decode` in which each query is a
     separate request. Each query has its own count because counts of consecutive queries need not differ by one.
@@ -70,11 +71,12 @@ def local_block_table(
 ) -> Any:
     """The rank's columns of a block table of whole sequences with sharded pages; a row for each query.
 
-    block_table  [R, B] int32, pages of each request in the order of its tokens: column c is a page of rank c % size,
-                 numbered in that rank's cache
-    shard        with the block size as its interleave; None: the table already has only the rank's columns
-    s_q          queries of each request; each query gets a row
-    out          [R * s_q, C] int32 to write instead of allocating; columns that the table lacks are -1
+    Args:
+        block_table: [R, B] int32, pages of each request in the order of its tokens: column c is a page of rank c %
+            size, numbered in that rank's cache
+        shard: with the block size as its interleave; None: the table already has only the rank's columns
+        s_q: queries of each request; each query gets a row
+        out: [R * s_q, C] int32 to write instead of allocating; columns that the table lacks are -1
 
     Returns out. An allocated out has ceil((B - rank) / size) columns.
     """
@@ -107,14 +109,15 @@ def local_slot_mapping(
 ) -> Any:
     """The slots to which the rank writes the rows of a step's tokens; -1 for rows of other ranks.
 
-    query_start_loc  [R + 1] int32, the tokens of request i are [query_start_loc[i], query_start_loc[i + 1])
-    seq_lens         [R] int32, tokens of each request, the step's included
-    block_table      [R, B] int32, the rank's pages of each request
-    block_size       rows of a page
-    shard            how rows are sharded across ranks
-    num_tokens       tokens of the step; a token without a request gets -1
-    compress_ratio   tokens of a row: a row is written with its last token, the others get -1
-    out              [num_tokens] int64 to write instead of allocating
+    Args:
+        query_start_loc: [R + 1] int32, the tokens of request i are [query_start_loc[i], query_start_loc[i + 1])
+        seq_lens: [R] int32, tokens of each request, the step's included
+        block_table: [R, B] int32, the rank's pages of each request
+        block_size: rows of a page
+        shard: how rows are sharded across ranks
+        num_tokens: tokens of the step; a token without a request gets -1
+        compress_ratio: tokens of a row: a row is written with its last token, the others get -1
+        out: [num_tokens] int64 to write instead of allocating
 
     Returns out, for the functions that insert into caches.
     """
@@ -148,13 +151,14 @@ def localise_indices(
 ) -> tuple[Any, Any]:
     """The rank's part of the rows that each token selected, as slots of the rank's cache.
 
-    indices               [T, K] int32 rows of the token's request, counted over all ranks; -1: none
-    token_to_req_indices  [>= T] int32
-    block_table           [R, B] int32, the rank's pages of each request
-    block_size            rows of a page
-    shard                 how rows are sharded across ranks
-    is_valid_token        [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
-    out                   (slots, lens) to write instead of allocating
+    Args:
+        indices: [T, K] int32 rows of the token's request, counted over all ranks; -1: none
+        token_to_req_indices: [>= T] int32
+        block_table: [R, B] int32, the rank's pages of each request
+        block_size: rows of a page
+        shard: how rows are sharded across ranks
+        is_valid_token: [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
+        out: (slots, lens) to write instead of allocating
 
     Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32. Rows of other
     ranks, and rows that the table lacks, are left out.
@@ -191,12 +195,13 @@ def merge_partials(
 ) -> tuple[Any, Any]:
     """Merge the partial attention results of n ranks, each over its own keys, by their LSE.
 
-    parts      [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; last axis contiguous
-    lses       [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf: no key was
-               attended, and the part's values are ignored
-    attn_sink  [h] float32: a logit that takes part in the softmax and has no value; None: no sink
-    out        [b, s_q, h, d] of parts' dtype to write instead of allocating
-    lse        [b, h, s_q] float32 to write instead of allocating
+    Args:
+        parts: [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; last axis contiguous
+        lses: [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf: no key was
+            attended, and the part's values are ignored
+        attn_sink: [h] float32: a logit that takes part in the softmax and has no value; None: no sink
+        out: [b, s_q, h, d] of parts' dtype to write instead of allocating
+        lse: [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse; lse is without the sink, as in `sparse_mla_decode`. A query without keys gets out 0 and lse
     +inf.

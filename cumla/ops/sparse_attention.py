@@ -49,34 +49,35 @@ def sparse_mla_decode(
 ) -> tuple[Any, Any]:
     """Attention of each query over the listed tokens of one or two paged caches, in one softmax.
 
-    q              [b, s_q, h, d] bfloat16; d = 512 or 576, the layout's head_dim, h from 1 to 128. On the host also
-                   float32, for results without bfloat16's rounding: out is then float32
-    k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
-                   [num_blocks, page_bytes] with layout and block_size; pages of 64 tokens of DSV4_FP8 need no
-                   block_size), or bfloat16 [num_blocks, block_size, d]
-    indices        [b, s_q, topk] int32 slots; -1 and any slot outside the cache is absent. A slot listed
-                   twice counts twice
-    layout         DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, MLA_BF16 or
-                   DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of one; None: inferred from the bytes
-                   per token; 528 and 288 bytes do not identify the format
-    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a
-                   length beyond topk as topk
-    extra_k_cache  a second cache, with its own extra_indices [b, s_q, extra_topk], extra_topk_length and
-                   extra_block_size
-    extra_layout   the second cache's format: the same as layout, or with DSV41_FP8 also DSV41_FP4, with
-                   DSV41_FP8_SPLIT also DSV41_FP4_SPLIT. None: the allowed format with the cache's bytes per token; for
-                   raw pages the same as layout
-    attn_sink      [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
-                   sink. With +inf out is 0
-    softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
-    plan           a DecodePlan that the layers of a step share; None: the call computes one
-    batch_invariant  True: a token's result is bit-identical in every batch. The keys of a token are then never split,
-                   which makes small batches slower. False: on a GPU the split of keys depends on the batch, and
-                   results of a token in two batches may differ within the same bounds as from the exact result
-                   (cumla.bounds.DECODE_OUT and DECODE_LSE)
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out            [b, s_q, h, 512] of q's dtype to write instead of allocating
-    lse            [b, h, s_q] float32 to write instead of allocating
+    Args:
+        q: [b, s_q, h, d] bfloat16; d = 512 or 576, the layout's head_dim, h from 1 to 128. On the host also float32,
+            for results without bfloat16's rounding: out is then float32
+        k_cache: uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages [num_blocks,
+            page_bytes] with layout and block_size; pages of 64 tokens of DSV4_FP8 need no block_size), or bfloat16
+            [num_blocks, block_size, d]
+        indices: [b, s_q, topk] int32 slots; -1 and any slot outside the cache is absent. A slot listed twice counts
+            twice
+        layout: DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, MLA_BF16 or
+            DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of one; None: inferred from the bytes per
+            token; 528 and 288 bytes do not identify the format
+        topk_length: [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a
+            length beyond topk as topk
+        extra_k_cache: a second cache, with its own extra_indices [b, s_q, extra_topk], extra_topk_length and
+            extra_block_size
+        extra_layout: the second cache's format: the same as layout, or with DSV41_FP8 also DSV41_FP4, with
+            DSV41_FP8_SPLIT also DSV41_FP4_SPLIT. None: the allowed format with the cache's bytes per token; for raw
+            pages the same as layout
+        attn_sink: [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
+            sink. With +inf out is 0
+        softmax_scale: 1 / sqrt(d) if None; NaN and infinity are errors
+        plan: a DecodePlan that the layers of a step share; None: the call computes one
+        batch_invariant: True: a token's result is bit-identical in every batch. The keys of a token are then never
+            split, which makes small batches slower. False: on a GPU the split of keys depends on the batch, and results
+            of a token in two batches may differ within the same bounds as from the exact result
+            (cumla.bounds.DECODE_OUT and DECODE_LSE)
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: [b, s_q, h, 512] of q's dtype to write instead of allocating
+        lse: [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
     exp(softmax_scale * q . k), without the sink. A query without keys gets out 0 and lse +inf. Equal calls return the
@@ -137,27 +138,28 @@ def sparse_mla_prefill(
 ) -> tuple[Any, Any, Any]:
     """Attention of each query over the listed rows of a dense workspace.
 
-    q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
-    kv           [s_kv, d] or [s_kv, 1, d] of q's dtype; with precision="fp8" also quantised rows: uint8 pages as
-                 sparse_mla_decode takes them, or gathered rows [s_kv, token_bytes] as raw pages of block_size 1
-    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv, slots of pages; an index outside kv is absent
-    softmax_scale  1 / sqrt(d) if None; NaN and infinity are errors
-    d_v          512: V is the first 512 values of each row
-    attn_sink    [h] float32, as in sparse_mla_decode
-    topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a length beyond
-                 topk as topk
-    precision    "fp8": rows of kv and heads of q, each with a power-of-two scale, and weights may be multiplied in
-                 e4m3. Each has 2.6% RMS error, `out` 4 to 5%: cumla.bounds has PREFILL_FP8_OUT and PREFILL_FP8_LOGITS.
-                 Hopper has such a kernel for 512 values and more than 32 heads, and the reference rounds queries and
-                 rows for these sizes; otherwise "fp8" changes nothing. Tokens with values that are not finite or beyond
-                 2^52 are computed without it. None: products of bfloat16 values
-    layout       format of quantised rows, as in sparse_mla_decode; V32_NOPE_FP8 for 512 e4m3 values
-    block_size   tokens of a page of raw pages
-    workspace    uint8 [516 * s_kv], for quantised rows [2 * d * s_kv], to use instead of allocating, with
-                 precision="fp8" on a GPU. Every row of kv is converted, listed or not: kv should be the rows of a
-                 chunk, not a serving cache
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
-    out          (out, max_logits, lse) to write instead of allocating
+    Args:
+        q: [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
+        kv: [s_kv, d] or [s_kv, 1, d] of q's dtype; with precision="fp8" also quantised rows: uint8 pages as
+            sparse_mla_decode takes them, or gathered rows [s_kv, token_bytes] as raw pages of block_size 1
+        indices: [s_q, topk] or [s_q, 1, topk] int32 rows of kv, slots of pages; an index outside kv is absent
+        softmax_scale: 1 / sqrt(d) if None; NaN and infinity are errors
+        d_v: 512: V is the first 512 values of each row
+        attn_sink: [h] float32, as in sparse_mla_decode
+        topk_length: [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, a length beyond
+            topk as topk
+        precision: "fp8": rows of kv and heads of q, each with a power-of-two scale, and weights may be multiplied in
+            e4m3. Each has 2.6% RMS error, `out` 4 to 5%: cumla.bounds has PREFILL_FP8_OUT and PREFILL_FP8_LOGITS.
+            Hopper has such a kernel for 512 values and more than 32 heads, and the reference rounds queries and rows
+            for these sizes; otherwise "fp8" changes nothing. Tokens with values that are not finite or beyond 2^52 are
+            computed without it. None: products of bfloat16 values
+        layout: format of quantised rows, as in sparse_mla_decode; V32_NOPE_FP8 for 512 e4m3 values
+        block_size: tokens of a page of raw pages
+        workspace: uint8 [516 * s_kv], for quantised rows [2 * d * s_kv], to use instead of allocating, with
+            precision="fp8" on a GPU. Every row of kv is converted, listed or not: kv should be the rows of a chunk, not
+            a serving cache
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+        out: (out, max_logits, lse) to write instead of allocating
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf without keys) and
     lse [s_q, h] float32 (+inf without keys; the sink is left out). A query's results do not depend on the other
@@ -248,11 +250,12 @@ def merge_attn_states(
 ) -> None:
     """Combine attention over two sets of keys into attention over their union.
 
-    output          [T, h, d] bfloat16, float16 or float32, written
-    prefix_output   [T, h, d], suffix_output likewise, of output's dtype
-    prefix_lse      [h, T] float32, suffix_lse likewise; -inf or +inf: no key was attended, and the part's output is
-                    ignored
-    output_lse      [h, T] float32, written unless None: +inf where neither part had a key (output is 0 there)
+    Args:
+        output: [T, h, d] bfloat16, float16 or float32, written
+        prefix_output: [T, h, d], suffix_output likewise, of output's dtype
+        prefix_lse: [h, T] float32, suffix_lse likewise; -inf or +inf: no key was attended, and the part's output is
+            ignored
+        output_lse: [h, T] float32, written unless None: +inf where neither part had a key (output is 0 there)
 
     Source: vLLM merge_attn_states.
     """

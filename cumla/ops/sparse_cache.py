@@ -32,20 +32,21 @@ def quantize_and_insert_k_cache(
 ) -> None:
     """Quantise rows to FP8 or FP4 and write each into its slot of a paged cache.
 
-    k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
-    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
-    slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
-                  skip their row; rows of `k` beyond N are ignored. The slots of one call must differ: see below
-    block_size    tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
-    is_ue8m0      scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two.
-                  No effect on e4m3 scales
-    layout        DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, INDEXER_FP8
-                  or INDEXER_MXFP4, or the name of one; None: inferred from the bytes per token, for raw pages from the
-                  width of `k` (formats of V3.2 and V4). Tokens of 528 and 288 bytes do not identify the format
-    min_exponent  the smallest power of two that is written as a scale, as an exponent from -126 to 0; None: the
-                  layout's. Engines differ for V4.1: vLLM has -22, as DSV41_FP8; FlashMLA and SGLang have -13, as
-                  DSV41_FP8_SPLIT
-    early_release  False: no later kernel starts before the results are stored (docs/interop.md)
+    Args:
+        k: [T, head_dim] bfloat16, float16 or float32; RoPE applied already
+        k_cache: uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
+        slot_mapping: [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
+            skip their row; rows of `k` beyond N are ignored. The slots of one call must differ: see below
+        block_size: tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
+        is_ue8m0: scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two.
+            No effect on e4m3 scales
+        layout: DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, INDEXER_FP8 or
+            INDEXER_MXFP4, or the name of one; None: inferred from the bytes per token, for raw pages from the width of
+            `k` (formats of V3.2 and V4). Tokens of 528 and 288 bytes do not identify the format
+        min_exponent: the smallest power of two that is written as a scale, as an exponent from -126 to 0; None: the
+            layout's. Engines differ for V4.1: vLLM has -22, as DSV41_FP8; FlashMLA and SGLang have -13, as
+            DSV41_FP8_SPLIT
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and neither changes
     another byte. e2m1 has no NaN: a NaN makes the tile's scale NaN and its values 0. Values are divided by the scale in
@@ -115,19 +116,20 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """Dequantise the last rows of each request into a dense workspace.
 
-    out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
-                 out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
-    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes], or rows
-                 [num_blocks, block_size, head_dim] bfloat16, on the host also float32
-    seq_lens     [R] int32, tokens of each request in the cache
-    gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
-    block_table  [R, B] int32, page of each block_size positions
-    block_size   tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
-    offset       first row of `out` to write
-    compress_ratio  positions that a row of the cache represents: a request has seq_lens[r] // compress_ratio rows;
-                 gather_lens and block_size count rows
-    layout       a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the
-                 width of `out` (formats of V3.2 and V4)
+    Args:
+        out: [R, max_tokens, head_dim] bfloat16, float16 or float32, written: out[r, offset + i] = row of position
+            seq_lens[r] - gather_lens[r] + i
+        k_cache: uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes], or rows [num_blocks,
+            block_size, head_dim] bfloat16, on the host also float32
+        seq_lens: [R] int32, tokens of each request in the cache
+        gather_lens: [R] int32, how many of the last positions to gather, or None for all of them
+        block_table: [R, B] int32, page of each block_size positions
+        block_size: tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if the pages have that size
+        offset: first row of `out` to write
+        compress_ratio: positions that a row of the cache represents: a request has seq_lens[r] // compress_ratio rows;
+            gather_lens and block_size count rows
+        layout: a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the width
+            of `out` (formats of V3.2 and V4)
 
     A value is e4m3 or e2m1 times scale in float32, or a float32 row's, rounded once to out's type, to nearest even;
     bfloat16 represents V4.1's values exactly. Values that a cache stores in bfloat16 keep their bits. Lengths are
@@ -175,15 +177,16 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Quantise the indexer's keys to FP8 or MXFP4 and write each into its slot.
 
-    k                 [T, 128] bfloat16, float16 or float32
-    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; 68 bytes a
-                      token for MXFP4 (INDEXER_MXFP4); or, for keys that are not quantised, bfloat16 or float32
-                      [num_blocks, block_size, 128], or their bytes, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
-    slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
-    quant_block_size  values that share a scale: 128; 32 for MXFP4
-    scale_fmt         "ue8m0": scales are powers of two, as always in MXFP4; None: amax / 448, not rounded to a power of
-                      two
-    early_release     False: no later kernel starts before the results are stored (docs/interop.md)
+    Args:
+        k: [T, 128] bfloat16, float16 or float32
+        kv_cache: uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; 68 bytes a token
+            for MXFP4 (INDEXER_MXFP4); or, for keys that are not quantised, bfloat16 or float32 [num_blocks, block_size,
+            128], or their bytes, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
+        slot_mapping: [N] int64 or int32, N <= T; a slot outside the cache skips its row
+        quant_block_size: values that share a scale: 128; 32 for MXFP4
+        scale_fmt: "ue8m0": scales are powers of two, as always in MXFP4; None: amax / 448, not rounded to a power of
+            two
+        early_release: False: no later kernel starts before the results are stored (docs/interop.md)
 
     Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8 or INDEXER_MXFP4.
     """
@@ -230,20 +233,20 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Gather the indexer's keys of whole sequences, packed, as FP8 or MXFP4 values and their scales.
 
-    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), 68 bytes a token for MXFP4;
-                 or a cache of keys that are not quantised, as indexer_k_quant_and_cache takes it
-    dst_k        uint8 [N, 128], [N, 64] for MXFP4, or bfloat16 or float32 as in a cache of that type; written:
-                 rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r;
-                 rows without a request, as at the end of a longer array, are not written
-    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; for MXFP4 the four scales, uint8 [N, 4]; written
-                 likewise. None without scales
+    Args:
+        kv_cache: uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), 68 bytes a token for MXFP4;
+            or a cache of keys that are not quantised, as indexer_k_quant_and_cache takes it
+        dst_k: uint8 [N, 128], [N, 64] for MXFP4, or bfloat16 or float32 as in a cache of that type; written: rows
+            [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r; rows without a request, as at the
+            end of a longer array, are not written
+        dst_scale: float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; for MXFP4 the four scales, uint8 [N, 4]; written
+            likewise. None without scales
+        block_table: [>= R, B] int32
+        cu_seq_lens: [R + 1] int32, ascending
 
     With dst_k [N, 128], keys of an MXFP4 cache become FP8: e4m3 and one float32 scale, 2^-6 of the key's largest scale,
     which fp8_mqa_logits scores fastest. The values are exact, except in tiles whose scale is less than 2^-14 of the
     largest, which are rounded.
-    block_table  [>= R, B] int32
-    cu_seq_lens  [R + 1] int32, ascending
-
     A position whose block is absent becomes zeros.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM cp_gather_indexer_k_quant_cache.

@@ -26,10 +26,11 @@ OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
 class Support:
     """The answer of `supports`; true in a condition if the call is served.
 
-    served   whether the call is served
-    backend  the backend that would run the call
-    kernels  the kernels that it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty without work
-    reason   the message of the error that the call would raise; None if it is served
+    Attributes:
+        served: whether the call is served
+        backend: the backend that would run the call
+        kernels: the kernels that it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty without work
+        reason: the message of the error that the call would raise; None if it is served
     """
 
     served: bool
@@ -56,14 +57,15 @@ def supports(
 ) -> Support:
     """Whether a call of a public operation is served here, by which kernels, or why not. Runs and allocates nothing.
 
-    op         an operation of cumla, or its name
-    backend    the backend to ask; None: the default for the arrays' device
-    device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs arrays,
-               and without a backend the first CUDA device if there is one that CuPy can use
-    capability "8.6", 86, "sm_86" or (8, 6): in place of `device`, any CUDA device of this compute capability, present
-               or not
-    arguments  the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and `dtype`,
-               such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
+    Args:
+        op: an operation of cumla, or its name
+        backend: the backend to ask; None: the default for the arrays' device
+        device: number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs arrays,
+            and without a backend the first CUDA device if there is one that CuPy can use
+        capability: "8.6", 86, "sm_86" or (8, 6): in place of `device`, any CUDA device of this compute capability,
+            present or not
+        arguments: the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and
+            `dtype`, such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
 
     Returns a Support. Only shapes and dtypes are examined; arrays are assumed to be contiguous and aligned. Raises
     TypeError for an unknown operation and for arguments that it lacks; ValueError for an unknown capability.

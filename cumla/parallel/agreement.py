@@ -30,9 +30,10 @@ class RankError(RuntimeError):
 class Agreement:
     """One rank's messages to and from the others.
 
-    store       the same for all ranks, without values of an earlier run
-    rank, size  this rank and the number of ranks
-    time_limit  seconds to wait for other ranks
+    Args:
+        store: the same for all ranks, without values of an earlier run
+        rank, size: this rank and the number of ranks
+        time_limit: seconds to wait for other ranks
 
     As a context manager, it reports an exception that ends the context to the other ranks.
     """

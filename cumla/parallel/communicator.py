@@ -13,8 +13,9 @@ from ..arrays import dlpack
 class Communicator(Protocol):
     """One rank's collectives with the others. All ranks make the same calls in the same order.
 
-    rank, size  this rank, from 0, and the number of ranks
-    traffic     bytes that this rank has sent, by function
+    Attributes:
+        rank, size: this rank, from 0, and the number of ranks
+        traffic: bytes that this rank has sent, by function
 
     A tuple of arrays is exchanged in one collective; `out` and the result are then tuples. With `out`, a call
     allocates nothing.

@@ -32,9 +32,10 @@ Attend = Callable[[Any, Any, Any], None]
 class ContextAttention:
     """The decode attention of one of several ranks.
 
-    comm         the rank's communicator
-    split_heads  whether q has the rank's own heads only: h / size heads, ordered by rank
-    observe      called with a part's name around each part of a call ("attend", "exchange", "merge")
+    Args:
+        comm: the rank's communicator
+        split_heads: whether q has the rank's own heads only: h / size heads, ordered by rank
+        observe: called with a part's name around each part of a call ("attend", "exchange", "merge")
 
     The buffers have the same addresses in every call. So a call with out and lse can be captured in a CUDA graph after
     a call with the same shapes (all ranks capture and replay together). An instance serves one stream at a time, and
@@ -79,16 +80,17 @@ class ContextAttention:
     ) -> tuple[Any, Any]:
         """`dense_mla_decode` over the tokens of all ranks.
 
-        q              [T, h, 576], the same on every rank; or the rank's own heads
-        k_cache        the rank's cache
-        block_table    [>= T, B] int32, for each query the rank's pages (`local_block_table`)
-        cache_seqlens  [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
-        attn_sink      float32, of the heads of the result, or None
-        out            [T, h, 512] of q's dtype to write instead of allocating
-        lse            [T, h] float32 to write instead of allocating
-        plan           as in dense_mla_decode, computed for these lengths; None: computed here
-        options        scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (for the next exchange
-                       of a communicator that is not cumla's) as in dense_mla_decode
+        Args:
+            q: [T, h, 576], the same on every rank; or the rank's own heads
+            k_cache: the rank's cache
+            block_table: [>= T, B] int32, for each query the rank's pages (`local_block_table`)
+            cache_seqlens: [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
+            attn_sink: float32, of the heads of the result, or None
+            out: [T, h, 512] of q's dtype to write instead of allocating
+            lse: [T, h] float32 to write instead of allocating
+            plan: as in dense_mla_decode, computed for these lengths; None: computed here
+            options: scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (for the next exchange of
+                a communicator that is not cumla's) as in dense_mla_decode
 
         Returns out and lse, of the rank's own heads where heads are split.
         """
@@ -121,17 +123,18 @@ class ContextAttention:
     ) -> tuple[Any, Any]:
         """`sparse_mla_decode` over the rows of all ranks.
 
-        q              [T, h, d], the same on every rank; or the rank's own heads
-        k_cache        the rank's cache
-        indices        [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
-                       (`localise_indices`; `local_window` for a cache that every rank has)
-        topk_length    [T] int32 or None
-        extra_indices  [T, extra_topk] int32 or None, of extra_k_cache
-        attn_sink      float32, of the heads of the result, or None
-        out, lse       as in dense_decode
-        plan           as in sparse_mla_decode, computed for these lengths; None: computed here
-        options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length,
-                       extra_block_size and extra_layout as in sparse_mla_decode; early_release as in dense_decode
+        Args:
+            q: [T, h, d], the same on every rank; or the rank's own heads
+            k_cache: the rank's cache
+            indices: [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
+                (`localise_indices`; `local_window` for a cache that every rank has)
+            topk_length: [T] int32 or None
+            extra_indices: [T, extra_topk] int32 or None, of extra_k_cache
+            attn_sink: float32, of the heads of the result, or None
+            out, lse: as in dense_decode
+            plan: as in sparse_mla_decode, computed for these lengths; None: computed here
+            options: layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length,
+                extra_block_size and extra_layout as in sparse_mla_decode; early_release as in dense_decode
 
         Returns out [T, h, 512] and lse [T, h], of the rank's own heads where heads are split.
         """
@@ -288,9 +291,10 @@ def local_window(
 ) -> tuple[Any, Any]:
     """A rank's part of the windows in a cache that every rank has in full: all ranks take equally many columns.
 
-    swa_indices  [T, W] or [T, 1, W] int32 slots
-    swa_lens     [T] int32
-    out          [T] int32 to write instead of allocating
+    Args:
+        swa_indices: [T, W] or [T, 1, W] int32 slots
+        swa_lens: [T] int32
+        out: [T] int32 to write instead of allocating
 
     Returns the rank's columns of swa_indices, [T, W / size] without a copy, and the number of used entries of each row.
     Raises ValueError for swa_indices of another shape.

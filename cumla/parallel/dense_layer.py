@@ -21,9 +21,10 @@ from .validation import check_dense_forward
 class ShardedMLALayer:
     """`MLACommonImpl` of one rank: it has the heads of its weights, and the cache has the rank's part of the rows.
 
-    layer        after process_weights_after_loading
-    comm         the rank's communicator
-    split_heads  whether the layer and q have the rank's own heads only
+    Args:
+        layer: after process_weights_after_loading
+        comm: the rank's communicator
+        split_heads: whether the layer and q have the rank's own heads only
     """
 
     def __init__(self, layer: MLACommonImpl, comm: Communicator, *, split_heads: bool = False) -> None:
@@ -49,17 +50,18 @@ class ShardedMLALayer:
     ) -> Any:
         """Insert a step's rows and attend.
 
-        q              [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the last 64 of each head
-        k_c_normed     [T, 512] of q's dtype
-        k_pe           [T, 64] of q's dtype, RoPE applied
-        kv_cache       [num_blocks, block_size, 576], the rank's, written
-        block_table    [T, B] int32, for each token the rank's pages of its request
-        cache_seqlens  [T] int32, the rank's rows that each token sees (`local_seq_lens` of its position + 1)
-        slot_mapping   [T] int64 in the rank's cache, -1 for rows of other ranks (`local_slot_mapping`)
-        output         [T, num_heads * V] of q's dtype to write instead of allocating
-        k_scale        of an FP8 cache, as in MLACommonImpl
-        max_seqlen     an upper bound of cache_seqlens known on the host
-        observe        called with an op's name around each op ("insert", "absorb", "decode", "exchange", "merge")
+        Args:
+            q: [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the last 64 of each head
+            k_c_normed: [T, 512] of q's dtype
+            k_pe: [T, 64] of q's dtype, RoPE applied
+            kv_cache: [num_blocks, block_size, 576], the rank's, written
+            block_table: [T, B] int32, for each token the rank's pages of its request
+            cache_seqlens: [T] int32, the rank's rows that each token sees (`local_seq_lens` of its position + 1)
+            slot_mapping: [T] int64 in the rank's cache, -1 for rows of other ranks (`local_slot_mapping`)
+            output: [T, num_heads * V] of q's dtype to write instead of allocating
+            k_scale: of an FP8 cache, as in MLACommonImpl
+            max_seqlen: an upper bound of cache_seqlens known on the host
+            observe: called with an op's name around each op ("insert", "absorb", "decode", "exchange", "merge")
 
         Returns output.
         Raises TypeError or ValueError, before anything is written or sent, for an argument that does not fit.

@@ -17,10 +17,11 @@ from .communicator import Communicator, copy
 class CausalPiece:
     """A call of `mha_varlen` with causal=True: one piece of each request, and the keys that its last query sees.
 
-    tokens        [n] int32, indices of the queries in the step
-    keys          [m] int32, indices of the rows of K and V in the step: the first rows of each request
-    cu_seqlens_q  [R + 1] int32
-    cu_seqlens_k  [R + 1] int32
+    Attributes:
+        tokens: [n] int32, indices of the queries in the step
+        keys: [m] int32, indices of the rows of K and V in the step: the first rows of each request
+        cu_seqlens_q: [R + 1] int32
+        cu_seqlens_k: [R + 1] int32
     """
 
     tokens: np.ndarray
@@ -33,9 +34,10 @@ class CausalPiece:
 class QueryShards:
     """The tokens of a step on each rank. Arrays are on the host: copy them to the device once a step.
 
-    tokens  [size, count] int32, tokens of each rank in ascending order, padded with -1
-    places  [num_tokens] int32: index of a token's row among all ranks' rows, [size * count]
-    pieces  [size] of two CausalPieces
+    Attributes:
+        tokens: [size, count] int32, tokens of each rank in ascending order, padded with -1
+        places: [num_tokens] int32: index of a token's row among all ranks' rows, [size * count]
+        pieces: [size] of two CausalPieces
     """
 
     tokens: np.ndarray
@@ -50,7 +52,8 @@ class QueryShards:
     def gather(self, comm: Communicator, rows: Any, places: Any = None) -> Any:
         """Rows of all tokens in order, [num_tokens, ...], such as K, gathered from each rank's own rows [n, ...].
 
-        places  `self.places` on the rows' device, for steps that must not copy it
+        Args:
+            places: `self.places` on the rows' device, for steps that must not copy it
         """
         native = dlpack.borrow(rows, "rows")
         size, count = self.tokens.shape
@@ -70,8 +73,9 @@ class QueryShards:
 def shard_queries(query_start_loc: Any, size: int) -> QueryShards:
     """Shard the queries of a step.
 
-    query_start_loc  [R + 1] integers on the host, ascending from 0
-    size             ranks
+    Args:
+        query_start_loc: [R + 1] integers on the host, ascending from 0
+        size: ranks
 
     Each request is divided into 2 * size consecutive pieces of almost equal length; rank r takes pieces r and
     2 * size - 1 - r. An early piece sees fewer keys, a late piece more: their sum is the same for all ranks.

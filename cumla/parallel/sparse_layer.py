@@ -26,10 +26,11 @@ from .validation import check_sparse_step
 class ShardedSparseMLALayer:
     """`SparseMLALayer` of one rank: the same step, over the rank's part of the compressed rows.
 
-    layer        of ratio 0, 1, 4 or 128. `step` refuses V4.1's layers with compressed rows: ratio 2, and ratio 1 where
-                 the metadata's config has has_c1a
-    comm         the rank's communicator
-    split_heads  whether q has the rank's own heads only
+    Args:
+        layer: of ratio 0, 1, 4 or 128. `step` refuses V4.1's layers with compressed rows: ratio 2, and ratio 1 where
+            the metadata's config has has_c1a
+        comm: the rank's communicator
+        split_heads: whether q has the rank's own heads only
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class ShardedSparseMLALayer:
     ) -> Any:
         """Insert this step's rows and attend.
 
-        q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
-        k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
-        swa_cache   the window cache, replicated on every rank
-        metadata    of the step's batch, the same on every rank
-        compressed  for ratios 4 and 128, None for the others
-        out         [num_tokens, h, 512] to write instead of allocating
-        observe     called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
+        Args:
+            q: [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
+            k: [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
+            swa_cache: the window cache, replicated on every rank
+            metadata: of the step's batch, the same on every rank
+            compressed: for ratios 4 and 128, None for the others
+            out: [num_tokens, h, 512] to write instead of allocating
+            observe: called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
 
         Returns out, of the rank's own heads with split_heads. Rows of padding tokens are not defined.
         Raises TypeError or ValueError, before anything is written or sent, for an argument that does not fit.

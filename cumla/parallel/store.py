@@ -94,9 +94,10 @@ class FileStore:
 class TcpStore:
     """Values that one process stores, after it called `serve`, and that the others access over TCP.
 
-    address     (host, port) of the serving process
-    key         a secret of the run; the server refuses clients without it
-    time_limit  seconds to wait for the server to start, and for its answers
+    Args:
+        address: (host, port) of the serving process
+        key: a secret of the run; the server refuses clients without it
+        time_limit: seconds to wait for the server to start, and for its answers
 
     Raises TimeoutError if no process serves, ValueError for another key, ConnectionError if the serving process is
     gone, does not answer, or is not a store.

@@ -27,7 +27,8 @@ GRACE_SECONDS = 5.0  # time for ranks to end after an interrupt
 class ThreadCommunicator:
     """A Communicator between threads. Every call waits for all ranks; an error becomes a RankError on each rank.
 
-    traffic  bytes that this rank has sent, by function
+    Attributes:
+        traffic: bytes that this rank has sent, by function
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -88,7 +89,8 @@ def settle(arrays: list[Move]) -> None:
 def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_limit: float = 60.0) -> list[T]:
     """Call `function` with a communicator in a thread for each rank. Returns each rank's result.
 
-    time_limit  seconds that a rank waits for the others in a call, and that the others have to end after one failed
+    Args:
+        time_limit: seconds that a rank waits for the others in a call, and that the others have to end after one failed
 
     Raises RankError, which names the rank that failed, with its error as the cause, or the ranks that do not end. An
     interrupt ends the ranks at their next call, and is raised when they have ended, or after GRACE_SECONDS.

@@ -36,7 +36,8 @@ def check_rank_shard(
 ) -> None:  # fmt: skip
     """Raise TypeError or ValueError unless `rows` locates this rank's part of a step's rows in `cache`.
 
-    ratio  positions of a row
+    Args:
+        ratio: positions of a row
     """
     shard = check_shard(rows.shard, f"{name}.shard")
     if (shard.rank, shard.size) != (comm.rank, comm.size):

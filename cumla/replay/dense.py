@@ -54,9 +54,10 @@ class DenseInputs:
 class DenseLayer:
     """One dense layer.
 
-    cache          [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
-    reads_back     whether prefills read their new rows back from the cache
-    attends_alike  whether prefill tokens use the decode kernel
+    Attributes:
+        cache: [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
+        reads_back: whether prefills read their new rows back from the cache
+        attends_alike: whether prefill tokens use the decode kernel
     """
 
     reads_back = attends_alike = is_queued = False
@@ -188,7 +189,8 @@ class DenseMetadata:
 def dense_bytes_moved(batch: StepBatch, heads: int, row_bytes: int = ROW) -> dict[str, int]:
     """Bytes by op of a dense layer in a step, each row counted once for all queries that attend to it.
 
-    row_bytes  of the cache. For absorb and project, activations count and weights do not
+    Args:
+        row_bytes: of the cache. For absorb and project, activations count and weights do not
     """
     n = batch.num_decodes
     prefills = batch.scheduled[n:]

@@ -56,8 +56,9 @@ class StepRecord:
 class Engine:
     """Replays requests. `steps` runs them; the scheduler and the layers can be inspected in between.
 
-    groups  the builders of metadata, each with the layers that share it
-    comm  the rank's communicator, if ranks share the context: each has an engine and replays the same requests
+    Args:
+        groups: the builders of metadata, each with the layers that share it
+        comm: the rank's communicator, if ranks share the context: each has an engine and replays the same requests
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class Engine:
     def _run_layer(self, layer: Any, batch: StepBatch, shared: Any, record: StepRecord) -> None:
         """Run one layer of a step.
 
-        shared  the metadata that the layer's builder built
+        Args:
+            shared: the metadata that the layer's builder built
         """
         picked = []
         if self.verifier is not None and layer.is_checked:

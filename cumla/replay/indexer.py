@@ -23,7 +23,8 @@ SCORES_AT_ONCE = 1 << 24  # scores of one pass: 64 MiB
 class Indexer:
     """The indexer of one layer.
 
-    cache  uint8 [num_blocks, rows of a block, 132]
+    Attributes:
+        cache: uint8 [num_blocks, rows of a block, 132]
     """
 
     def __init__(self, seed: int, layer: int, num_blocks: int, rows: int, topk: int, backend: str, xp: Any) -> None:
@@ -41,8 +42,9 @@ class Indexer:
     def select(self, batch: StepBatch, queries: Any, visible: np.ndarray, stopwatch: Stopwatch, layer: str) -> Any:
         """[num_tokens, topk] int32, the rows that each token selects.
 
-        queries  [num_tokens, >= 128] float32
-        visible  host [num_tokens], complete rows at each token
+        Args:
+            queries: [num_tokens, >= 128] float32
+            visible: host [num_tokens], complete rows at each token
         """
         xp, n, tokens = self.xp, batch.num_decodes, len(visible)
         lens = xp.asarray(visible.astype(np.int32))

@@ -62,10 +62,11 @@ class SparseMetadata:
 class LayerInputs:
     """A step's inputs of a layer, in place of a model's projections, compressor and indexer.
 
-    k           [num_tokens, 512] bfloat16, rotated
-    q           [num_tokens, h, 512] bfloat16
-    compressed  cache, new rows and selection, or None for a window-only layer
-    groups      the compressed rows that the step completes, or None for a window-only layer
+    Attributes:
+        k: [num_tokens, 512] bfloat16, rotated
+        q: [num_tokens, h, 512] bfloat16
+        compressed: cache, new rows and selection, or None for a window-only layer
+        groups: the compressed rows that the step completes, or None for a window-only layer
     """
 
     k: Any
@@ -77,12 +78,13 @@ class LayerInputs:
 class Layer:
     """One attention layer.
 
-    swa_cache         uint8 [num_blocks * 4, 64, 584 or 528], in the first of the run's formats
-    compressed_cache  uint8 [num_blocks, 64 or 2, 584, 528 or 288], in the second; None for a window-only layer
-    indexer           selects compressed rows, with its cache of keys; None except at ratio 4
-    attends_alike     whether prefill tokens use the decode kernel
-    is_queued         whether a device begins a step only when the host has queued the whole step
-    is_checked        whether outputs are compared with float64
+    Attributes:
+        swa_cache: uint8 [num_blocks * 4, 64, 584 or 528], in the first of the run's formats
+        compressed_cache: uint8 [num_blocks, 64 or 2, 584, 528 or 288], in the second; None for a window-only layer
+        indexer: selects compressed rows, with its cache of keys; None except at ratio 4
+        attends_alike: whether prefill tokens use the decode kernel
+        is_queued: whether a device begins a step only when the host has queued the whole step
+        is_checked: whether outputs are compared with float64
     """
 
     is_queued, attends_alike, is_checked = True, False, True

@@ -34,9 +34,10 @@ CACHE_FORMAT: CacheFormat = "fp8"  # of V4 and V3.2
 class Recorded(NamedTuple):
     """A layer's results for one token of a step.
 
-    q     [h, d], queries
-    o     [h, 512], attention's output, before any inverse rotation
-    rows  rows that the token selected, counted within the request, -1 for none; None if the token takes all rows
+    Attributes:
+        q: [h, d], queries
+        o: [h, 512], attention's output, before any inverse rotation
+        rows: rows that the token selected, counted within the request, -1 for none; None if the token takes all rows
     """
 
     q: Any
@@ -47,9 +48,10 @@ class Recorded(NamedTuple):
 class ModelLayer:
     """One layer with its caches.
 
-    ratio          of its compressed rows
-    attends_alike  whether prefill tokens use the decode kernel
-    recorded       results of the last step, by token
+    Attributes:
+        ratio: of its compressed rows
+        attends_alike: whether prefill tokens use the decode kernel
+        recorded: results of the last step, by token
     """
 
     attends_alike, is_queued, is_checked = False, True, True
@@ -82,7 +84,8 @@ class ModelLayer:
     ) -> Any:
         """Out [num_tokens, hidden_size].
 
-        picked  tokens to check: their copies are queued before the timing of the output begins
+        Args:
+            picked: tokens to check: their copies are queued before the timing of the output begins
         """
 
         def observed(part: str) -> Any:

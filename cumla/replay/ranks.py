@@ -48,9 +48,10 @@ T = TypeVar("T")
 class Sharding(NamedTuple):
     """The sharding of a layer's compressed rows, such that the rows of a block of tokens stay in the block's pages.
 
-    shard   shard of a request's rows
-    rows    rows of a block that a rank has, if it has any
-    table   columns of a request's block table with rows of this rank: (first, step)
+    Attributes:
+        shard: shard of a request's rows
+        rows: rows of a block that a rank has, if it has any
+        table: columns of a request's block table with rows of this rank: (first, step)
     """
 
     shard: Shard
@@ -74,7 +75,8 @@ def sent_bytes(comm: Communicator) -> int:
 class RankLayer(Layer):
     """One sparse layer of one rank: all window rows and indexer keys, and the rank's part of the compressed rows.
 
-    sent  bytes sent in the last step
+    Attributes:
+        sent: bytes sent in the last step
     """
 
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:

@@ -24,12 +24,13 @@ DECODE_THRESHOLD = 1  # longest query that counts as a decode
 class Sequence:
     """A request that waits or runs.
 
-    index     the request's index in the trace
-    blocks    cache blocks, in order of position
-    computed  positions whose rows are in the cache
-    shared    number of these positions whose rows another request computed
-    waited    whether the request arrived while the cache had too few free blocks
-    arrival_step, output_step  numbers of the first step that it could have run in, and of its first output's step
+    Attributes:
+        index: the request's index in the trace
+        blocks: cache blocks, in order of position
+        computed: positions whose rows are in the cache
+        shared: number of these positions whose rows another request computed
+        waited: whether the request arrived while the cache had too few free blocks
+        arrival_step, output_step: numbers of the first step that it could have run in, and of its first output's step
     """
 
     index: int

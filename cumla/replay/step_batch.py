@@ -20,13 +20,14 @@ SWA_PAGES = BLOCK_TOKENS // SWA_BLOCK
 class StepBatch:
     """The tokens of a step, decode-first.
 
-    scheduled    the requests in batch order
-    starts       host [num_reqs + 1] int32, first token of each request
-    positions    host [num_tokens] int64
-    token_keys   host [num_tokens] uint64
-    num_decodes  requests (and tokens) that the kernels treat as decodes
-    block_table  [num_reqs, B] int32 blocks of 256 positions, which are also the pages of the compressed caches
-    common       the batch as metadata builders take it, over the pages of the window cache
+    Attributes:
+        scheduled: the requests in batch order
+        starts: host [num_reqs + 1] int32, first token of each request
+        positions: host [num_tokens] int64
+        token_keys: host [num_tokens] uint64
+        num_decodes: requests (and tokens) that the kernels treat as decodes
+        block_table: [num_reqs, B] int32 blocks of 256 positions, which are also the pages of the compressed caches
+        common: the batch as metadata builders take it, over the pages of the window cache
     """
 
     scheduled: Sequence[Scheduled]
@@ -85,10 +86,11 @@ def make_batch(scheduled: Sequence[Scheduled], xp: Any) -> StepBatch:
 class Groups:
     """The compressed rows that a step completes, and the tokens whose mean each row is.
 
-    members       host [n, ratio] int64: indices into the step's tokens followed by `earlier_keys`
-    earlier_keys  host [m] uint64, keys of tokens of earlier steps
-    positions     host [n] int64, first position of each group
-    slots         host [n] int64 in the compressed cache
+    Attributes:
+        members: host [n, ratio] int64: indices into the step's tokens followed by `earlier_keys`
+        earlier_keys: host [m] uint64, keys of tokens of earlier steps
+        positions: host [n] int64, first position of each group
+        slots: host [n] int64 in the compressed cache
     """
 
     members: np.ndarray

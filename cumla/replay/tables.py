@@ -17,7 +17,8 @@ GAP = 2  # spaces between columns, and at both edges of a table together
 class NumberTable:
     """A table whose first column is text and whose other columns are numbers.
 
-    attached  indices of columns that stay with the column before
+    Attributes:
+        attached: indices of columns that stay with the column before
     """
 
     title: str

@@ -29,10 +29,11 @@ MOST_CHARACTERS = 1 << 25  # in a line: a request with 2^31 tokens has four mill
 class TraceRequest:
     """One request. Equal hash ids mean equal tokens, and equal tokens before them.
 
-    timestamp      time of arrival in ms
-    input_length   tokens of the prompt
-    output_length  tokens to generate
-    hash_ids       one for each 512 tokens of the prompt; the last may stand for fewer
+    Attributes:
+        timestamp: time of arrival in ms
+        input_length: tokens of the prompt
+        output_length: tokens to generate
+        hash_ids: one for each 512 tokens of the prompt; the last may stand for fewer
     """
 
     timestamp: float
@@ -66,10 +67,11 @@ class TraceRequest:
 class Share:
     """The part of a trace that runs. Tokens count prompts and outputs.
 
-    requests, tokens                  requests that run, and their tokens
-    whole_requests                    requests that run uncut
-    tokens_uncut                      tokens of the same requests in the trace
-    trace_requests, trace_tokens      all requests of the trace, and their tokens
+    Attributes:
+        requests, tokens: requests that run, and their tokens
+        whole_requests: requests that run uncut
+        tokens_uncut: tokens of the same requests in the trace
+        trace_requests, trace_tokens: all requests of the trace, and their tokens
     """
 
     requests: int

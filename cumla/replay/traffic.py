@@ -42,10 +42,11 @@ def bytes_moved(
 ) -> dict[str, int]:
     """Bytes by op of one layer in one step.
 
-    groups        the compressed rows that the step completes; None for a window-only layer
-    over_pages    which prefills attend over pages; empty: none
-    formats       of the window's cache and of compressed rows
-    with_decodes  first tokens of the prefills that attend in the decodes' call
+    Args:
+        groups: the compressed rows that the step completes; None for a window-only layer
+        over_pages: which prefills attend over pages; empty: none
+        formats: of the window's cache and of compressed rows
+        with_decodes: first tokens of the prefills that attend in the decodes' call
     """
     in_window, compressed = attended(batch.positions, ratio, window, topk)
     n = batch.num_decodes

@@ -49,15 +49,16 @@ ROUNDED_PARTS = 2 * 2.0**-9
 class Sample:
     """One checked token in one layer.
 
-    kind          "decode" or "prefill": the kernel that computed it
-    max_error     exactness: largest error of a value
-    bound_share   largest ratio of a value's error to its bound
-    heads         of the out
-    product, norms  got x exact and got x got + exact x exact, from which cosine distances are computed
-    merged        whether results of several ranks were merged: rounded twice, so the cosine bound doubles
-    fp8_rms       relative root mean square error of FP8 or FP4; None if the cache is not quantised
-    fp8_cosine    cosine distance of FP8 or FP4
-    fp4           whether the layer's compressed rows are FP4
+    Attributes:
+        kind: "decode" or "prefill": the kernel that computed it
+        max_error: exactness: largest error of a value
+        bound_share: largest ratio of a value's error to its bound
+        heads: of the out
+        product, norms: got x exact and got x got + exact x exact, from which cosine distances are computed
+        merged: whether results of several ranks were merged: rounded twice, so the cosine bound doubles
+        fp8_rms: relative root mean square error of FP8 or FP4; None if the cache is not quantised
+        fp8_cosine: cosine distance of FP8 or FP4
+        fp4: whether the layer's compressed rows are FP4
     """
 
     step: int
@@ -184,10 +185,11 @@ def measured(
 ) -> Sample:
     """The sample of a token's out [h, d], from the exact results over the cached rows and over the rows before.
 
-    before   result over the rows before quantisation; None if the cache is not quantised
-    largest  largest value that it attends to, see Bound.of_values
-    parted   [h, d], additional error allowed for merged results of several ranks
-    fp4      whether some of the rows are FP4
+    Args:
+        before: result over the rows before quantisation; None if the cache is not quantised
+        largest: largest value that it attends to, see Bound.of_values
+        parted: [h, d], additional error allowed for merged results of several ranks
+        fp4: whether some of the rows are FP4
     """
     absolute, relative, _ = EXACT_BOUNDS[kind].of_values(largest)
     error = np.abs(got - exact)

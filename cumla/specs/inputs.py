@@ -22,20 +22,21 @@ UNWRITTEN = 165  # fills memory that an operation must not read, and that it nee
 class Size:
     """How large a call is. A generator reads the fields that its operation has.
 
-    requests    of the step, the decodes first
-    decodes     requests of one token
-    tokens      of all requests of the step
-    rows        rows of tokens: inserted, or keys of prompts
-    keys        packed keys that queries of prompts score; columns of scores
-    heads       query heads
-    topk        entries of a list
-    window      positions of a window
-    context     positions of the longest request before the step
-    block_size  tokens of a page
-    pages       of a cache
-    spare       rows of a workspace beside the gathered rows of a request; columns of lists beside topk
-    lengths     requests of different lengths, as steps have them; False: each as long as the longest
-    stagger     or longer by 0 to stagger - 1 positions, one after another
+    Attributes:
+        requests: of the step, the decodes first
+        decodes: requests of one token
+        tokens: of all requests of the step
+        rows: rows of tokens: inserted, or keys of prompts
+        keys: packed keys that queries of prompts score; columns of scores
+        heads: query heads
+        topk: entries of a list
+        window: positions of a window
+        context: positions of the longest request before the step
+        block_size: tokens of a page
+        pages: of a cache
+        spare: rows of a workspace beside the gathered rows of a request; columns of lists beside topk
+        lengths: requests of different lengths, as steps have them; False: each as long as the longest
+        stagger: or longer by 0 to stagger - 1 positions, one after another
     """
 
     requests: int = 1
@@ -64,9 +65,10 @@ class Size:
 class Step(NamedTuple):
     """The requests of a step, on the host.
 
-    query_lens   new tokens of each
-    seq_lens     tokens of each, the new ones included
-    gather_lens  how many of its last rows a prefill gathers; None: all
+    Attributes:
+        query_lens: new tokens of each
+        seq_lens: tokens of each, the new ones included
+        gather_lens: how many of its last rows a prefill gathers; None: all
     """
 
     query_lens: np.ndarray
@@ -292,7 +294,8 @@ class Inputs:
     def slot_lists(self, queries: int, width: int, slots: int, block_size: int, ratio: int) -> tuple[Any, Any]:
         """int32 [requests, queries, width]: slots of a cache; and how many are in use, if lists have lengths.
 
-        ratio  positions of a row that is selected; 0: lists are windows, with a length for each request
+        Args:
+            ratio: positions of a row that is selected; 0: lists are windows, with a length for each request
         """
         axes = (self.size.requests, queries)
         return self.entries(slots, *axes, width), self.used(width, *axes[: 2 if ratio else 1])
@@ -300,7 +303,8 @@ class Inputs:
     def row_lists(self, windows: bool) -> tuple[Any, Any]:
         """int32 [tokens, columns]: rows of a workspace; and how many are in use, if lists have lengths.
 
-        windows  a window comes after the selected rows
+        Args:
+            windows: a window comes after the selected rows
         """
         size = self.size
         width = size.topk + (size.window if windows else 0)

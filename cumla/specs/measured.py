@@ -229,7 +229,8 @@ def window_lists(rng: np.random.Generator, lens: np.ndarray, width: int, slots: 
 def selected_rows(rng: np.random.Generator, visible: np.ndarray, topk: int, neighbours: bool = False) -> np.ndarray:
     """int32 [len(visible), topk]: distinct rows of so many, ascending, as an indexer selects them; then -1.
 
-    neighbours  consecutive tokens share 90% of their lists; else any have nothing in common
+    Args:
+        neighbours: consecutive tokens share 90% of their lists; else any have nothing in common
     """
     columns, tokens = np.arange(topk), np.arange(len(visible))[:, None]
     times = (tokens + columns % STAYS) // STAYS if neighbours else np.broadcast_to(tokens, (len(visible), topk))

@@ -54,8 +54,9 @@ CASES = tuple(Case(spec, variant) for spec in SPECS.values() for variant in spec
 class Outcome:
     """The outcome of one case on one backend.
 
-    error    largest difference; None if nothing was compared
-    allowed  the error that the bound allows there; 0: results must be equal
+    Attributes:
+        error: largest difference; None if nothing was compared
+        allowed: the error that the bound allows there; 0: results must be equal
     """
 
     passed: bool

@@ -15,7 +15,8 @@ from .inputs import Inputs, Size, Step
 class Served(Inputs):
     """Zeros, and lists without entries: a call takes no longer than its launches.
 
-    shared  arrays that the inputs of other sizes begin with, too: thousands of calls would take gigabytes
+    Args:
+        shared: arrays that the inputs of other sizes begin with, too: thousands of calls would take gigabytes
     """
 
     def __init__(self, backend: str, size: Size, shared: dict[Any, Any] | None = None) -> None:

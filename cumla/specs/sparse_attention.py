@@ -46,8 +46,9 @@ def decode(
 ) -> dict[str, Any]:  # fmt: skip
     """Decodes of one or several tokens each.
 
-    windows  the first list is a window, and lists have lengths, as V4's; else it has selected tokens, as V3.2's
-    ratio    positions of a row of the second cache
+    Args:
+        windows: the first list is a window, and lists have lengths, as V4's; else it has selected tokens, as V3.2's
+        ratio: positions of a row of the second cache
     """
     size, second = x.size, x.choose(second, None, layout)
     queries = max(size.tokens // max(size.requests, 1), 1)

@@ -36,11 +36,12 @@ class Result(NamedTuple):
 class Array(NamedTuple):
     """An array argument; also each array of a list or a pair.
 
-    dtypes  that it may have
-    way     "in": read, "out": written, "in out": read and written
-    holds   what its integers name; "" for other values
-    bound   of what is written, against the reference
-    packed  nothing may be between its rows
+    Attributes:
+        dtypes: that it may have
+        way: "in": read, "out": written, "in out": read and written
+        holds: what its integers name; "" for other values
+        bound: of what is written, against the reference
+        packed: nothing may be between its rows
     """
 
     dtypes: tuple[np.dtype[Any], ...]
@@ -54,10 +55,11 @@ class Array(NamedTuple):
 class Variant:
     """Calls of one kind, such as for one cache format.
 
-    name       the cache formats, separated by ", ", or the keyword that a call has; else what they are
-    arguments  inputs of any size -> the keyword arguments of a call
-    bounds     of the results; None: the spec's
-    heads      query heads at the tiny size
+    Attributes:
+        name: the cache formats, separated by ", ", or the keyword that a call has; else what they are
+        arguments: inputs of any size -> the keyword arguments of a call
+        bounds: of the results; None: the spec's
+        heads: query heads at the tiny size
     """
 
     name: str
@@ -74,21 +76,22 @@ def no_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 class OperationSpec:
     """A public function, or one that layers call.
 
-    function  the function
-    kernels   the file of kernels that it needs
-    arrays    its array arguments by name, in order, without the outputs. Those with a default may be absent
-    variants  kinds of calls
-    check     the check of cumla.debug, or those of all its kernels; None: it reads nothing that could be wrong
-    given     groups of written arguments that may be None: those of a group are given together, or none of them; a
-              group only with the groups before it
-    results   arguments by name -> its results; shapes may be symbolic
-    bounds    of the results, against the reference; None: not compared
-    outputs   the keywords that take its results: one each, or a single one for a tuple of results
-    eager     keywords that compilers do not know, for further arrays that are written
-    scratch   arguments by name -> bytes of temporary device memory that it needs, or 0; None: none
-    plan      the plan that passes this memory to its kernels; None: its argument `workspace` does
-    public    whether cumla exports it
-    compiled  whether compilers of frameworks take it; not functions of lists of arrays
+    Attributes:
+        function: the function
+        kernels: the file of kernels that it needs
+        arrays: its array arguments by name, in order, without the outputs. Those with a default may be absent
+        variants: kinds of calls
+        check: the check of cumla.debug, or those of all its kernels; None: it reads nothing that could be wrong
+        given: groups of written arguments that may be None: those of a group are given together, or none of them; a
+            group only with the groups before it
+        results: arguments by name -> its results; shapes may be symbolic
+        bounds: of the results, against the reference; None: not compared
+        outputs: the keywords that take its results: one each, or a single one for a tuple of results
+        eager: keywords that compilers do not know, for further arrays that are written
+        scratch: arguments by name -> bytes of temporary device memory that it needs, or 0; None: none
+        plan: the plan that passes this memory to its kernels; None: its argument `workspace` does
+        public: whether cumla exports it
+        compiled: whether compilers of frameworks take it; not functions of lists of arrays
     """
 
     function: Callable[..., Any]

@@ -74,7 +74,8 @@ def _compress(first_group, end_group, states, state, pages, g, weight, step, num
 def _pool(row, top, total, token, states, state, step):
     """Write the window's mean of kv, weighted by the softmax of its score, into `row`; by position, to save memory.
 
-    top, total  [head_dim] float32, scratch memory
+    Args:
+        top, total: [head_dim] float32, scratch memory
     """
     head_dim, channels, block = len(row), states.shape[1] // 2, state.shape[1]
     overlaps, ratio = channels == 2 * head_dim, step.compress_ratio

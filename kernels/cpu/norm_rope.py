@@ -206,8 +206,9 @@ def rotate(row, rotation, direction):
 def insert_row(pages, slot, row, bits, g, rounded):
     """Write float32 values into a slot, through bfloat16 unless the cache holds float32. Also rounds `row`.
 
-    bits     [len(row)] uint16, scratch memory for the row in bfloat16
-    rounded  also the values that the cache quantises
+    Args:
+        bits: [len(row)] uint16, scratch memory for the row in bfloat16
+        rounded: also the values that the cache quantises
     """
     page, token = pages[slot // g.block_size], slot % g.block_size
     if g.float32_values:

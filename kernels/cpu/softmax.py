@@ -30,7 +30,8 @@ def exponentials(differences: np.ndarray) -> np.ndarray:
 def exponential(difference: Any, least: Any) -> Any:
     """The weight of one score minus the maximum.
 
-    least  LEAST_FLOAT32 or LEAST_FLOAT64, by the score's type
+    Args:
+        least: LEAST_FLOAT32 or LEAST_FLOAT64, by the score's type
     """
     too_small = difference < least
     weight = np.exp(least if too_small else difference)  # always: a branch would be mispredicted half of the time

@@ -34,9 +34,10 @@ Work = Callable[[Iterator[int]], None]
 def parallel_for(count: int, nanoseconds: int, loop: Callable[..., None], *arguments: Any) -> None:
     """Call `loop(first, end, *arguments)` for ranges that cover 0 to count - 1; the time of all rows decides the cores.
 
-    count        independent rows
-    nanoseconds  approximate time of a row on a core
-    loop         compiled with nogil=True
+    Args:
+        count: independent rows
+        nanoseconds: approximate time of a row on a core
+        loop: compiled with nogil=True
     """
     threads = min(num_cores(), 1 + count * nanoseconds // WORTH_A_THREAD)
     if threads == 1:

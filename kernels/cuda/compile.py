@@ -187,8 +187,9 @@ def programs_asked_for() -> Iterator[set[Any]]:
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.
 
-    arch     a target such as "sm_90a" instead of the device's own
-    defines  macros; each set of values is compiled once
+    Args:
+        arch: a target such as "sm_90a" instead of the device's own
+        defines: macros; each set of values is compiled once
     """
     programs = asked.get()
     if programs is not None:

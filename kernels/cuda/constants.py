@@ -57,7 +57,8 @@ def numbers_of(layout: CacheLayout) -> dict[str, int]:
 def constant(file: str, name: str, **macros: Macro) -> int:
     """The value of a constant that csrc/<file> or an included file declares, compiled with these macros.
 
-    macros  numbers, formats, or names of types or other macros
+    Args:
+        macros: numbers, formats, or names of types or other macros
 
     Raises KeyError if the constant, or a name in its expression, is not declared.
     """

@@ -228,9 +228,10 @@ def partial_results(plan: DenseDecodePlan, rows: int, like: Any) -> tuple[Any, A
 def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divisible: bool, like: Any) -> int:
     """The address of the division (common/dense/work.cuh), computed now unless the plan has it; 0: whole tokens.
 
-    lengths    arguments of the kernel that divides
-    entries    tokens whose parts are listed
-    divisible  whether tokens may be divided
+    Args:
+        lengths: arguments of the kernel that divides
+        entries: tokens whose parts are listed
+        divisible: whether tokens may be divided
     """
     ranges, capture = lengths["ranges"], capture_id()
     outside, inside = DenseDecodePlan.arrays

@@ -19,9 +19,10 @@ HOPPER = 90
 class Limits(NamedTuple):
     """Properties of a device.
 
-    capability       compute capability, 90 for 9.0
-    shared_bytes     shared memory that a CTA can have
-    sm_shared_bytes  shared memory of an SM
+    Attributes:
+        capability: compute capability, 90 for 9.0
+        shared_bytes: shared memory that a CTA can have
+        sm_shared_bytes: shared memory of an SM
     """
 
     capability: int

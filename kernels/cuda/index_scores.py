@@ -39,10 +39,11 @@ def index_scores(
 ) -> None:
     """Scores for q [B, n, H, 128], e4m3 or bfloat16.
 
-    seen        the kernel's starts, ends, lens_stride, per_query and next_n
-    keys        a paged cache; or packed keys [N, ..] and their scales, or None
-    candidates  candidate blocks, their stride and the positions of a block; logits then have a column for each position
-                of a block, and `fill` at positions that the query does not see
+    Args:
+        seen: the kernel's starts, ends, lens_stride, per_query and next_n
+        keys: a paged cache; or packed keys [N, ..] and their scales, or None
+        candidates: candidate blocks, their stride and the positions of a block; logits then have a column for each
+            position of a block, and `fill` at positions that the query does not see
     """
     device, query = q.data.device_id, "uint8" if q.dtype.name == "uint8" else C_NAMES[q.dtype.name]
     columns = logits.shape[1]

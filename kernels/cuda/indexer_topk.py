@@ -68,10 +68,11 @@ def kernel_for_rows(
 ) -> tuple[str, Any]:
     """The kernel for `num_rows` rows of `width` columns, and its sizes.
 
-    sms          SMs of the device
-    most_blocks  CTAs that a cluster may have; 1: the device has no clusters
-    aligned      rows start at multiples of 16 bytes
-    of_requests  rows belong to requests, whose lengths differ
+    Args:
+        sms: SMs of the device
+        most_blocks: CTAs that a cluster may have; 1: the device has no clusters
+        aligned: rows start at multiples of 16 bytes
+        of_requests: rows belong to requests, whose lengths differ
     """
     registers = registers_size(num_rows, width, sms, most_blocks, aligned)
     if registers is not None:
@@ -146,8 +147,9 @@ class StreamSize(NamedTuple):
 def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: bool) -> int:
     """Threads per CTA of common/indexer_topk_stream.cu: 256 take fewer instructions in all, 512 read one row faster.
 
-    of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
-                 decides the time. For prompts' rows only k 2,048 was measured
+    Args:
+        of_requests: whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row
+            then decides the time. For prompts' rows only k 2,048 was measured
     """
     few_waves = (of_requests or topk > 1024) and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
     return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
@@ -156,11 +158,12 @@ def stream_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: 
 class BoundSize(NamedTuple):
     """Sizes of common/indexer_topk_bound.cu.
 
-    threads    threads of a CTA
-    blocks     CTAs of a row
-    reads      reads of four columns that a thread has in flight
-    rounds     rounds of reads; a single round stays in registers
-    estimated  1: the bound is estimated from a sample
+    Attributes:
+        threads: threads of a CTA
+        blocks: CTAs of a row
+        reads: reads of four columns that a thread has in flight
+        rounds: rounds of reads; a single round stays in registers
+        estimated: 1: the bound is estimated from a sample
     """
 
     threads: int

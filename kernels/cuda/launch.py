@@ -82,11 +82,11 @@ def _codes(text: str, c_type: str) -> str:
 class Kernel:
     """A CUDA kernel, called like CuPy's RawKernel: `kernel(grid, block, arguments, shared_mem=bytes)`.
 
-    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct is passed
-               as its members, in order
-    overlap    whether the kernel may start before the previous kernel of the stream has ended (programmatic
-               dependent launch, sm_90 and later). The kernel must then wait (`griddepcontrol.wait`)
-               before it accesses memory
+    Attributes:
+        arguments: CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct is
+            passed as its members, in order
+        overlap: whether the kernel may start before the previous kernel of the stream has ended (programmatic dependent
+            launch, sm_90 and later). The kernel must then wait (`griddepcontrol.wait`) before it accesses memory
 
     Raises CuPy's CUDADriverError if the driver refuses the launch. A grid without CTAs does nothing.
     """
@@ -257,9 +257,10 @@ def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) ->
 class _Thread(threading.local):
     """State of one thread.
 
-    memory   the thread's _LaunchMemory, as other threads may launch while the driver reads it, and addresses in it;
-             None before the thread's first launch
-    recorded_launches  the launches since `recorded_launches` began
+    Attributes:
+        memory: the thread's _LaunchMemory, as other threads may launch while the driver reads it, and addresses in it;
+            None before the thread's first launch
+        recorded_launches: the launches since `recorded_launches` began
     """
 
     memory: tuple[Any, _LaunchMemory, int, int, int] | None = None

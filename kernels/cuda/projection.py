@@ -94,7 +94,8 @@ def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[A
 def workspace(device: int, beside: bool) -> Any:
     """Memory for captured products, which the first product outside a capture allocates.
 
-    beside  whether the products run on side streams, at the same time as products on the callers' streams
+    Args:
+        beside: whether the products run on side streams, at the same time as products on the callers' streams
 
     Raises RuntimeError in a capture if no product ran before.
     """
@@ -182,7 +183,8 @@ class Tiles(NamedTuple):
 def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int) -> Tiles:
     """Tiles that occupy the device (docs/kernels/weights.md).
 
-    uniform  scales are powers of two, one per chunk, and no code is NaN
+    Args:
+        uniform: scales are powers of two, one per chunk, and no code is NaN
 
     On Hopper tiles have 64 rows, and two warpgroups take alternate chunks; large weights have larger tiles. The
     portable kernel is fastest for a few tokens with tiles of few rows, whose columns a CTA's warps divide.
@@ -223,7 +225,8 @@ def cluster_size(tiles: int, chunks: int, two_an_sm: bool, sms: int) -> int:
 
     Clusters of two occupy every SM. Larger clusters cannot: the SMs of a GPC are not always a multiple of their size.
 
-    two_an_sm  two CTAs fit on an SM
+    Args:
+        two_an_sm: two CTAs fit on an SM
     """
     most = 1.5 * sms if two_an_sm else 0.9 * sms
     fitting = [size for size in range(1, MOST_SPLITS + 1) if size * tiles <= most and 4 * size <= chunks]
@@ -286,7 +289,8 @@ def fp8_product(
 ) -> bool:  # fmt: skip
     """out [n, M, N] = x W^T for values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
 
-    out_scales  [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
+    Args:
+        out_scales: [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
 
     The last axis of each array is contiguous. A scale of x times a scale of the weight counts as 0 below 2^-126.
     Returns False, and writes nothing, for arguments that sm90/fp8_product.cu does not support.

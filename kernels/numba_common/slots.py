@@ -63,7 +63,8 @@ def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:
 def find_request(starts: Any, row: Any) -> Any:
     """The request that `row` belongs to: the last one that starts at or before it, or -1.
 
-    starts  [R + 1], ascending: request r has the rows [starts[r], starts[r + 1])
+    Args:
+        starts: [R + 1], ascending: request r has the rows [starts[r], starts[r + 1])
     """
     low, high = 0, len(starts)  # starts before `low` are at most `row`, those from `high` on are above it
     while low < high:

@@ -24,11 +24,12 @@ ABSENT = np.int32(2**31 - 1)  # position of a masked key, beyond all queries
 class Tile(NamedTuple):
     """Sizes of a tile, and offsets of its parts in shared memory, in words.
 
-    groups    groups of 64 values in a query or key
-    v_groups  groups in a value
-    own_v     whether v is an array; otherwise values are the first groups of the keys
-    weighted  whether each group of a key has a factor, such as the scale of FP8 values
-    scaled    whether each row's products are divided by a power of two, TileMemory.scales
+    Attributes:
+        groups: groups of 64 values in a query or key
+        v_groups: groups in a value
+        own_v: whether v is an array; otherwise values are the first groups of the keys
+        weighted: whether each group of a key has a factor, such as the scale of FP8 values
+        scaled: whether each row's products are divided by a power of two, TileMemory.scales
     """
 
     rows: int
@@ -81,13 +82,14 @@ class Tile(NamedTuple):
 class Attention(NamedTuple):
     """Functions of a thread, for one shape of tile.
 
-    memory  (words, floats, ints) -> TileMemory, from all shared memory viewed as uint32, float32 and int32
-    score   (m, softmax_scale): products of the queries and keys in shared memory
-    weigh   (m, top, total) -> top, total: products become weights. top is the row's largest product so far, total the
-            sum of the weights of the thread's keys
-    mix     (m, sums): add values times weights to the sums, `count` of them in a thread
-    finish  (m, sums, top, total): store the result and the sums of the rows' weights in shared memory
-    growing  factor that remains to be applied to the result
+    Attributes:
+        memory: (words, floats, ints) -> TileMemory, from all shared memory viewed as uint32, float32 and int32
+        score: (m, softmax_scale): products of the queries and keys in shared memory
+        weigh: (m, top, total) -> top, total: products become weights. top is the row's largest product so far, total
+            the sum of the weights of the thread's keys
+        mix: (m, sums): add values times weights to the sums, `count` of them in a thread
+        finish: (m, sums, top, total): store the result and the sums of the rows' weights in shared memory
+        growing: factor that remains to be applied to the result
     """
 
     growing: Any
@@ -103,19 +105,20 @@ class Attention(NamedTuple):
 class TileMemory(NamedTuple):
     """Shared memory of a thread block.
 
-    q, k, v    rows of words, `stride_of` their groups apart
-    products   float32 of each query and key, then weights
-    weights    float32 [groups, keys], factors of the groups of keys
-    parts      float32 [rows, parts], exchange between the threads of a row
-    factors    float32 [rows], factors that rescale the sums
-    tops       float32 [rows], largest products, at the end
-    totals     float32 [rows], sums of weights, at the end
-    scales     float32 [rows], powers of two that divided the products, if the tile is `scaled`
-    limits     int32 [rows]: a query sees keys at lower positions
-    positions  int32 [keys]
-    pages      int32 [keys], page of each of the next keys in the cache, or -1, and its token within the page
-    tokens     int32 [keys]
-    result     float32 [rows, v], overlaps q, k and v
+    Attributes:
+        q, k, v: rows of words, `stride_of` their groups apart
+        products: float32 of each query and key, then weights
+        weights: float32 [groups, keys], factors of the groups of keys
+        parts: float32 [rows, parts], exchange between the threads of a row
+        factors: float32 [rows], factors that rescale the sums
+        tops: float32 [rows], largest products, at the end
+        totals: float32 [rows], sums of weights, at the end
+        scales: float32 [rows], powers of two that divided the products, if the tile is `scaled`
+        limits: int32 [rows]: a query sees keys at lower positions
+        positions: int32 [keys]
+        pages: int32 [keys], page of each of the next keys in the cache, or -1, and its token within the page
+        tokens: int32 [keys]
+        result: float32 [rows, v], overlaps q, k and v
     """
 
     q: Any

@@ -47,8 +47,10 @@ TOP, TOTAL, SCALE = 0, 1, 2
 class KeyList(NamedTuple):
     """Keys of one cache.
 
-    slots    int32 [b, s_q, n]; or a block table, int32 [b, B]
-    lengths  int32 [b, s_q], entries of `slots` in use, or None; with a block table int32 [b], tokens of each request
+    Attributes:
+        slots: int32 [b, s_q, n]; or a block table, int32 [b, B]
+        lengths: int32 [b, s_q], entries of `slots` in use, or None; with a block table int32 [b], tokens of each
+            request
     """
 
     pages: Pages
@@ -78,9 +80,10 @@ def attend(
 ) -> None:
     """Attention of q [b, s_q, h, d] over one or two lists of keys; their layouts may differ if both have fine scales.
 
-    most_keys  largest number of keys of a token
-    causal     for a block table: whether a query sees only tokens up to its own
-    scale      scale of plain e4m3 rows: (float32 [1] or empty, number for an empty array)
+    Args:
+        most_keys: largest number of keys of a token
+        causal: for a block table: whether a query sees only tokens up to its own
+        scale: scale of plain e4m3 rows: (float32 [1] or empty, number for an empty array)
     """
     (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
     formats = layout, lists[-1].pages.layout

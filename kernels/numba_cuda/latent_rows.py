@@ -28,11 +28,12 @@ E2M1_MAGNITUDES = 0x07070707
 class LatentRows(NamedTuple):
     """Functions of a thread that copy the rows of a tile of keys.
 
-    word_count, scale_count  sizes of the arrays in registers
-    prepare  (m): set values that are constant for all tiles
-    load     (m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from): load the rows of
-             m.pages and m.tokens into registers; keys from `extra_from` on are in the second cache
-    store    (m, words, scales): store registers into m.k, m.weights and m.positions
+    Attributes:
+        word_count, scale_count: sizes of the arrays in registers
+        prepare: (m): set values that are constant for all tiles
+        load: (m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from): load the rows of
+            m.pages and m.tokens into registers; keys from `extra_from` on are in the second cache
+        store: (m, words, scales): store registers into m.k, m.weights and m.positions
     """
 
     word_count: int

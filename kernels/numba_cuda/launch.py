@@ -57,9 +57,10 @@ def launch(
 ) -> None:
     """Launch `kernel` with `blocks` thread blocks of `threads` threads on CuPy's current stream; 0 blocks: no launch.
 
-    arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and named tuples of both
-    shared_bytes  dynamic shared memory per thread block
-    at_a_time     thread blocks for which an SM must have registers
+    Args:
+        arguments: NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and named tuples of both
+        shared_bytes: dynamic shared memory per thread block
+        at_a_time: thread blocks for which an SM must have registers
     """
     if blocks == 0:  # the driver refuses an empty grid
         return
@@ -108,7 +109,8 @@ def _configured(
 def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[int, int] | None) -> Any:
     """The kernel for arguments of these types, compiled once for all strides of the arrays.
 
-    bounds  threads of a thread block, and thread blocks for which an SM must have registers
+    Args:
+        bounds: threads of a thread block, and thread blocks for which an SM must have registers
     """
     return cuda.jit(signature(types), launch_bounds=bounds)(kernel)
 

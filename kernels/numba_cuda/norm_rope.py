@@ -271,7 +271,8 @@ def rotate(row, width, cos_sin, at, direction):
 def insert_row(values, largest, page, row, g, rounded):
     """Write a row into token `row` of a page, through bfloat16. Called by all threads.
 
-    rounded  whether the values that the cache quantises are rounded to bfloat16, too
+    Args:
+        rounded: whether the values that the cache quantises are rounded to bfloat16, too
     """
     for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
         largest[tile] = 0

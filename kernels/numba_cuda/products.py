@@ -33,9 +33,10 @@ def stride_of(groups: int) -> int:
 class Scores(NamedTuple):
     """Functions of a thread for a b^T, where a has `rows` rows and b has `columns` rows of `groups` groups of values.
 
-    count     elements of a thread
-    multiply  (sums, a, b, weights): sums += a b^T; with weights, each group of each row of b has a factor
-    store     (sums, products, factor): store into float32 [rows, columns] in shared memory, rows `stride` apart
+    Attributes:
+        count: elements of a thread
+        multiply: (sums, a, b, weights): sums += a b^T; with weights, each group of each row of b has a factor
+        store: (sums, products, factor): store into float32 [rows, columns] in shared memory, rows `stride` apart
     """
 
     count: int
@@ -47,9 +48,10 @@ class Scores(NamedTuple):
 class Mix(NamedTuple):
     """Functions of a thread for p v, where p is float32 [rows, keys] and v has `keys` rows of `groups` groups.
 
-    count     elements of a thread
-    multiply  (sums, factors, p, v, weights): sums = sums * factor of the row + p v
-    store     (sums, result): store into float32 [rows, 64 * groups] in shared memory, rows `stride` apart
+    Attributes:
+        count: elements of a thread
+        multiply: (sums, factors, p, v, weights): sums = sums * factor of the row + p v
+        store: (sums, result): store into float32 [rows, 64 * groups] in shared memory, rows `stride` apart
     """
 
     count: int

@@ -18,8 +18,9 @@ _OPERANDS |= {"l": (types.int64, ir.IntType(64)), "h": (types.uint16, ir.IntType
 def _ptx(statement: str, results: str, operands: str) -> Any:
     """A device function of one PTX statement without side effects. It takes its operands as one tuple.
 
-    results   register kind of each result: r 32 bits, l 64, h 16, f a float32
-    operands  register kind of each operand
+    Args:
+        results: register kind of each result: r 32 bits, l 64, h 16, f a float32
+        operands: register kind of each operand
     """
     operand_types, result_types = [_OPERANDS[x] for x in operands], [_OPERANDS[x] for x in results]
     constraints = ",".join([*(f"={x}" for x in results), *operands])

@@ -108,7 +108,8 @@ def insert_rows(into: Insertion, rows: np.ndarray) -> None:
 def write_rows(pages: Pages, slots: np.ndarray, rows: np.ndarray, rounded: bool = True) -> None:
     """Write float64 rows [n, d] into slots, through bfloat16 unless the cache holds float32.
 
-    rounded  also the values that the cache quantises
+    Args:
+        rounded: also the values that the cache quantises
     """
     with np.errstate(over="ignore", invalid="ignore"):  # values beyond bfloat16 become infinite; signalling NaN
         stored = rows.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])

@@ -51,7 +51,8 @@ def fp8_product(
 ) -> bool:
     """out [n, M, N] = x W^T for values [n, M, K] with scales [n, M, K / 128], and W as in block_scaled_product.
 
-    out_scales  [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
+    Args:
+        out_scales: [n, M, N / 128] if out is rounded to e4m3 as in quantize_groups
 
     Returns whether the backend has such a product of this size; otherwise nothing is written.
     """

@@ -8,11 +8,12 @@ from .segments import Pages
 class CompressorRows(NamedTuple):
     """Arrays of one of a layer's compressors.
 
-    kv_score       float32 or bfloat16 [T, 2 * coff * D]
-    position_bias  float32 [ratio, coff * D]
-    norm_weight    float32 or bfloat16 [D]
-    state          float32 [num_blocks, state_block_size, 2 * coff * D]
-    pages          cache into which the compressor inserts rows
+    Attributes:
+        kv_score: float32 or bfloat16 [T, 2 * coff * D]
+        position_bias: float32 [ratio, coff * D]
+        norm_weight: float32 or bfloat16 [D]
+        state: float32 [num_blocks, state_block_size, 2 * coff * D]
+        pages: cache into which the compressor inserts rows
     """
 
     kv_score: Any
@@ -25,7 +26,8 @@ class CompressorRows(NamedTuple):
 class LatentRows(NamedTuple):
     """The arguments of `cumla.compress_latents`; positions, query_start_loc and state are None for a ratio of 1.
 
-    restart_rows, restart_positions  both are None, or neither is
+    Attributes:
+        restart_rows, restart_positions: both are None, or neither is
     """
 
     kv_score: Any
@@ -44,15 +46,16 @@ class LatentRows(NamedTuple):
 class Compression(NamedTuple):
     """Arguments common to a layer's compressors, for a step of T tokens.
 
-    state_slots        int32 or int64 [at most T]: where each token's state is saved
-    state_block_table  int32 [R, columns]
-    slots              int32 or int64 [at most T]: slot of the row that a token completes, -1 if it completes none
-    positions          int32 or int64 [T]
-    token_to_req       int32 [at least T]
-    query_start_loc    int32 [R + 1]
-    cos_sin            float32 [max_position, rope_dim]: cosines, then sines; pairs are neighbours at a row's end
-    compress_ratio     positions per row
-    eps                epsilon of the RMSNorm
+    Attributes:
+        state_slots: int32 or int64 [at most T]: where each token's state is saved
+        state_block_table: int32 [R, columns]
+        slots: int32 or int64 [at most T]: slot of the row that a token completes, -1 if it completes none
+        positions: int32 or int64 [T]
+        token_to_req: int32 [at least T]
+        query_start_loc: int32 [R + 1]
+        cos_sin: float32 [max_position, rope_dim]: cosines, then sines; pairs are neighbours at a row's end
+        compress_ratio: positions per row
+        eps: epsilon of the RMSNorm
     """
 
     state_slots: Any

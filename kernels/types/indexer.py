@@ -10,10 +10,11 @@ QueryFormat = Literal["fp8", "mxfp4", "mxfp4_rows"]
 class Rows(NamedTuple):
     """The valid columns of each row of logits.
 
-    starts, ends  [M] int32, or None: first column, and the one after the last. Indices count from `starts`
-    lens          int32 [M / next_n], for which row j of next_n has lens - next_n + 1 + j; or [M / next_n, next_n];
-                  or None: starts and ends are used
-    num_keys      None, or for compressed rows, whose first column is at `starts`: columns without compression
+    Attributes:
+        starts, ends: [M] int32, or None: first column, and the one after the last. Indices count from `starts`
+        lens: int32 [M / next_n], for which row j of next_n has lens - next_n + 1 + j; or [M / next_n, next_n]; or None:
+            starts and ends are used
+        num_keys: None, or for compressed rows, whose first column is at `starts`: columns without compression
     """
 
     starts: Any = None
@@ -26,10 +27,11 @@ class Rows(NamedTuple):
 class IndexQueries(NamedTuple):
     """The arguments of `cumla.fused_indexer_q_rope_quant`, and the arrays of its results.
 
-    table           cosines, then sines
-    scale           factor of the weights
-    least_exponent  smallest exponent of a query's scale
-    q_format        format of quantised queries
+    Attributes:
+        table: cosines, then sines
+        scale: factor of the weights
+        least_exponent: smallest exponent of a query's scale
+        q_format: format of quantised queries
     """
 
     positions: Any
@@ -48,9 +50,10 @@ class IndexQueries(NamedTuple):
 class PackedScores(NamedTuple):
     """The arguments of `cumla.fp8_mqa_logits`, and the array of its results.
 
-    scales      scales of e4m3 keys, else None
-    compressed  column j of query m is key starts[m] + j
-    clean       write -inf for keys that a query does not see
+    Attributes:
+        scales: scales of e4m3 keys, else None
+        compressed: column j of query m is key starts[m] + j
+        clean: write -inf for keys that a query does not see
     """
 
     q: Any
@@ -79,8 +82,9 @@ class PagedScores(NamedTuple):
 class CandidateScores(NamedTuple):
     """The arguments of `cumla.candidate_logits`, and the array of its result.
 
-    block  positions of a candidate block
-    fill   logit of columns without a position that the query sees
+    Attributes:
+        block: positions of a candidate block
+        fill: logit of columns without a position that the query sees
     """
 
     q: Any
@@ -97,12 +101,13 @@ class CandidateScores(NamedTuple):
 class Slots(NamedTuple):
     """Outputs of top-k in addition to the columns: slots of the selected rows in a paged cache.
 
-    indices      [M, topk] int32, written: slots in the columns' order, without absent rows, then -1; as the
-                 compact form of compute_global_topk_indices_and_lens maps the columns
-    lens         [M] int32, written: number of slots; 0 where is_valid is False
-    block_table  [M / next_n, C] int32, row b is for the rows of logits from b * next_n on
-    block_size   rows of a page
-    is_valid     [M] bool, or None: all are
+    Attributes:
+        indices: [M, topk] int32, written: slots in the columns' order, without absent rows, then -1; as the compact
+            form of compute_global_topk_indices_and_lens maps the columns
+        lens: [M] int32, written: number of slots; 0 where is_valid is False
+        block_table: [M / next_n, C] int32, row b is for the rows of logits from b * next_n on
+        block_size: rows of a page
+        is_valid: [M] bool, or None: all are
     """
 
     indices: Any

@@ -36,8 +36,9 @@ class TopkSlots(NamedTuple):
 class CombinedIndices(NamedTuple):
     """The arguments of `cumla.combine_topk_swa_indices`, and the arrays of its results.
 
-    row_stride  rows of a request in the workspace
-    swa_start   first of these rows that is not compressed
+    Attributes:
+        row_stride: rows of a request in the workspace
+        swa_start: first of these rows that is not compressed
     """
 
     topk_indices: Any

@@ -9,10 +9,11 @@ SPLIT_PAGES = 4  # pages in a split of the paged logits' schedule
 class BatchCounts(NamedTuple):
     """Sizes of a batch, known to the host.
 
-    num_tokens     query tokens of requests, without padding; decode tokens are the first num_decode_tokens
-    rows           rows to fill: entries of slot_mapping
-    rows_before    rows that the previous build filled: rows beyond `rows` are cleared
-    width_before   columns of c128a_indices that the previous build filled: columns beyond the width are cleared
+    Attributes:
+        num_tokens: query tokens of requests, without padding; decode tokens are the first num_decode_tokens
+        rows: rows to fill: entries of slot_mapping
+        rows_before: rows that the previous build filled: rows beyond `rows` are cleared
+        width_before: columns of c128a_indices that the previous build filled: columns beyond the width are cleared
     """
 
     num_reqs: int
@@ -27,14 +28,15 @@ class BatchCounts(NamedTuple):
 class SwaBuffers(NamedTuple):
     """Fixed buffers of the sparse-SWA builder, one row per token unless said otherwise.
 
-    token_to_req_indices  int32; 0 for padding
-    is_valid_token        bool
-    positions             int32, position of the token in its sequence; -1 for padding
-    swa_indices           int32 [.., decode_swa_width], at least the window size; -1 after the length
-    swa_lens              int32
-    prefill_gather_lens   int32, one per prefill request, clamped to 0 .. its length; 0 after the last
-    c128a_indices         int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
-    c128a_lens            int32
+    Attributes:
+        token_to_req_indices: int32; 0 for padding
+        is_valid_token: bool
+        positions: int32, position of the token in its sequence; -1 for padding
+        swa_indices: int32 [.., decode_swa_width], at least the window size; -1 after the length
+        swa_lens: int32
+        prefill_gather_lens: int32, one per prefill request, clamped to 0 .. its length; 0 after the last
+        c128a_indices: int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
+        c128a_lens: int32
     """
 
     token_to_req_indices: Any
@@ -50,10 +52,11 @@ class SwaBuffers(NamedTuple):
 class WindowStep(NamedTuple):
     """Arguments of a sparse-SWA build: a batch's arrays and sizes, and the buffers to fill.
 
-    slot_mapping       [rows], -1 for padding
-    c128a_block_table  None without C128A layers; c128a_width is then 0, else columns of c128a_indices to fill
-    replay_start       int32 [R], first position that windows may have, or None
-    noncausal          whether each token of a decode sees the whole request
+    Attributes:
+        slot_mapping: [rows], -1 for padding
+        c128a_block_table: None without C128A layers; c128a_width is then 0, else columns of c128a_indices to fill
+        replay_start: int32 [R], first position that windows may have, or None
+        noncausal: whether each token of a decode sees the whole request
     """
 
     query_start_loc: Any
@@ -129,11 +132,12 @@ class IndexerCounts(NamedTuple):
 class IndexerBuffers(NamedTuple):
     """Fixed buffers of the indexer's builder; the unused rest is 0, or -1 in slot_mapping.
 
-    decode_lens   int32 [capacity], query tokens of an entry
-    seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` for each entry
-    slot_mapping  int64 [capacity], one per token; empty unless slots are mapped
-    block_table   int32 [.., columns], one row per entry, of flattened tokens
-    schedule      int32 [num_sms + 1, 2], entry and split at which each SM starts
+    Attributes:
+        decode_lens: int32 [capacity], query tokens of an entry
+        seq_lens: int32 [capacity], rows an entry may see, `lens_per_entry` for each entry
+        slot_mapping: int64 [capacity], one per token; empty unless slots are mapped
+        block_table: int32 [.., columns], one row per entry, of flattened tokens
+        schedule: int32 [num_sms + 1, 2], entry and split at which each SM starts
     """
 
     decode_lens: Any
@@ -146,11 +150,12 @@ class IndexerBuffers(NamedTuple):
 class IndexerChunk(NamedTuple):
     """Prefill requests in one workspace, and the arrays to fill for them, all int32.
 
-    first_request, num_reqs     range of requests in the batch
-    longest                     rows of the longest request
-    cu_seqlen_ks, cu_seqlen_ke  [tokens], first row of the workspace that a query sees, and the row after its last
-    cu_seq_lens                 [num_reqs + 1], first row of each request
-    token_to_seq                [rows], the request of each row, counted within the chunk
+    Attributes:
+        first_request, num_reqs: range of requests in the batch
+        longest: rows of the longest request
+        cu_seqlen_ks, cu_seqlen_ke: [tokens], first row of the workspace that a query sees, and the row after its last
+        cu_seq_lens: [num_reqs + 1], first row of each request
+        token_to_seq: [rows], the request of each row, counted within the chunk
     """
 
     first_request: int

@@ -18,9 +18,10 @@ class Workspace:
     too small, because graphs captured with them still use them. Nothing is allocated while a graph is captured.
     A workspace serves one stream at a time, on one device.
 
-    memory    uint8 [n] on the device, used instead of allocating; a call's error states the size it needs
-    owner     name in error messages
-    allocate  (bytes, like) -> uint8 [bytes] on the device of `like`; None: cumla allocates
+    Args:
+        memory: uint8 [n] on the device, used instead of allocating; a call's error states the size it needs
+        owner: name in error messages
+        allocate: (bytes, like) -> uint8 [bytes] on the device of `like`; None: cumla allocates
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Workspace:
     def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:
         """The flat array of this name and dtype, of at least `size` elements, on the device of `like`.
 
-        clear  called with a new array, to set it to zero
+        Args:
+            clear: called with a new array, to set it to zero
 
         Raises ValueError for a `like` on another device and if `memory` is too small, RuntimeError if an array
         would have to be allocated while a CUDA graph is captured.
@@ -166,9 +168,10 @@ class DecodePlan(_Plan):
     plan has served an eager call allocates nothing. A graph has its own plan, computed in its first call with the plan
     and again at every replay. One plan serves one stream at a time. The CPU backends do not need it.
 
-    workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead
-               of allocating, with the size that the backend needs (`workspace_bytes` in
-               kernels/cuda/sparse/work.py). None: the plan has its own workspace
+    Attributes:
+        workspace: the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead of
+            allocating, with the size that the backend needs (`workspace_bytes` in kernels/cuda/sparse/work.py). None:
+            the plan has its own workspace
     """
 
     arrays = "starts", "starts of graphs"
@@ -186,7 +189,8 @@ class DenseDecodePlan(_Plan):
     that were captured with the plan stay valid. A graph divides in its first call with the plan, and again at every
     replay. One plan serves one stream at a time. The CPU backends do not need it.
 
-    workspace  as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
+    Attributes:
+        workspace: as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
     """
 
     arrays = "division", "division of graphs"

@@ -9,9 +9,10 @@ from .segments import GatheredRows
 class PrefillRows(NamedTuple):
     """The arguments of `gather_prefill_rows`: two gathers into one workspace, and the lists of its rows.
 
-    windows     gather of rows from the window's cache
-    compressed  gather of rows from the compressed cache, or None
-    lists       each token's list of rows of the workspace
+    Attributes:
+        windows: gather of rows from the window's cache
+        compressed: gather of rows from the compressed cache, or None
+        lists: each token's list of rows of the workspace
     """
 
     windows: GatheredRows

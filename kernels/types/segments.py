@@ -16,9 +16,10 @@ ROW_LAYOUTS = {512: DSV4_BF16, 576: MLA_BF16}  # layouts of gathered rows, by th
 class Pages(NamedTuple):
     """A paged cache as raw bytes.
 
-    bytes       uint8 [num_blocks, block_size * token_bytes]; the first stride is the page stride
-    block_size  tokens of a page
-    layout      offsets of a token's bytes in a page
+    Attributes:
+        bytes: uint8 [num_blocks, block_size * token_bytes]; the first stride is the page stride
+        block_size: tokens of a page
+        layout: offsets of a token's bytes in a page
     """
 
     bytes: Any
@@ -33,12 +34,13 @@ class Pages(NamedTuple):
 class Insertion(NamedTuple):
     """Where T tokens' rows are inserted after RoPE.
 
-    pages      the cache
-    slots      int32 or int64 [N], N <= T: slot of each row; out of range skips its row
-    positions  int32 or int64 [T], clamped to the table
-    cos_sin    float32 [max_position, rope_dim]: cosines, then sines
-    eps        epsilon of the norm before RoPE
-    round_rows  whether rows are rounded to bfloat16 before they are quantised
+    Attributes:
+        pages: the cache
+        slots: int32 or int64 [N], N <= T: slot of each row; out of range skips its row
+        positions: int32 or int64 [T], clamped to the table
+        cos_sin: float32 [max_position, rope_dim]: cosines, then sines
+        eps: epsilon of the norm before RoPE
+        round_rows: whether rows are rounded to bfloat16 before they are quantised
     """
 
     pages: Pages
@@ -52,9 +54,10 @@ class Insertion(NamedTuple):
 class Segment(NamedTuple):
     """The tokens of one cache that each query attends to.
 
-    pages    the cache
-    indices  int32 [b, s_q, topk]: slots (page * block_size + row); out of range counts as absent
-    lengths  int32 [b, s_q] (a stride may be 0): entries of `indices` in use, or None for all
+    Attributes:
+        pages: the cache
+        indices: int32 [b, s_q, topk]: slots (page * block_size + row); out of range counts as absent
+        lengths: int32 [b, s_q] (a stride may be 0): entries of `indices` in use, or None for all
     """
 
     pages: Pages
@@ -78,10 +81,11 @@ class SparseDecode(NamedTuple):
 class SparsePrefill(NamedTuple):
     """The arguments of `cumla.sparse_mla_prefill`, and the arrays of its results.
 
-    kv         [s_kv, d] of q's dtype, or Pages of quantised rows
-    fp8        whether kernels may multiply e4m3 values
-    workspace  uint8 on the device: fp8_workspace_bytes(s_kv) for kernels that multiply e4m3 values, s_kv rows in
-               bfloat16 if kv is Pages; None: neither
+    Attributes:
+        kv: [s_kv, d] of q's dtype, or Pages of quantised rows
+        fp8: whether kernels may multiply e4m3 values
+        workspace: uint8 on the device: fp8_workspace_bytes(s_kv) for kernels that multiply e4m3 values, s_kv rows in
+            bfloat16 if kv is Pages; None: neither
     """
 
     q: Any
@@ -141,8 +145,9 @@ class PackedAttention(NamedTuple):
 class DenseDecode(NamedTuple):
     """The arguments of `cumla.dense_mla_decode`, and the arrays of its results.
 
-    scale       scale of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
-    max_seqlen  upper bound of cache_seqlens
+    Attributes:
+        scale: scale of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
+        max_seqlen: upper bound of cache_seqlens
     """
 
     q: Any

@@ -9,9 +9,10 @@ class Shard(NamedTuple):
     A rank's tokens are packed in its own pages: its n-th token is at row n % block_size of the page in column
     n // block_size of its block table. With `interleave` equal to the block size, whole pages are sharded.
 
-    rank        this rank, from 0
-    size        number of ranks
-    interleave  neighbouring tokens that go to the same rank
+    Attributes:
+        rank: this rank, from 0
+        size: number of ranks
+        interleave: neighbouring tokens that go to the same rank
     """
 
     rank: int

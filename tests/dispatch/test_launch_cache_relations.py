@@ -35,10 +35,11 @@ def made_again(monkeypatch):
 class Placed:
     """The arrays of a call in one memory.
 
-    odd      how many of them have other strides than usual
-    alone    integer arrays and caches do not overlap others: slots may be duplicated, caches may share
-             memory, and the order of rows written to one place is left open
-    layouts  by name how an array is strided: its cache key but for the address
+    Args:
+        odd: how many of them have other strides than usual
+        alone: integer arrays and caches do not overlap others: slots may be duplicated, caches may share memory, and
+            the order of rows written to one place is left open
+        layouts: by name how an array is strided: its cache key but for the address
     """
 
     def __init__(self, arguments, odd, rng, alone=False):

@@ -16,12 +16,13 @@ class EmulationError(AssertionError):
 class Schedule(NamedTuple):
     """How a launch orders events whose order a device leaves open.
 
-    late  asynchronous copies and products are done when they are waited for (or when nothing else can go on) and not
-          when they are started
-    seed  of random numbers, unless 0: some warps hurry on, as far as they can, while others are kept back, in changing
-          order; and each copy and product is late or not
-    kept_back  a warpgroup, from 1 on, that runs only when no other can; 0: none. Waits by parity that assume too much
-          of a slow warpgroup then fail
+    Attributes:
+        late: asynchronous copies and products are done when they are waited for (or when nothing else can go on) and
+            not when they are started
+        seed: of random numbers, unless 0: some warps hurry on, as far as they can, while others are kept back, in
+            changing order; and each copy and product is late or not
+        kept_back: a warpgroup, from 1 on, that runs only when no other can; 0: none. Waits by parity that assume too
+            much of a slow warpgroup then fail
     """
 
     late: bool = False
@@ -66,8 +67,9 @@ class Kernel:
 class Launch:
     """A kernel with its arguments, to be run later under the current schedule.
 
-    arguments  the address of packed arguments, which `memory` holds
-    ahead      the launch that it may overlap with
+    Args:
+        arguments: the address of packed arguments, which `memory` holds
+        ahead: the launch that it may overlap with
     """
 
     def __init__(self, kernel, grid, block, shared_bytes, arguments, memory=None):

@@ -83,9 +83,10 @@ class KernelWork(Work):
 class Queue:
     """The queue of a stream; `done` counts all finished works.
 
-    graph    the Capture that records it instead
-    number   of the stream, unlike every other one's
-    running  works in progress: memory that is freed meanwhile still belongs to them
+    Attributes:
+        graph: the Capture that records it instead
+        number: of the stream, unlike every other one's
+        running: works in progress: memory that is freed meanwhile still belongs to them
     """
 
     def __init__(self):
@@ -261,7 +262,8 @@ def current_stream(device=None):
 class Capture:
     """A graph being captured: the work of a stream, and of others that joined by an event, in the order of the calls.
 
-    ends  by queue that takes part, how much of it the queue that began the capture waits for, and how much there is
+    Attributes:
+        ends: by queue that takes part, how much of it the queue that began the capture waits for, and how much there is
     """
 
     def __init__(self, origin):

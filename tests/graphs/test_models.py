@@ -163,7 +163,8 @@ PROMPTS = (6, 3)  # for two requests; each further step but one completes one ro
 class Decodes:
     """Steps of one token per request, or of so many, in arrays at fixed addresses.
 
-    counts  tokens of each request: those of the first step, of the second, and so on
+    Args:
+        counts: tokens of each request: those of the first step, of the second, and so on
     """
 
     def __init__(self, lab, case, counts=((1, 1),) * 4):
@@ -341,8 +342,9 @@ class PaddedDecodes(Decodes):
     def prepare(self, requests, rng=None):
         """A token of each of these requests.
 
-        rng  for the contents of the other rows: hidden states of NaN, lengths and pages of any value, slots
-             outside of the caches. None: zeros, and slots of -1
+        Args:
+            rng: for the contents of the other rows: hidden states of NaN, lengths and pages of any value, slots outside
+                of the caches. None: zeros, and slots of -1
         """
         batch, tables = self.made.paged.batch([(request, self.done[request], 1) for request in requests])
         real, rest = len(requests), self.SIZE - len(requests)

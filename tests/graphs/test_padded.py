@@ -28,11 +28,12 @@ SLOTS = BLOCK * BLOCKS
 class Captured:
     """A call in a graph, with its own arrays at fixed addresses.
 
-    call    is given the arrays by name
-    rows    arrays of which each row has one entry
-    others  arrays that a call only reads, and whose every element may be read
-    out     output arrays with an entry per row: their contents before the call
-    caches  arrays of pages that it writes
+    Args:
+        call: is given the arrays by name
+        rows: arrays of which each row has one entry
+        others: arrays that a call only reads, and whose every element may be read
+        out: output arrays with an entry per row: their contents before the call
+        caches: arrays of pages that it writes
     """
 
     def __init__(self, lab, call, rows, others=(), out=(), caches=()):

@@ -249,7 +249,7 @@ def test_differentiation_is_an_error(transform, wrap, rng):
 def test_early_release_is_a_static_argument():
     choose = jax.jit(lambda x: ops.top_k_per_row(x, 2, early_release=False))
     assert choose(jnp.array([[1.0, 3.0, 2.0]])).tolist() == [[1, 2]]
-    assert "early_release  False:" in ops.top_k_per_row.__doc__
+    assert "early_release: False:" in ops.top_k_per_row.__doc__
 
 
 def test_signatures_and_documentation_are_those_of_calls_under_jit():
@@ -264,7 +264,8 @@ def test_signatures_and_documentation_are_those_of_calls_under_jit():
         function = getattr(ops, name)
         assert (function.__name__, function.__module__) == (name, "cumla.interop.jax")
         absent = set(inspect.signature(op.function).parameters) - set(inspect.signature(function).parameters)
-        described = {line.split()[0] for line in function.__doc__.splitlines() if re.match(" {4}[a-z]", line)}
+        described = set(re.findall(r"^ {4}(\w+):", function.__doc__, re.MULTILINE))
+        assert described, name
         assert not absent & described, name
         assert all(written in function.__doc__.splitlines()[0] for written in op.writes)
         if absent & {"out", "plan", "stream"}:

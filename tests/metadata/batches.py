@@ -17,8 +17,9 @@ THOROUGH = settings(
 def make_batch(place, seq_lens, query_lens, *, block_size=BLOCK, padding=0, skipped=(), columns=None, **changes):
     """Requests of these lengths over randomly placed blocks.
 
-    padding  entries of slot_mapping after the last token
-    skipped  tokens whose slot is -1
+    Args:
+        padding: entries of slot_mapping after the last token
+        skipped: tokens whose slot is -1
     """
     query_lens = np.array(query_lens, np.int32)
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)

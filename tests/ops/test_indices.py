@@ -26,9 +26,10 @@ batches = {
 def run_both(lab, function, inputs, numbers, shapes, gap, **keywords):
     """Call `function` on a backend and by the reference, into guarded outputs that start as garbage; compare.
 
-    inputs   arrays in order, or None
-    numbers  the other arguments, by place
-    shapes   of the outputs
+    Args:
+        inputs: arrays in order, or None
+        numbers: the other arguments, by place
+        shapes: of the outputs
     """
     results = []
     for place in (lab, REFERENCE):

@@ -174,7 +174,8 @@ def weights_of(rng, *shape):
 def scored_keys(lab, rng, heads, exact=False):
     """For each query q, weights, first and last key; the keys and their scales; the number of queries.
 
-    exact  whether values are few and short enough for float32 to represent the scores, in any order of summation
+    Args:
+        exact: whether values are few and short enough for float32 to represent the scores, in any order of summation
     """
     queries, keys = (100, 3000) if on_a_device(lab) else (3, 9) if lab.tiny else (9, 300)
     firsts = rng.integers(-2, keys // 2, queries).astype(np.int32)

@@ -21,8 +21,9 @@ KINDS = {DeepseekV4Config: V4, DeepseekV32Config: V32, DeepseekV41Config: V41}
 def layer_of(config, number, weights, longest):
     """The oracle of a layer.
 
-    weights  by published or transformers' names within the attention module
-    longest  positions of RoPE's table
+    Args:
+        weights: by published or transformers' names within the attention module
+        longest: positions of RoPE's table
     """
     expected = expected_weights(config, number).items()
     named = {name: weights[name if name in weights else weight.transformers] for name, weight in expected}

@@ -18,9 +18,10 @@ def layer_norm(x, eps, weight, bias):
 def rotated(x, cos_sin, inverse=False, halves=False, first=False):
     """RoPE of 64 values of x [..., D].
 
-    cos_sin  [..., 64] that broadcasts to x: cosines of 32 pairs, then sines
-    halves   pairs are values i and i + 32, otherwise neighbours
-    first    the first 64 values rotate, otherwise the last 64
+    Args:
+        cos_sin: [..., 64] that broadcasts to x: cosines of 32 pairs, then sines
+        halves: pairs are values i and i + 32, otherwise neighbours
+        first: the first 64 values rotate, otherwise the last 64
     """
     x, cos_sin = np.asarray(x, np.float64), np.asarray(cos_sin, np.float64)
     begin = 0 if first else x.shape[-1] - ROPE_DIM
@@ -37,7 +38,8 @@ def rotated(x, cos_sin, inverse=False, halves=False, first=False):
 def attended(q, rows, scale, sinks=None, width=512):
     """Attention of one token, [heads, width]: q [heads, D] over rows [n, D]; a row's first values are its value.
 
-    sinks  [heads], logits with weight but without a row
+    Args:
+        sinks: [heads], logits with weight but without a row
     """
     scores = q @ rows.T * scale
     largest = scores.max(axis=1, initial=-np.inf)

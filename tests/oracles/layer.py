@@ -13,14 +13,15 @@ LATENT = 512
 class Rules:
     """Differences between models' attention layers. Weights have their published names within the attention module.
 
-    row          the projection of a token's row
-    is_latent    whether a row is a latent, which wkv_b projects to keys and values of each head, with 64 rotated values
-                 behind it; otherwise its 512 values are key and value of all heads, and the last 64 rotate
-    norms_heads  whether each head's query is normed
-    has_sinks    whether each head has a sink
-    is_grouped   whether outputs are rotated back and projected in groups; otherwise by wo
-    index_rope   options of `rotated` for the indexer's queries and keys
-    eps          epsilon of the norms; None: the configuration's rms_norm_eps
+    Attributes:
+        row: the projection of a token's row
+        is_latent: whether a row is a latent, which wkv_b projects to keys and values of each head, with 64 rotated
+            values behind it; otherwise its 512 values are key and value of all heads, and the last 64 rotate
+        norms_heads: whether each head's query is normed
+        has_sinks: whether each head has a sink
+        is_grouped: whether outputs are rotated back and projected in groups; otherwise by wo
+        index_rope: options of `rotated` for the indexer's queries and keys
+        eps: epsilon of the norms; None: the configuration's rms_norm_eps
     """
 
     row: str

@@ -53,7 +53,8 @@ class V4(Layer):
 def overlapping(part, absent):
     """[rows, 8, D] from [rows, 4, 2 D]: the first half of the previous positions, the second half of the row's.
 
-    absent  values for the first row, which has no previous positions
+    Args:
+        absent: values for the first row, which has no previous positions
     """
     dim = part.shape[2] // 2
     before = np.concatenate([np.full_like(part[:1, :, :dim], absent), part[:-1, :, :dim]])

@@ -14,10 +14,11 @@ from .selection import best, best_of_blocks, margin, scores
 class Shared:
     """Values that the layers of one request share with later layers.
 
-    rows, keys  rows and keys of the last owner: [n, 512] and [n, 128]
-    chosen      for each token the rows that the last layer with an indexer selected
-    candidates  for each token the blocks that the candidate source selected
-    margin      the smallest margin of a selection
+    Attributes:
+        rows, keys: rows and keys of the last owner: [n, 512] and [n, 128]
+        chosen: for each token the rows that the last layer with an indexer selected
+        candidates: for each token the blocks that the candidate source selected
+        margin: the smallest margin of a selection
     """
 
     rows: np.ndarray | None = None
@@ -86,7 +87,8 @@ class V41(Layer):
     def block(self, x, main):
         """A draft block's output [T, hidden_size]; its tokens see the window before it and the whole block.
 
-        main  [n, hidden_size], hidden states of the positions before it
+        Args:
+            main: [n, hidden_size], hidden states of the positions before it
         """
         positions = len(main) + np.arange(len(x))
         before = self.rows(main, np.arange(len(main)))[-self.config.sliding_window :]

@@ -44,7 +44,8 @@ def keep_busy(device, began, stop):
 class Plain:
     """A collective of data from a kernel that lets the next kernel start before it stores.
 
-    memory  whether x and out are in memory()
+    Args:
+        memory: whether x and out are in memory()
     """
 
     def __init__(self, comm, op, memory=False):
@@ -89,7 +90,8 @@ class Plain:
 class Decode:
     """A decode over the context of all ranks; each call has other queries.
 
-    way  "everything to all", "some heads each" or "split heads"
+    Args:
+        way: "everything to all", "some heads each" or "split heads"
     """
 
     def __init__(self, comm, sparse, way):
@@ -162,7 +164,8 @@ EXCHANGES = {
 def wrong_calls(comm, together=lambda: None):
     """The number of calls with wrong values, and the first error, by exchange, eager and captured.
 
-    together  waits for the other ranks, if they are threads: no graph may run while memory of another is allocated
+    Args:
+        together: waits for the other ranks, if they are threads: no graph may run while memory of another is allocated
     """
     found = {}
     for name, make in EXCHANGES.items():

@@ -124,9 +124,10 @@ class Problem:
 def marks_of_kernels(emulated=frozenset(), of_the_reference=frozenset()):
     """Marks of a module of sparse attention tests that take `kernel`.
 
-    emulated          tests that run the exact kernel without a device: its emulation is slow, and the other kernels
-                      call it where necessary
-    of_the_reference  tests that check the reference itself, with which the others compare
+    Args:
+        emulated: tests that run the exact kernel without a device: its emulation is slow, and the other kernels call it
+            where necessary
+        of_the_reference: tests that check the reference itself, with which the others compare
     """
 
     def is_none(x):

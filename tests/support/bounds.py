@@ -41,8 +41,9 @@ def assert_decode(out, lse, want_out, want_lse, rounding=None):
 def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_sides=1, largest=1.0):
     """Bounds for results of prefill.
 
-    rounded_sides  2 where `want_out` is not exact but another kernel's result with its own errors
-    largest        see Bound.of_values: for a kernel with bfloat16 weights and data that is not FlashMLA's
+    Args:
+        rounded_sides: 2 where `want_out` is not exact but another kernel's result with its own errors
+        largest: see Bound.of_values: for a kernel with bfloat16 weights and data that is not FlashMLA's
     """
     assert_prefill_out(out, want_out, rounded_sides, largest)
     assert_within("max_logits", max_logits, want_max, *PREFILL_LSE[:2])

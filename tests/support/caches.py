@@ -18,7 +18,8 @@ CACHE_GAPS = (0, 1, 16, 576)  # bytes between pages, in addition to the layout's
 class GuardedCache:
     """Random bytes as a cache.
 
-    bytes  the page bytes that tokens use, on the lab's side; `array` is the same as [num_blocks, block_size, ...]
+    Attributes:
+        bytes: the page bytes that tokens use, on the lab's side; `array` is the same as [num_blocks, block_size, ...]
     """
 
     def __init__(self, lab, layout, num_blocks, block_size, content, gap=0, offset=0):

@@ -73,10 +73,11 @@ def _address(array):
 class Foreign:
     """A contiguous array of such a library. The exported tensor owns the memory, not this object.
 
-    array        NumPy or CuPy array with its memory
-    byte_offset  part of the address that is passed separately; lanes as in DLPack
-    stream       the stream that the last consumer passed
-    released     number of releases of memory
+    Attributes:
+        array: NumPy or CuPy array with its memory
+        byte_offset: part of the address that is passed separately; lanes as in DLPack
+        stream: the stream that the last consumer passed
+        released: number of releases of memory
     """
 
     def __init__(self, array, byte_offset=0, lanes=1):
@@ -121,9 +122,10 @@ class ForeignVersioned(Foreign):
 class Described(Foreign):
     """An array of host memory whose capsule has the given fields, correct or not.
 
-    device   reported by the array itself
-    version  None: a capsule of DLPack 0
-    fields   of DLTensor; shape and strides are sequences of integers, or None for a null pointer
+    Attributes:
+        device: reported by the array itself
+        version: None: a capsule of DLPack 0
+        fields: of DLTensor; shape and strides are sequences of integers, or None for a null pointer
     """
 
     def __init__(self, array, device=(1, 0), version=(1, 0), flags=0, **fields):

@@ -37,7 +37,8 @@ class Rank:
 class Collective(queues.Work):
     """A call, run by the launching thread, because it waits for other ranks.
 
-    early  whether it starts like a kernel that is launched to overlap and does not wait
+    Args:
+        early: whether it starts like a kernel that is launched to overlap and does not wait
     """
 
     def __init__(self, do, early):

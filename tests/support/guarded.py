@@ -11,9 +11,10 @@ MARGIN = 4096
 class Guarded:
     """A copy of `array` with any strides and alignment, between margins and gaps that are filled with a sentinel.
 
-    array   the array in the memory of the lab's backend
-    gaps    bytes after each element of the leading axes, innermost axis first; missing ones are 0
-    offset  bytes from a 256-byte boundary to the start
+    Args:
+        array: the array in the memory of the lab's backend
+        gaps: bytes after each element of the leading axes, innermost axis first; missing ones are 0
+        offset: bytes from a 256-byte boundary to the start
     """
 
     def __init__(self, lab, array, gaps=(), offset=0):

@@ -56,7 +56,8 @@ def relative_rms(got, want):
 class PagedRequests:
     """Block tables of requests over pools of randomly placed pages.
 
-    pages  {pool: positions of a page}; `tables[pool]` is [requests, columns], unallocated pages are -1
+    Args:
+        pages: {pool: positions of a page}; `tables[pool]` is [requests, columns], unallocated pages are -1
     """
 
     def __init__(self, requests, longest, pages, seed=0, spare=1, put=np.asarray):

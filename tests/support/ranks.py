@@ -26,8 +26,9 @@ BLOCK = 4
 class Context:
     """Packed rows of requests, [sum of lens, d], and their queries [T, h, d].
 
-    token_to_req  [T]: the request of each query
-    seen          [T]: number of the request's rows that the query sees
+    Attributes:
+        token_to_req: [T]: the request of each query
+        seen: [T]: number of the request's rows that the query sees
     """
 
     rows: np.ndarray

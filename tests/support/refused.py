@@ -27,10 +27,11 @@ EITHER = (TypeError, ValueError)
 class Call:
     """A call that works.
 
-    arguments  by name
-    writes     further objects with arrays that it writes, or allocates
-    source     what the arguments were made of, for `From`
-    creates    whether it returns something new instead of writing
+    Attributes:
+        arguments: by name
+        writes: further objects with arrays that it writes, or allocates
+        source: what the arguments were made of, for `From`
+        creates: whether it returns something new instead of writing
     """
 
     function: Callable[..., Any]
@@ -112,8 +113,9 @@ def check(call, argument, wrong, error, text, put=lambda value: value, get=np.as
 def refused(error, text, given, writes=(), get=np.asarray):
     """An error with a short message, before anything is written: not even an array that is wrong.
 
-    given   objects with arrays, which may cache views of them
-    writes  objects that do not change at all
+    Args:
+        given: objects with arrays, which may cache views of them
+        writes: objects that do not change at all
     """
     before, written = contents(given, get), contents(writes, get)
     with pytest.raises(error, match=text) as caught:

@@ -45,8 +45,9 @@ CHOICE_BOUND = 2.0**-7
 class Check(NamedTuple):
     """One comparison of a sampled token.
 
-    what  "window rows", "rows" (compressed or latent), "cost" of their format and its "direction", "output", "queries",
-          "keys" and "selection" of an indexer
+    Attributes:
+        what: "window rows", "rows" (compressed or latent), "cost" of their format and its "direction", "output",
+            "queries", "keys" and "selection" of an indexer
     """
 
     step: int

@@ -27,9 +27,10 @@ class Abandoned(BaseException):
 class Block:
     """Replaces the simulator's BlockManager. One thread at a time runs, and only it changes the state here.
 
-    todo     indices of threads that have not begun
-    waiting  a lock for each that is in syncthreads and waits for others
-    ready    indices of threads whose barrier is complete
+    Attributes:
+        todo: indices of threads that have not begun
+        waiting: a lock for each that is in syncthreads and waits for others
+        ready: indices of threads whose barrier is complete
     """
 
     def __init__(self, function, grid_dim, block_dim, debug):

@@ -19,10 +19,11 @@ BLOCK = 64
 class Problem(NamedTuple):
     """A call of an operation, with arguments by name.
 
-    inputs   arrays that the call only reads
-    outputs  {name: (shape, dtype)}: arrays that it only writes
-    states   arrays that it reads and writes; a repeated call leaves the same contents
-    plan     the constructor of its plan, if it takes one
+    Attributes:
+        inputs: arrays that the call only reads
+        outputs: {name: (shape, dtype)}: arrays that it only writes
+        states: arrays that it reads and writes; a repeated call leaves the same contents
+        plan: the constructor of its plan, if it takes one
     """
 
     op: str
@@ -78,7 +79,8 @@ def problem_of(op, name, function, arguments, plan=None, workspace=0):
 class Soaked(Measured):
     """Any entries in lists, and lengths of any number; queries for heads whose maxima rise, by little and by much.
 
-    huge  whether some rows of caches overflow float16: tiles with them are recomputed
+    Args:
+        huge: whether some rows of caches overflow float16: tiles with them are recomputed
     """
 
     def __init__(self, rng, huge=False, **size):

@@ -55,7 +55,8 @@ def check_pages(
 ) -> None:
     """Raise ValueError where a request has no page of the cache for one of its positions from begin[r] to end[r] - 1.
 
-    num_pages  of the cache; None: unknown, any index that is not negative is a page
+    Args:
+        num_pages: of the cache; None: unknown, any index that is not negative is a page
     """
     table, begin, end = host(block_table), np.maximum(begin, 0)[:, None], np.asarray(end)[:, None]
     columns = table.shape[1]
@@ -89,7 +90,8 @@ def check_cached(arguments: Any, begin: Any, end: Any) -> None:
 def check_indices(name: str, indices: Any, used: Any, limit: int, what: str = "query") -> np.ndarray:
     """Raise ValueError for an entry in use that is neither -1 nor below a limit; the indices [rows, entries].
 
-    used  [rows] the number of first entries in use, or [rows, entries] bool
+    Args:
+        used: [rows] the number of first entries in use, or [rows, entries] bool
     """
     values = host(indices)
     used = np.asarray(used)
@@ -147,8 +149,9 @@ def check_range(
 ) -> np.ndarray:
     """Raise ValueError for a length out of range; the lengths, [n] or [n, queries].
 
-    least, most  a number, or one for each entry
-    first        number of the first entry
+    Args:
+        least, most: a number, or one for each entry
+        first: number of the first entry
     """
     got = host(values)
     least, most = np.broadcast_to(least, got.shape), np.broadcast_to(most, got.shape)
@@ -176,7 +179,8 @@ def check_positions(
 ) -> None:
     """Raise ValueError for a position without a row in RoPE's table: -1 is a padding token, which has no slot.
 
-    all_read  False: those of rows that have a slot matter alone
+    Args:
+        all_read: False: those of rows that have a slot matter alone
     """
     at, rows = host(arguments.positions), len(table)
     written = np.zeros(len(at), np.bool_)
@@ -203,8 +207,9 @@ def check_complete(name: str, indices: np.ndarray, used: np.ndarray, complete: n
     """Raise ValueError for a token that selects rows, but none of those that are complete at its position, as where
     slots are given for rows.
 
-    indices, used  [tokens, entries], and which of them count
-    complete       [tokens] number of complete rows
+    Args:
+        indices, used: [tokens, entries], and which of them count
+        complete: [tokens] number of complete rows
     """
     selected = used & (indices >= 0)
     none = selected.any(axis=1) & (complete > 0) & ~(selected & (indices < complete[:, None])).any(axis=1)

@@ -19,12 +19,13 @@ MOST_UNPLANNED = 24
 class Division(NamedTuple):
     """Division of a call's work among CTAs.
 
-    ranges   CTAs, each with a work range: consecutive blocks of work
-    planned  lengths differ: the device decides where ranges begin, or their tiles. Whole tiles with one CTA each
-             and `parts` need no plan: the kernel splits every tile by the tile's length
-    split      ranges may begin inside a tile
-    parts    splits of each tile, if all tiles have the same number and no CTA has two; or 0
-    together the CTAs of a tile are a cluster, which stores results and no partial results
+    Attributes:
+        ranges: CTAs, each with a work range: consecutive blocks of work
+        planned: lengths differ: the device decides where ranges begin, or their tiles. Whole tiles with one CTA each
+            and `parts` need no plan: the kernel splits every tile by the tile's length
+        split: ranges may begin inside a tile
+        parts: splits of each tile, if all tiles have the same number and no CTA has two; or 0
+        together: the CTAs of a tile are a cluster, which stores results and no partial results
     """
 
     ranges: int
@@ -40,12 +41,13 @@ UNDIVIDED = Division(0, False, False)
 class Costs(NamedTuple):
     """Terms of the cost model that selects a division, relative or in us (docs/kernels/decode-splits.md).
 
-    block     a block of keys
-    tile      reading a tile's Q and writing its result
-    split       writing a partial result and combining a tile's
-    straddle  writing and combining in a range with partial results of two tiles
-    part      combining one more partial result, counted over the call
-    cluster  combining one more partial result within a cluster
+    Attributes:
+        block: a block of keys
+        tile: reading a tile's Q and writing its result
+        split: writing a partial result and combining a tile's
+        straddle: writing and combining in a range with partial results of two tiles
+        part: combining one more partial result, counted over the call
+        cluster: combining one more partial result within a cluster
     """
 
     block: float
@@ -102,10 +104,11 @@ def divide(
 ) -> tuple[Division, float]:
     """The best division of tiles of `blocks` blocks over at most `max_ranges` CTAs, and its cost.
 
-    ragged    tiles may have fewer blocks: they are divided as if they had all, unless CTAs would have many
-              blocks or several tiles each, which a plan balances
-    may_split   whether several CTAs may split a tile
-    clusters  sizes of clusters that may split a tile, and the number of such clusters that run at a time
+    Args:
+        ragged: tiles may have fewer blocks: they are divided as if they had all, unless CTAs would have many blocks or
+            several tiles each, which a plan balances
+        may_split: whether several CTAs may split a tile
+        clusters: sizes of clusters that may split a tile, and the number of such clusters that run at a time
     """
     may_split = may_split and tiles * blocks <= INT32_LIMIT
     max_ranges = min(max_ranges, MAX_RANGES)

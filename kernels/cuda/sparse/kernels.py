@@ -41,13 +41,14 @@ _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced att
 class FastKernel(NamedTuple):
     """A kernel for values inside its range.
 
-    tile_heads  heads of a tile of its work
-    max_ranges  CTAs that run at a time
-    costs       costs of the cost model that divides its work
-    maps        arguments in addition to the problem: the words of tensor maps
-    clusters    sizes of clusters that may split a tile, and the number of such clusters that run at a time
-    of_cluster  the function for a cluster size, instead of `function`; compiled at first use
-    recomputes  whether the kernel recomputes the tiles that it flags, so that no epilogue kernel has to follow
+    Attributes:
+        tile_heads: heads of a tile of its work
+        max_ranges: CTAs that run at a time
+        costs: costs of the cost model that divides its work
+        maps: arguments in addition to the problem: the words of tensor maps
+        clusters: sizes of clusters that may split a tile, and the number of such clusters that run at a time
+        of_cluster: the function for a cluster size, instead of `function`; compiled at first use
+        recomputes: whether the kernel recomputes the tiles that it flags, so that no epilogue kernel has to follow
     """
 
     function: Any
@@ -87,7 +88,8 @@ def forced(name: str) -> Iterator[None]:
 def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     """The fast kernel for this work on paged caches, or None for the exact one.
 
-    may_split  whether results may depend on the rest of the batch
+    Args:
+        may_split: whether results may depend on the rest of the batch
     """
     device = work.q.device.id
     formats = work.formats
@@ -268,9 +270,10 @@ def launch_epilogue(
 ) -> None:
     """Combine split tiles, and recompute tiles that a fast kernel flagged, or compute all tiles.
 
-    memory     memory with the tiles' flags; None: tiles are flagged in max_logits
-    may_split  whether CTAs may split the keys of a flagged tile: the order of its sums then depends on the number of
-               flagged tiles
+    Args:
+        memory: memory with the tiles' flags; None: tiles are flagged in max_logits
+        may_split: whether CTAs may split the keys of a flagged tile: the order of its sums then depends on the number
+            of flagged tiles
     """
     device = work.q.device.id
     aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))

@@ -16,7 +16,8 @@ RESERVED_BYTES = 1024  # shared memory that an SM reserves per CTA
 class Size(NamedTuple):
     """Heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM.
 
-    q_registers  registers of a score thread of heads64.cu that hold queries; other queries are in shared memory
+    Attributes:
+        q_registers: registers of a score thread of heads64.cu that hold queries; other queries are in shared memory
     """
 
     heads: int

@@ -102,12 +102,14 @@ class SparseProblem(NamedTuple):
 class Buffers(NamedTuple):
     """Memory that the kernels of one call use in addition to its arguments: flat arrays of at least these sizes.
 
-    starts       int32 [SPLITS_AT + 1]: tile and block at which each work range begins; tiles
-                 in the order of the ranges; whether any tile is split
-    partial_out  float32 [2 * ranges, tile_heads * 512], partial results of split tiles; None if no tile is split
-    partial_lse  float32 [2 * ranges, tile_heads]
-    exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: partial results of tiles that the exact kernel computes
-    unsafe       int32 [EXACT_COUNTERS + tiles], zero between calls: the exact kernel's counters, flags of tiles
+    Attributes:
+        starts: int32 [SPLITS_AT + 1]: tile and block at which each work range begins; tiles in the order of the ranges;
+            whether any tile is split
+        partial_out: float32 [2 * ranges, tile_heads * 512], partial results of split tiles; None if no tile is split
+        partial_lse: float32 [2 * ranges, tile_heads]
+        exact_parts: float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: partial results of tiles that the exact kernel
+            computes
+        unsafe: int32 [EXACT_COUNTERS + tiles], zero between calls: the exact kernel's counters, flags of tiles
     """
 
     starts: Any
@@ -120,7 +122,8 @@ class Buffers(NamedTuple):
 class AttentionCall(NamedTuple):
     """The arguments of one call: q [b, s_q, h, d], out [b, s_q, h, 512], strides in elements.
 
-    tile_heads  heads per tile of the chosen kernel
+    Attributes:
+        tile_heads: heads per tile of the chosen kernel
     """
 
     q: Any
@@ -225,7 +228,8 @@ def tile_heads(
 ) -> int:
     """Heads per tile of Hopper's decode kernel: fewer tiles of more heads, or more tiles that end earlier.
 
-    may_split  whether results may depend on the rest of the batch; the tile height changes them
+    Args:
+        may_split: whether results may depend on the rest of the batch; the tile height changes them
     """
     batch, s_q, heads, _ = work.q.shape
     return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_split, max_ranges, clusters)
@@ -234,7 +238,8 @@ def tile_heads(
 def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, capture: int) -> Buffers:
     """The plan's memory, allocated or enlarged if necessary.
 
-    capture  the graph that is being captured, or 0: graphs have their own plan, in memory that no eager call uses
+    Args:
+        capture: the graph that is being captured, or 0: graphs have their own plan, in memory that no eager call uses
     """
     device = work.q.device.id
     # The size is independent of the tiles' height. Buffers are taken from the workspace in a fixed order: more tiles
