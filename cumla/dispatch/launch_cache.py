@@ -330,9 +330,12 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
     outputs, first = used.outputs, arrays[0]
     framework = dlpack.framework_of(first)
     device = first.get_device() if framework == "torch" else first.data.device_id
-    memory = _memory_of_stream(framework, device)
-    extents = [_extent(array) for array in [*arrays, *outputs, *(array for _, array in memory)]]
+    memory: list[tuple[tuple[str, np.dtype[Any], int], Any]] = []
+    extents = [_extent(array) for array in [*arrays, *outputs]]
     relocation = relocate(launches, extents)
+    if relocation is None:
+        memory = _memory_of_stream(framework, device)
+        relocation = relocate(launches, [*extents, *(_extent(array) for _, array in memory)])
     if relocation is None:
         return None
     together = relocation.together
