@@ -170,6 +170,13 @@ def pytest_runtest_logreport(report):
 pytest_collectreport = pytest_runtest_logreport  # also for files that are skipped as a whole
 
 
+@pytest.fixture(autouse=True)
+def calls_in_full():
+    """A test's first call of a kind is made in full: other tests replace what chooses the launches."""
+    if "cumla.dispatch.launch_cache" in sys.modules:
+        sys.modules["cumla.dispatch.launch_cache"].forget_calls()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def simulated_threads_take_turns():
     """This takes a fifth of the time (support/simulator.py)."""

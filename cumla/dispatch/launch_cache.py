@@ -26,7 +26,7 @@ from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..kernels.types.stream_workspace import StreamWorkspace, known_workspace
+from ..kernels.types.stream_workspace import StreamWorkspace, forget_workspace, known_workspace
 from ..layout import CacheLayout
 from . import debug
 from .kernel_check import tested
@@ -99,11 +99,16 @@ class KnownCall(NamedTuple):
             new = self._new_outputs(stream)
             addresses = [*addresses, *map(_address_of, new), *memory]
             arrays = [*arrays, *new]
-        if cuda.runtime.getDevice() == self.device:
-            self._launch(addresses, stream)
-        else:
-            with cuda.Device(self.device):
+        try:
+            if cuda.runtime.getDevice() == self.device:
                 self._launch(addresses, stream)
+            else:
+                with cuda.Device(self.device):
+                    self._launch(addresses, stream)
+        except BaseException:
+            if self.memory:
+                forget_workspace(self.device, stream)
+            raise
         if self.results is None:
             return None
         results = [arrays[i] for i in self.results]
@@ -136,11 +141,21 @@ class KnownCall(NamedTuple):
             launch.kernel.launch(launch, packed_arguments, stream)
 
 
+_known_calls: list[dict[Any, tuple[KnownCall | None, ...]]] = []  # of every function
+
+
+def forget_calls() -> None:
+    """Empty the launch cache: for tests that replace what chooses the launches of a call."""
+    for known in _known_calls:
+        known.clear()
+
+
 def launch_cached(function: F) -> F:
     """Cache the calls of a public function whose only work on a device is to launch kernels."""
     function = plain_integers(function)
     op = function.__name__
     known: dict[Any, tuple[KnownCall | None, ...]] = {}  # calls of a key differ in which arrays share memory
+    _known_calls.append(known)
 
     def recorded(*arguments: Any, **keywords: Any) -> tuple[Any, list[Launch] | None, UsedArrays]:
         allocations = StreamWorkspace.allocations

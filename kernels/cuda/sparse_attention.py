@@ -9,7 +9,7 @@ from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16
 from ..types.plan import DecodePlan
 from ..types.segments import ROW_LAYOUTS, V_DIM, Pages, Segment, SparseDecode, SparsePrefill
-from ..types.stream_workspace import workspace_of_stream
+from ..types.stream_workspace import workspace_of_call
 from .compile import kernel
 from .device import device_sms
 from .launch import C_NAMES, Kernel, int32, is_aligned, pointer, strides
@@ -109,8 +109,17 @@ def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> No
         return
     work = work._replace(tile_heads=fast.tile_heads)
     division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
+    if plan is None:
+        with workspace_of_call(work.q) as workspace:
+            _attend_by_plan(work, fast, division, DecodePlan(workspace), may_split)
+    else:
+        _attend_by_plan(work, fast, division, plan, may_split)
+
+
+def _attend_by_plan(
+    work: AttentionCall, fast: sparse_kernels.FastKernel, division: Division, plan: DecodePlan, may_split: bool
+) -> None:
     capture = capture_id()
-    plan = plan or DecodePlan(workspace_of_stream(work.q))
     memory = sparse_work.memory_for(plan, work, division, capture)
     problem = work.packed_arguments(memory, division)
     sparse_work.plan_ranges(plan, work, division, memory, problem, capture)

@@ -7,9 +7,10 @@ that launch on one stream may take turns within a call, so each has memory of it
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ class StreamWorkspace(Workspace):
         self.requested: dict[tuple[str, np.dtype[Any]], int] = {}  # sizes, of the last request for each array
 
     def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:
-        found = super().array(name, size, dtype, like, clear)
+        # Cleared by a memset: launches of `clear` are left out where a call only asks for its programs.
+        found = super().array(name, size, dtype, like, clear and _clear)
         self._outgrown.clear()
         self.requested[name, found.dtype] = size
         return found
@@ -39,6 +41,10 @@ class StreamWorkspace(Workspace):
     def _allocated(self, size: int, dtype: np.dtype[Any], like: Any, current: Any) -> Any:
         StreamWorkspace.allocations += 1
         return super()._allocated(size, dtype, like, current)
+
+
+def _clear(array: Any) -> None:
+    array.data.memset_async(0, array.nbytes)
 
 
 _lock = threading.Lock()
@@ -70,6 +76,24 @@ def known_workspace(device: int, handle: int) -> StreamWorkspace | None:
         if found is not None:
             _workspaces.move_to_end(key)
     return found
+
+
+def forget_workspace(device: int, handle: int) -> None:
+    """Drop the workspace of a stream in which a call did not launch all of its kernels: counters may not be zero."""
+    with _lock:
+        _workspaces.pop(_key(device, handle), None)
+
+
+@contextlib.contextmanager
+def workspace_of_call(like: Any) -> Iterator[Workspace]:
+    """The workspace of CuPy's current stream for the launches of one call."""
+    try:
+        yield workspace_of_stream(like)
+    except BaseException:
+        handle = int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        if not streams.is_capturing(handle):
+            forget_workspace(like.data.device_id, handle)
+        raise
 
 
 def release_memory() -> None:

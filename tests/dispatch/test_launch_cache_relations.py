@@ -7,7 +7,6 @@ in full: the memory must hold the same bytes afterwards, or both must raise the 
 import numpy as np
 import pytest
 
-import cumla
 from cumla.dispatch import launch_cache
 from cumla.kernels.cuda.launch import recorded_launches
 from support.calls import NAMES, call, is_attention, kernels_of
@@ -127,7 +126,8 @@ def test_arrays_without_elements(device, made_again, rng):
 
 
 def check(device, right, rng):
-    alone = right.function is cumla.compress_and_insert and not device.emulated  # there, one thread block after another
+    # Slots that share memory with other numbers may name a slot twice: on a device either token is then written.
+    alone = not device.emulated and any("slot_mapping" in name for name in flat(right.arguments))
     for i in range(3 if device.emulated else 60):
         placed = Placed(right.arguments, i % 3, rng, alone)
         for j in range(8 if device.emulated else 40):

@@ -192,6 +192,48 @@ def test_a_captured_call_without_a_plan_is_an_error(device, rng):
         stream.end_capture()
 
 
+@pytest.mark.parametrize("op", CALLS)
+def test_memory_of_a_call_that_launched_nothing_is_clear(op, device, rng):
+    """Warm-up asks for the programs of a call, without its launches."""
+    from cumla.kernels.cuda.compile import programs_asked_for
+
+    make, plan_of = CALLS[op]
+    call, lengths = make(rng, device), device.put(np.array(LENGTHS, np.int32))
+    with programs_asked_for():
+        call(lengths)
+    for got, want in zip(call(lengths), call(lengths, plan=plan_of()), strict=True):
+        np.testing.assert_array_equal(device.get(got).view(np.uint8), device.get(want).view(np.uint8))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("repeated", [False, True])
+def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(device, rng, monkeypatch, repeated):
+    """Its counters are zero only after the last one."""
+    from cumla.kernels.cuda.launch import Kernel
+
+    call, lengths = sparse_decode(rng, device), device.put(np.array(LENGTHS, np.int32))
+    want = [device.get(x) for x in call(lengths)]
+    if repeated:
+        call(lengths)
+    else:
+        cumla.release_memory()
+    launch, launches = Kernel._launch, []
+
+    def interrupted(self, *arguments):
+        launches.append(self)
+        if len(launches) == 3:
+            raise KeyboardInterrupt
+        launch(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            [call(lengths) for _ in range(2)]
+    assert not keys_of_workspaces()
+    for got, expected in zip(call(lengths), want, strict=True):
+        np.testing.assert_array_equal(device.get(got).view(np.uint8), expected.view(np.uint8))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", CALLS)
 def test_torch_allocates_what_its_calls_return(op, rng, full_calls):

@@ -178,7 +178,10 @@ def test_slots_of_decodes_may_be_given(lab, rng):
         ({"decode_lens": lens[: decodes - 1]}, f"compressed.decode_lens: got {decodes - 1} tokens"),
         ({"decode_slots": slots[..., None]}, "compressed.decode_slots: got shape"),
         ({"decode_lens": slots}, "compressed.decode_lens: got shape"),
-        ({"topk_indices": None, "indexer": given["compressed"].indexer}, "compressed.decode_slots: got an array tog"),
+        (
+            {"topk_indices": None, "indexer": given["compressed"].indexer},
+            "compressed.decode_slots: got an array and an indexer, expected only one",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             layer.step(**mapped | {"compressed": replace(own, **change)})
