@@ -194,6 +194,18 @@ def lab(request):
     yield from lab_of(request)
 
 
+@pytest.fixture(params=["chosen", "portable", "exact"])
+def kernel(request, lab):
+    """Every sparse attention kernel of the cuda backend; each other backend has one."""
+    if request.param == "chosen":
+        yield request.param
+        return
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    with sparse_kernels.forced(request.param):
+        yield request.param
+
+
 @pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The cuda backend's lab, on an emulated and on a real device."""
