@@ -62,7 +62,8 @@ def test_every_operation(here, name, device):
 def test_products_of_clusters(here, rng, monkeypatch, schedule, tiles):
     """CTAs of a cluster write their sums, and leave, at any time."""
     monkeypatch.setattr(projection, "division", lambda *_: projection.Tiles(*tiles))
-    codes, scales = rng.integers(0, 120, (150, 1104)).astype(np.uint8), np.full((2, 9), 0.25, np.float32)
+    rows = 152 if len(tiles) > 3 else 150  # Hopper's kernel takes results whose rows are aligned
+    codes, scales = rng.integers(0, 120, (rows, 1104)).astype(np.uint8), np.full((2, 9), 0.25, np.float32)
     x = rng.standard_normal((tiles[0] - 1, 1104)).astype(BF16)
     with emulation.scheduled(schedule):
         got = here.get(cumla.fp8_block_linear(*map(here.put, (x, codes, scales)), float32_output=True, backend="cuda"))

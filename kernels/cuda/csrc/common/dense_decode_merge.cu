@@ -98,12 +98,15 @@ extern "C" __global__ void __launch_bounds__(SET* MAX_SETS, MIN_BLOCKS)
                      int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h,
                      int64 lse_stride_s) {
     pdl_release();
-    // The division precedes the decode, so it is complete when this kernel starts. Partial results are not.
-    bool any = false;
-    for (int i = threadIdx.x; i < entries; i += blockDim.x) any |= parts[i].z > 1;
-    any = __syncthreads_or(any);
+    auto any_divided = [&] {
+        bool any = false;
+        for (int i = threadIdx.x; i < entries; i += blockDim.x) any |= parts[i].z > 1;
+        return __syncthreads_or(any);
+    };
+    // The division precedes the decode, so it is usually complete when this kernel starts. Partial results are not.
+    bool any = any_divided();
     pdl_wait();
-    if (!any) return;
+    if (!any && !any_divided()) return;
     for (int item = blockIdx.x; item < entries * heads; item += gridDim.x) {
         uint4 entry = parts[item / heads];
         if (entry.z > 1)
