@@ -172,9 +172,11 @@ pytest_collectreport = pytest_runtest_logreport  # also for files that are skipp
 
 @pytest.fixture(autouse=True)
 def calls_in_full():
-    """A test's first call of a kind is made in full: other tests replace what chooses the launches."""
+    """A test's first call of a kind is made in full, with memory that no test has used before: other tests replace what
+    chooses the launches, or leave launches out."""
     if "cumla.dispatch.launch_cache" in sys.modules:
         sys.modules["cumla.dispatch.launch_cache"].forget_calls()
+        sys.modules["cumla.kernels.types.stream_workspace"].release_memory()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,8 +16,9 @@ LENGTHS = [3, 200, 256, 77]
 
 
 @pytest.fixture(autouse=True)
-def released(device):
-    yield cumla.release_memory()
+def released():
+    cumla.release_memory()
+    yield
     cumla.release_memory()
 
 
@@ -199,20 +200,20 @@ def test_memory_of_a_call_that_launched_nothing_is_clear(op, device, rng):
 
     make, plan_of = CALLS[op]
     call, lengths = make(rng, device), device.put(np.array(LENGTHS, np.int32))
+    wanted = call(lengths, plan=plan_of())
     with programs_asked_for():
         call(lengths)
-    for got, want in zip(call(lengths), call(lengths, plan=plan_of()), strict=True):
+    for got, want in zip(call(lengths), wanted, strict=True):
         np.testing.assert_array_equal(device.get(got).view(np.uint8), device.get(want).view(np.uint8))
 
 
-@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("repeated", [False, True])
-def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(device, rng, monkeypatch, repeated):
+def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(here, rng, monkeypatch, repeated):
     """Its counters are zero only after the last one."""
     from cumla.kernels.cuda.launch import Kernel
 
-    call, lengths = sparse_decode(rng, device), device.put(np.array(LENGTHS, np.int32))
-    want = [device.get(x) for x in call(lengths)]
+    call, lengths = sparse_decode(rng, here), here.put(np.array(LENGTHS, np.int32))
+    want = [here.get(x) for x in call(lengths)]
     if repeated:
         call(lengths)
     else:
@@ -231,7 +232,7 @@ def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(device, rng
             [call(lengths) for _ in range(2)]
     assert not keys_of_workspaces()
     for got, expected in zip(call(lengths), want, strict=True):
-        np.testing.assert_array_equal(device.get(got).view(np.uint8), expected.view(np.uint8))
+        np.testing.assert_array_equal(here.get(got).view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.gpu
