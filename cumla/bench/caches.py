@@ -1,4 +1,4 @@
-"""The paged caches: insert, gather, copies of pages. `copy` is a kernel that only moves as many bytes."""
+"""The paged caches: insert, gather, copies of pages. `copy` is a kernel that only moves the same number of bytes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Sizes:
 
     @property
     def with_peers(self) -> bool:
-        """Other libraries are measured beside the backend that competes with them."""
+        """Other libraries are measured with the backend that competes with them."""
         return self.backend == "cuda"
 
     @property
@@ -84,7 +84,7 @@ class Problem:
         check: of the first call's result: the largest error. Raises RunError or AssertionError beyond the bounds
         clear: wipes what the first call writes in place, before each implementation is checked
         functions: of other libraries' implementations, which function of which version that is
-        unchecked: implementations that compute something else, such as a copy of as many bytes
+        unchecked: implementations that compute something else, such as a copy of the same number of bytes
         from_host: the host's time for a call counts, on a device too
         queued: not 0: calls allocate, so they are queued one by one in place of a graph, and do so many times what is
             measured
@@ -154,7 +154,7 @@ def problem_of(
     clear: Callable[[], Any] | None = None, *, flop: float = 0, peer: Peer | None = None, copied: bool = False,
     fp8: bool = False,
 ) -> Problem:  # fmt: skip
-    """The problem of a case: cumla's calls by backend, those of a peer that is there, and a copy of as many bytes."""
+    """The problem of a case: cumla's calls by backend, an installed peer's calls, and a copy of the same bytes."""
     names = {"cumla": sizes.backend}
     if sizes.beside:
         names = {f"cumla-{backend}": backend for backend in (sizes.backend, *sizes.beside)}

@@ -32,7 +32,7 @@ FLASH = {
 
 @dataclass(frozen=True)
 class BlockLinear:
-    """One product; beside it DeepGEMM's, which quantises the activations first, and cuBLAS's of bfloat16 weights."""
+    """One product, compared with DeepGEMM, which quantises activations first, and with cuBLAS over bfloat16 weights."""
 
     tokens: int
     rows: int

@@ -29,7 +29,7 @@ from .problem import Case, Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
-CONTROL = 2.0  # a change says something beyond so many times what a run makes of the same calls
+CONTROL = 2.0  # a change counts if it exceeds CONTROL times the difference between two runs of the same calls
 
 FILES = (sparse, caches, indexer_cases, index_maps, dense, layer_suites, step_suites, products, framework_calls)
 SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {

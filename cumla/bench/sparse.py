@@ -2,7 +2,7 @@
 
 Rows whose text ends in `lengths` are the calls that layers make: contexts of different lengths, one shorter than the
 window, lists that end in -1, and their lengths. A prefill's tokens see what is before them, and neighbours select
-nearly the same. `full lists` are random rows, as many for each token.
+nearly the same. `full lists` are random rows, the same number for each token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Decode:
     Attributes:
         lengths: as layers make them, or full lists
         ratio: positions of a row of the second cache, with lengths
-        slots: of each cache; None: as many as the sizes have
+        slots: rows of each cache; None: the number of the sizes
         beside_portable: the portable kernel is measured as well
         beside_ordinary: the call that ends in an ordinary launch is measured as well
     """

@@ -139,7 +139,7 @@ def dense_layer_calls(
 
 @dataclass(frozen=True)
 class Build:
-    """Metadata of a step: decodes of `each` tokens, and prefills of so many new tokens at the end of a context."""
+    """Metadata of a step: decodes of `each` tokens, and prefills of new tokens at the end of a context."""
 
     op: str
     decodes: int

@@ -66,7 +66,7 @@ def call_all(calls: Iterable[Thunk]) -> None:
 
 
 class Selection:
-    """Selections among so many rows. shared: arrays that every selection's calls begin with (`Served`)."""
+    """Selections among a number of rows. shared: arrays that the inputs of all sizes begin with (`Served`)."""
 
     def __init__(self, model: Model, layout: CacheLayout, columns: int, backend: str, shared: dict[Any, Any]) -> None:
         self.model, self.layout, self.columns, self.backend, self.shared = model, layout, columns, backend, shared

@@ -71,7 +71,7 @@ def topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 
 def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
-    """Bytes for rows of float32, as many at a time as `max_workspace_bytes` allows."""
+    """Bytes for as many float32 rows at a time as fit into `max_workspace_bytes`."""
     row_bytes = logits_row_bytes(width)
     most = max(arguments.get("max_workspace_bytes", WORKSPACE_BYTES), row_bytes)
     return int(min(most, rows * row_bytes))

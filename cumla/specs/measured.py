@@ -17,7 +17,7 @@ from .inputs import Inputs, Size, Step
 MOST_VALUES = 1 << 20  # random values, which larger arrays repeat
 HOST_ROWS, DEVICE_ROWS = 1 << 10, 1 << 16  # random rows, which a cache repeats; of index keys
 KEYS_FOR_ROWS = 16  # so many times that: scores of equal keys are equal
-IN_ORDER = 4096  # from so many rows to insert, pages are filled in order, as prompts fill them
+IN_ORDER = 4096  # inserts of at least this number of rows fill pages in order, as prompts do
 WINDOW = 128
 STAYS = 10  # tokens that an entry of a list stays for, so that the lists of neighbours overlap by 90%
 

@@ -162,7 +162,7 @@ def test_an_entry_that_changes_attention_is_read_or_named(model, name):
     """The supported value passes and changes nothing; another value is an error."""
     (kind, base), (same, other) = MODELS[model], SAME[name]
     if (name, model) in (("qk_nope_head_dim", "v32"), ("v_head_dim", "v32"), ("num_key_value_heads", "v32")):
-        pytest.skip("fields, and what latent rows have no use for")
+        pytest.skip("a field of the config, or an entry that does not change attention over latent rows")
     if model in same:
         assert kind.from_dict(base | {name: same[model]}) == kind.from_dict(base)
     assert kind.from_dict({**base, name: None} if name not in base else base) == kind.from_dict(base)

@@ -180,7 +180,7 @@ def check_positions(
     """Raise ValueError for a position without a row in RoPE's table: -1 is a padding token, which has no slot.
 
     Args:
-        all_read: False: those of rows that have a slot matter alone
+        all_read: False: only positions of rows with a slot are checked
     """
     at, rows = host(arguments.positions), len(table)
     written = np.zeros(len(at), np.bool_)
