@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from step_cases import dense_layer_calls
 
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.dense import BOUND, SAMPLES, DenseDecode
 from cumla.bench.problem import Problem, Sizes, calls_of, error_within, problem_of
-from cumla.bench.step_suites import dense_layer_calls
 from cumla.layout import MLA_BF16
 from cumla.specs import SPECS, dense_attention
 from cumla.specs.dense_attention import NOPE, ROPE, V

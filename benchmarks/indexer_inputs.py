@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+from record_peers import DEEP_GEMM_SCHEDULE, deep_gemm_schedule
 
 import cumla
 from cumla.arrays.memory import to_host
-from cumla.bench import peers
 from cumla.bench.indexer_cases import DIM, HEADS, V41_HEADS
 from cumla.bench.problem import BLOCK, Peer, Problem, Sizes, calls_of, on_host, problem_of
 from cumla.kernels.types.indexer import QueryFormat
@@ -67,6 +67,6 @@ class Schedule:
             np.testing.assert_array_equal(to_host(result), want)
             return 0.0
 
-        theirs = Peer("deep_gemm", peers.DEEP_GEMM_SCHEDULE, peers.deep_gemm_schedule, [tuple(given.values())])
+        theirs = Peer("deep_gemm", DEEP_GEMM_SCHEDULE, deep_gemm_schedule, [tuple(given.values())])
         calls, moved = calls_of(cumla.get_paged_mqa_logits_metadata, [given], [out]), given["context_lens"].nbytes
         return replace(problem_of(self, sizes, calls, moved, check, peer=theirs), unchecked=("deep_gemm",))

@@ -12,10 +12,10 @@ from typing import Any
 
 import cupy
 import numpy as np
+import record_peers
 from layer_steps import V4Prompt, relative_rms
 
 from cumla.arrays.memory import to_host
-from cumla.bench import peers
 from cumla.bench.measure import LONGEST_HOLD_NS
 from cumla.bench.problem import Problem
 from cumla.dispatch.call import BFLOAT16
@@ -134,9 +134,9 @@ class PromptProduct:
         functions = {}
         if sizes.with_peers and not groups:
             weight = matrices["cumla"]
-            theirs = peers.deep_gemm_linear(x, weight.codes, weight.scales, cupy.empty_like(outs["cumla"]))
+            theirs = record_peers.deep_gemm_linear(x, weight.codes, weight.scales, cupy.empty_like(outs["cumla"]))
             if theirs is not None:
-                impls["deep_gemm"], functions["deep_gemm"] = ("torch", [theirs]), peers.DEEP_GEMM_LINEAR
+                impls["deep_gemm"], functions["deep_gemm"] = ("torch", [theirs]), record_peers.DEEP_GEMM_LINEAR
 
         def check(_):
             impls["bfloat16"][1][0]()

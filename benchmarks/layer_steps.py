@@ -2,10 +2,10 @@
 
 import cupy
 import numpy as np
+from step_cases import batch_of
 
 import cumla
 from cumla.arrays.memory import to_host
-from cumla.bench.step_suites import batch_of
 from cumla.metadata.builder import ServingConfig
 from cumla.models.caches import DeepseekV4Caches, DeepseekV32Caches
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder, DeepseekV32StepBuilder

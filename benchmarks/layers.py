@@ -34,13 +34,13 @@ import numpy as np
 from common import case_arguments, run
 from layer_prompts import TOKENS as PROMPT
 from layer_steps import CONTEXT, RATIO, host_caches, relative_rms
+from product_cases import BlockLinear
 
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.indexer_cases import Choice, PagedLogits
 from cumla.bench.peers import deep_gemm
 from cumla.bench.problem import Problem
-from cumla.bench.products import BlockLinear
 from cumla.bench.sparse import Decode
 from cumla.layers.weights import BlockQuantizedWeight
 from cumla.models import expected_weights, products

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from record_peers import TORCH_COMPOSED, VLLM_TRITON, torch_sparse, triton_sparse
+
 from cumla.bench import peers, sparse
 from cumla.bench.problem import Calls, Problem, Sizes
 from cumla.errors import RunError
@@ -88,7 +90,7 @@ class WithLimits:
         """Name, function and calls of other libraries' implementations, on a problem's arrays."""
         given = [_rows_of(self.case, call) for call in problem.impls["cumla"][1]]
         for name, function, peer in (
-            ("triton", peers.VLLM_TRITON, peers.triton_sparse), ("torch", peers.TORCH_COMPOSED, peers.torch_sparse),
+            ("triton", VLLM_TRITON, triton_sparse), ("torch", TORCH_COMPOSED, torch_sparse),
         ):  # fmt: skip
             calls = [None if x is None else peer(*x) for x in given]
             found = [call for call in calls if call is not None]

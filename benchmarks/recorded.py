@@ -6,19 +6,18 @@ from dataclasses import replace
 from cache_cases import AdvanceStep, CopyBlocks, DenseGather, KeyGather
 from candidate_cases import CandidateBlocks, CandidateSource, CandidateTopk
 from dense_cases import DenseLayerPrefill, DensePlan, DensePrefill
-from index_cases import Combine, Mixed, Windows
+from index_cases import Combine, GlobalTopk, Mixed, Windows
 from indexer_inputs import QueryQuant, Schedule
+from layer_cases import Compress, CompressLatents, InverseRope, Merge
 from portable_cases import BY_BITS, OF_16_BITS, WithLimits
+from product_cases import FLASH, BlockLinear
+from step_cases import INDEXER, WINDOWS, Build
 
 from cumla.bench.caches import Gather, Insert, QueryNormInsert
 from cumla.bench.dense import DenseDecode
 from cumla.bench.framework_calls import DECODE, INSERT, MAP, FrameworkCall
-from cumla.bench.index_maps import GlobalTopk
 from cumla.bench.indexer_cases import SCORES, Choice, Logits, PagedLogits, Selection
-from cumla.bench.layer_suites import Compress, CompressLatents, InverseRope, Merge
-from cumla.bench.products import FLASH, BlockLinear
 from cumla.bench.sparse import Decode, Prefill
-from cumla.bench.step_suites import INDEXER, WINDOWS, Build
 from cumla.layout import (
     DSV4_BF16,
     DSV4_FP8,

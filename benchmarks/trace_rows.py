@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
 
 from cumla.arrays import dlpack
 from cumla.bench import peers
-from cumla.bench.measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
+from cumla.bench.measure import call_times, cupy, graph_times_in_turn, limit_us, queued_times_in_turn
 from cumla.bench.rows import Row as Row
 from cumla.dispatch import backends
 from cumla.replay.trace import TraceRequest
@@ -273,3 +274,15 @@ def difference(ours: Any, theirs: Any, largest: float, relative: float = RELATIV
 
 
 CALLS = {"insert": "insert", "select": "select", "attention": "attend"}
+
+
+def whole_us(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Median us from a call until the device has done what it queued."""
+    synchronize, times = cupy().cuda.Device().synchronize, []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from . import __doc__ as summary
 from . import __version__
+from .bench import LAYOUT_NAMES, NAMES
 from .dispatch.backends import BACKENDS
 from .errors import InputError, RunError
 from .kernels.cpu.threads import num_cores
@@ -103,10 +104,11 @@ def make_parser() -> Parser:
     check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
     _add_number(check, "--seed", 0, MAX_SEED, "of the random numbers", default=0)
     check.set_defaults(run=_check)
-    _add_bench(commands.add_parser(
+    add_bench(commands.add_parser(
         "bench", help="time the operations on this machine, compare and draw results",
         description="Time the operations on this machine: inside CUDA graphs on a device, call by call on the CPU, "
         "and FlashMLA's operations where it can be imported. Results of attention are checked first. "
+        "In a checkout `python -m benchmarks.suites` measures layers and their other operations. "
         "Exit status 1 if --compare finds a row that is slower beyond noise.",
     ))  # fmt: skip
     _add_warmup(commands.add_parser(
@@ -201,11 +203,10 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_replay, needs_less="a smaller --cache-tokens, --batch-tokens or --heads needs less")
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench import LAYOUT_NAMES, NAMES
-
+def add_bench(parser: argparse.ArgumentParser, names: Sequence[str] = NAMES) -> None:
+    """Add the options of `cumla bench`. names: of the suites."""
     parser.add_argument(
-        "suite", nargs="*", type=OneOf(NAMES), metavar="SUITE", help=f"{', '.join(NAMES)} (default: all of these)",
+        "suite", nargs="*", type=OneOf(names), metavar="SUITE", help=f"{', '.join(names)} (default: all of these)",
     )  # fmt: skip
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument(
@@ -384,13 +385,17 @@ def _info(args: argparse.Namespace) -> int:
     return info.run(Console())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status; errors that a user can fix are one line on stderr."""
+def main(argv: Sequence[str] | None = None, parser: Parser | None = None) -> int:
+    """Run a command. Returns the exit status; errors that a user can fix are one line on stderr.
+
+    Args:
+        parser: sets `run`, a function of the parsed options; None: `cumla`'s own
+    """
     needs_less = "smaller sizes need less"
     if sys.stdout is None:  # closed by the caller: `>&-`
         return _fail("cannot write: stdout is closed", 1)
     try:
-        args = make_parser().parse_args(argv)
+        args = (make_parser() if parser is None else parser).parse_args(argv)
         needs_less = getattr(args, "needs_less", needs_less)
         _check_environment()
         status: int = args.run(args)

@@ -77,7 +77,7 @@ def test_commands_run(path, tmp_path, monkeypatch, capsys):
     config = {"compress_ratios": [4], "num_hidden_layers": 1, "hidden_size": 512, "num_attention_heads": 64}
     config |= {"q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64}
     pathlib.Path("config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args: record)
+    monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args, suites: record)
     for name in ("cli.replay", "cli.check", "cli.warmup"):
         monkeypatch.setattr(f"cumla.{name}.run", lambda *args: 0)
     lines = list(commands(path.read_text()))

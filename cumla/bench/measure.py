@@ -158,18 +158,6 @@ def queued_times_in_turn(impls: Mapping[str, Callable[[], Any]]) -> dict[str, li
     return times
 
 
-def whole_us(call: Callable[[], Any], repeats: int = 5) -> float:
-    """Median us from a call until the device has done what it queued."""
-    synchronize, times = cupy().cuda.Device().synchronize, []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
-
-
 def _time_us(run: Callable[[], Any]) -> float:
     cuda = cupy().cuda
     start, stop = cuda.Event(), cuda.Event()

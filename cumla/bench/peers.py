@@ -23,7 +23,6 @@ VLLM_OPERATIONS = "vllm._C", "vllm._C_stable_libtorch"  # importing one register
 VLLM_CACHE = "vllm.models.deepseek_v4.common.ops.cache_utils"
 DEEP_GEMM = "deep_gemm", "vllm.third_party.deep_gemm"
 CUTEDSL_GATHER = "cutedsl_gather"
-VLLM_TRITON_SPARSE = "vllm.v1.attention.ops.xpu_mla_sparse"
 
 
 def _version(recorded: str) -> str:
@@ -39,16 +38,12 @@ VLLM, FLASH_MLA_OF = _version("0.26"), f"FlashMLA of vLLM {_version('0.33')}"
 # Functions and versions, as rows name them.
 FLASH_MLA_DECODE = f"flash_mla_with_kvcache, {FLASH_MLA_OF}"
 FLASH_MLA_PREFILL = f"flash_mla_sparse_fwd, {FLASH_MLA_OF}"
-VLLM_TRITON = "triton_bf16_mla_sparse_interface, vLLM at 35772e3"
-TORCH_COMPOSED = "gather, matmul and softmax of torch, in chunks of tokens"
 VLLM_INSERT = f"fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, vLLM {VLLM}"
 VLLM_GATHER_STAND_IN = "a stand-in for vLLM's dequantize_and_gather_k_cache_cutedsl: its algorithm in CUDA C++"
 VLLM_KEYS = f"indexer_k_quant_and_cache, vLLM {VLLM}"
 VLLM_CONCAT = f"concat_and_cache_mla, vLLM {VLLM}"
 VLLM_PREFILL_CHOICE = f"top_k_per_row_prefill, vLLM {VLLM}"
 DEEP_GEMM_LOGITS = f"fp8_mqa_logits, DeepGEMM of vLLM {VLLM}"
-DEEP_GEMM_LINEAR = f"per_token_group_fp8_quant of vLLM {VLLM} and fp8_gemm_nt, DeepGEMM of vLLM {VLLM}"
-DEEP_GEMM_SCHEDULE = f"get_paged_mqa_logits_metadata, DeepGEMM of vLLM {VLLM}"
 DEEP_GEMM_PAGED_LOGITS = f"fp8_paged_mqa_logits, DeepGEMM of vLLM {VLLM}"
 
 COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
@@ -179,37 +174,6 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any
     return call
 
 
-def torch_sparse(q: Any, rows: Any, indices: Any, tokens_at_a_time: int = 64) -> Thunk | None:
-    """Sparse attention of tokens [t, h, d] to rows [n, d], composed of torch's operations; indices may be -1."""
-    if not has_peer("torch"):
-        return None
-    import torch
-
-    queries, kv, listed = tensor(q), tensor(rows), tensor(indices)
-    scale, out = queries.shape[-1] ** -0.5, torch.empty((*queries.shape[:2], 512), dtype=kv.dtype, device=kv.device)
-
-    def call() -> Any:
-        for start in range(0, len(queries), tokens_at_a_time):
-            tokens = slice(start, start + tokens_at_a_time)
-            keys, absent = kv[listed[tokens].clamp(min=0)], listed[tokens, None] < 0
-            scores = (queries[tokens] @ keys.mT * scale).masked_fill(absent, -math.inf)
-            torch.matmul(torch.softmax(scores, dim=-1), keys[..., :512], out=out[tokens])
-        return out
-
-    return call
-
-
-def triton_sparse(q: Any, rows: Any, indices: Any) -> Thunk | None:
-    """The same by vLLM's Triton kernel, which it runs where FlashMLA does not; it allocates its results."""
-    peer = module(VLLM_TRITON_SPARSE)
-    if peer is None:
-        return None
-    queries, kv, listed = tensor(q), tensor(rows)[:, None], tensor(indices)[:, None]
-    width = queries.shape[-1]
-    attend, scale = peer.triton_bf16_mla_sparse_interface, width**-0.5
-    return lambda: attend(queries, kv, listed, scale, 512, width - 512)[0]
-
-
 def vllm_qnorm_rope_insert(
     q: Any, kv: Any, cache: Any, slots: Any, positions: Any, cos_sin: Any, block_size: int
 ) -> Thunk | None:
@@ -257,14 +221,6 @@ def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Thunk | None:
     arrays = [tensor(x) for x in (kv_c, k_pe, cache, slots)]
     scale = torch.ones(1, device=arrays[0].device)
     return lambda: operations._C_cache_ops.concat_and_cache_mla(*arrays, "auto", scale)
-
-
-def vllm_map(name: str, *arguments: Any) -> Thunk | None:
-    """A map of indices by its name, which allocates what it returns."""
-    function = getattr(module(VLLM_CACHE), name, None)
-    if function is None:
-        return None
-    return functools.partial(function, *(tensor(x) if hasattr(x, "shape") else x for x in arguments))
 
 
 def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: Any = None) -> Thunk | None:
@@ -323,31 +279,3 @@ def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: A
     schedule = peer.get_paged_mqa_logits_metadata(rest[1], cache.shape[1], multiprocessors)
     pages = tensor(cache)[:, :, None]
     return lambda: peer.fp8_paged_mqa_logits(query, pages, *rest, schedule, columns, clean_logits=False)
-
-
-def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Thunk | None:
-    peer = deep_gemm()
-    return None if peer is None else functools.partial(
-        peer.get_paged_mqa_logits_metadata, tensor(lens), block_size, multiprocessors
-    )  # fmt: skip
-
-
-def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Thunk | None:
-    """x W^T for e4m3 weights in blocks of 128 x 128: x is quantised by groups of 128 first, with scales by columns."""
-    peer, operations = deep_gemm(), vllm_operations()
-    if peer is None or operations is None or not hasattr(peer, "fp8_gemm_nt"):
-        return None
-    import torch
-
-    tokens, columns = x.shape
-    rows, codes, scales, result = tensor(x), tensor(weight).view(torch.float8_e4m3fn), tensor(scale), tensor(out)
-    quantized = torch.empty((tokens, columns), dtype=torch.float8_e4m3fn, device=rows.device)
-    padded = torch.empty((columns // 128, -(-tokens // 4) * 4), dtype=torch.float32, device=rows.device)
-    factors = padded.t()[:tokens]
-
-    def call() -> Any:
-        operations._C.per_token_group_fp8_quant(rows, quantized, factors, 128, 1e-10, -448.0, 448.0, False, True, True)
-        peer.fp8_gemm_nt((quantized, factors), (codes, scales), result)
-        return result
-
-    return call

@@ -6,24 +6,13 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dispatch.values import shown
 from ..errors import InputError, RunError
-from . import (
-    NAMES,
-    caches,
-    dense,
-    framework_calls,
-    index_maps,
-    indexer_cases,
-    layer_suites,
-    products,
-    sparse,
-    step_suites,
-)
+from . import NAMES, caches, dense, indexer_cases, sparse
 from .measure import call_times, graph_times_in_turn, host_times_in_turn, host_us, limit_us, queued_times_in_turn
 from .problem import Case, Problem, Sizes
 
@@ -31,28 +20,33 @@ LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
 CONTROL = 2.0  # a change counts if it exceeds CONTROL times the difference between two runs of the same calls
 
-FILES = (sparse, caches, indexer_cases, index_maps, dense, layer_suites, step_suites, products, framework_calls)
-SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {
-    name: next(vars(file)[name] for file in FILES if callable(vars(file).get(name))) for name in NAMES
-}
+Suite = Callable[[Sizes], Iterator[Problem | Case]]
+FUNCTIONS: tuple[Suite, ...] = (
+    caches.insert, caches.gather, sparse.decode, sparse.prefill, indexer_cases.indexer, dense.dense,
+)  # fmt: skip
+SUITES: dict[str, Suite] = dict(zip(NAMES, FUNCTIONS, strict=True))
 
 Row = dict[str, Any]
 TIMES = ("us", "us_graph", "us_low", "us_high", "us_again")
 RATES = ("limit_us", "gbps", "tflops")
 
 
-def measured(names: Sequence[str], sizes: Sizes, begin: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
+def measured(
+    names: Sequence[str], sizes: Sizes, begin: Callable[[str], None] = lambda what: None,
+    suites: Mapping[str, Suite] = SUITES,
+) -> Iterator[Row]:  # fmt: skip
     """A row for each implementation of each problem: checked, then timed, and timed again after the next problem.
 
     The second time is the control of the first: what a run makes of the same calls.
 
     Args:
         begin: is called with the name of each suite and problem
+        suites: the cases of each name
     """
     last: tuple[Problem, list[Row]] | None = None
     for name in names:
         begin(name)
-        for case in SUITES[name](sizes):
+        for case in suites[name](sizes):
             problem = case if isinstance(case, Problem) else case.problem(sizes)
             begin(f"{problem.op} {problem.config}")
             rows = list(rows_of(problem, sizes.on_device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench import NAMES, plot, rows
+from ..bench import plot, rows
 from ..bench.measure import environment
 from ..bench.problem import Sizes
 from ..errors import InputError, RunError
@@ -28,7 +28,7 @@ HEADING = f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}"
 SIZES = ("--layout", "--heads", "--batch", "--tokens", "--topk", "--extra", "--context")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, suites: Mapping[str, rows.Suite] = rows.SUITES) -> int:
     """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
     check_outputs({"--json": None if args.json is None else Path(args.json), "--plot": args.plot})
     if args.results is not None or (args.compare is not None and len(args.compare) == 2):
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if args.compare is None and args.plot is None and args.json is None:
             show_all(console, record)
     else:
-        record = measure(console, args)
+        record = measure(console, args, suites)
     if args.plot is not None and not any(map(rows.time_of, record["rows"])):
         raise InputError("--plot: the results have no times to draw")
     problem = _write(args, record)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if slower else 0
 
 
-def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
+def measure(console: Console, args: argparse.Namespace, suites: Mapping[str, rows.Suite]) -> dict[str, Any]:
     """Measure what is asked for, a line a row."""
     backend = choose_backend(args.backend)
     sizes = Sizes(
@@ -77,7 +77,7 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     console.print(HEADING, highlight=False)
     found = []
     with Progress("measuring") as progress:
-        for row in rows.measured(args.suite or NAMES, sizes, progress.update):
+        for row in rows.measured(args.suite or list(suites), sizes, progress.update, suites):
             found.append(row)
             with progress.paused():
                 show(console, row, sizes.on_device)

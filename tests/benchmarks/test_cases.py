@@ -8,12 +8,15 @@ import candidate_cases
 import dense_cases
 import index_cases
 import indexer_inputs
+import layer_cases
 import numpy as np
 import operations
+import product_cases
 import pytest
 import recorded
+import step_cases
 
-from cumla.bench import caches, dense, index_maps, indexer_cases, layer_suites, products, rows, sparse, step_suites
+from cumla.bench import caches, dense, indexer_cases, rows, sparse
 from cumla.bench.problem import Problem, Sizes
 from cumla.errors import RunError
 from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
@@ -70,32 +73,32 @@ SMALL = [
     dense_cases.DensePrefill(4, 40),
     dense_cases.DensePlan(3, 2, 200),
     dense_cases.DensePrefill(5, 20, 100),
-    products.BlockLinear(5, 200, 256),
-    layer_suites.Compress(4, 9),
-    layer_suites.Compress(128, 130),
-    layer_suites.Compress(4, 41, prompt=True),
-    layer_suites.CompressLatents(2, 9),
-    layer_suites.CompressLatents(2, 12, 6),
-    layer_suites.CompressLatents(1, 41, prompt=True),
-    layer_suites.InverseRope(9, 4),
-    layer_suites.Merge(9, 4),
-    layer_suites.Merge(150, 2, 128),
+    product_cases.BlockLinear(5, 200, 256),
+    layer_cases.Compress(4, 9),
+    layer_cases.Compress(128, 130),
+    layer_cases.Compress(4, 41, prompt=True),
+    layer_cases.CompressLatents(2, 9),
+    layer_cases.CompressLatents(2, 12, 6),
+    layer_cases.CompressLatents(1, 41, prompt=True),
+    layer_cases.InverseRope(9, 4),
+    layer_cases.Merge(9, 4),
+    layer_cases.Merge(150, 2, 128),
     index_cases.Windows(9),
-    index_maps.GlobalTopk(200, 16, lengths=True),
-    index_maps.GlobalTopk(9, 16),
+    index_cases.GlobalTopk(200, 16, lengths=True),
+    index_cases.GlobalTopk(9, 16),
     index_cases.Combine(80, 16, lengths=True),
     index_cases.Combine(8, 16),
     index_cases.Mixed(60, 0, 16),
     index_cases.Mixed(0, 60, 16),
-    step_suites.Build(step_suites.WINDOWS, 5, 1, 2, 20, 100, 60),
-    step_suites.Build(step_suites.INDEXER, 5, 3),
+    step_cases.Build(step_cases.WINDOWS, 5, 1, 2, 20, 100, 60),
+    step_cases.Build(step_cases.INDEXER, 5, 3),
 ]
 UNREAD_BY_PEERS = (DSV41_FP8, DSV41_FP4, INDEXER_MXFP4)
 WITHOUT_PEERS = {
     "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
     "compress_latents", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
-    "build_flashinfer_mixed_sparse_indices", step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks",
+    "build_flashinfer_mixed_sparse_indices", step_cases.WINDOWS, step_cases.INDEXER, "select_candidate_blocks",
     "candidate_topk", "candidate_source", "dense_mla_decode, first layer",
 }  # fmt: skip
 
@@ -118,7 +121,7 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     assert all(row["checked"] for row in found if row["impl"] not in problem.unchecked)
     unchecked = {
         indexer_inputs.Schedule: "deep_gemm", candidate_cases.CandidateTopk: "all positions",
-        candidate_cases.CandidateSource: "without blocks", products.BlockLinear: ("deep_gemm", "bfloat16"),
+        candidate_cases.CandidateSource: "without blocks", product_cases.BlockLinear: ("deep_gemm", "bfloat16"),
     }  # fmt: skip
     left_out = unchecked.get(type(case), "copy")
     assert problem.unchecked == (left_out if isinstance(left_out, tuple) else (left_out,))
@@ -156,7 +159,7 @@ def test_wrong_results_are_not_timed(case):
 
 def spoil(result):
     if type(result).__name__.endswith("Metadata"):
-        result = tuple(array for _, array in step_suites.fields_of(result))
+        result = tuple(array for _, array in step_cases.fields_of(result))
     for array in result if isinstance(result, tuple) else [result]:
         if isinstance(array, np.ndarray):
             array.view(np.uint8)[...] = 0x41

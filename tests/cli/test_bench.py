@@ -49,14 +49,7 @@ def test_every_suite_runs_and_is_named(tmp_path, capsys):
         "sparse_mla_prefill",
         "indexer_topk decode",
         "dense_mla_decode",
-        "compress_and_insert",
-        "merge_attn_states",
-        "layer",
-        "call: decode",
     }
-    assert {row["config"].split()[0] for row in record["rows"] if row["op"] == "layer"} == {
-        "window", "C4A", "C128A", "dense",
-    }  # fmt: skip
     assert all(row["us"] > 0 for row in record["rows"])
     decodes = [row for row in record["rows"] if row["op"] == "sparse_mla_decode"]
     assert [row["config"].partition("DSV4_FP8 h2 ")[2] for row in decodes] == [
@@ -79,20 +72,11 @@ def test_a_suite_alone_as_json_for_a_program(capsys):
     [("DSV41_FP8", "16+512, lengths"), ("DSV41_FP8_SPLIT", "16+512, lengths"), ("V32_NOPE_FP8", "16, full lists")],
 )
 def test_formats_of_newer_models(capsys, layout, decode):
-    """Layers have V4.1's formats, too; with formats of other models they are V4's layers."""
-    assert main(["bench", "insert", "decode", "layers", *TINY, "--batch", "1", "--layout", layout, "--json", "-"]) == 0
+    assert main(["bench", "insert", "decode", *TINY, "--batch", "1", "--layout", layout, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     configs = [(row["op"], row["config"]) for row in rows]
     assert ("quantize_and_insert_k_cache", f"{layout} T=7") in configs
     assert ("sparse_mla_decode", f"{layout} h2 b1 s1 {decode}") in configs
-    assert ("layer", f"{layout + ' ' if 'V41' in layout else ''}C4A h2 b1 of 128") in configs
-
-
-def test_frameworks_are_rows_of_their_own():
-    pytest.importorskip("torch")
-    found = list(rows.measured(["frameworks"], Sizes("cpu", heads=2, batch=(1,), topk=16)))
-    assert {row["impl"] for row in found if row["op"] == "call: decode"} >= {"numpy", "torch", "torch operator"}
-    assert {row["impl"] for row in found if row["op"] == "call: insert"} >= {"numpy", "torch", "torch operator"}
 
 
 @pytest.mark.parametrize("made", [tuple, list])
@@ -113,14 +97,6 @@ def test_no_peers_where_none_can_be_imported(monkeypatch):
     monkeypatch.setattr(Sizes, "with_peers", True)
     case, _ = SUITES["decode"](Sizes("cpu", heads=64, batch=(1,), topk=16, extra=16))
     assert list(case.problem(Sizes("cpu")).impls) == ["cumla"]
-
-
-def test_inverse_rope_does_not_grow(recwarn):
-    _, case = SUITES["norms"](Sizes("reference", heads=2, batch=(1,)))
-    back = case.problem(Sizes("reference"))
-    for _ in range(200):
-        back.impls["cumla"][1][0]()
-    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_changes_beyond_noise(tmp_path, capsys):
@@ -234,9 +210,5 @@ def test_on_a_device(capsys):
     sizes = ["--heads", "64", "--batch", "1", "--tokens", "64", "--context", "1024"]
     assert main(["bench", *sizes, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["op"] for row in found} > {
-        "sparse_mla_decode", "quantize_and_insert_k_cache", "compress_and_insert", "merge_attn_states", "apply_rope",
-        "layer",
-    }  # fmt: skip
-    assert all(row["us"] > 0 for row in found)
-    assert all((row["us_graph"] is None) == row["op"].startswith("call") for row in found)
+    assert {row["op"] for row in found} > {"sparse_mla_decode", "quantize_and_insert_k_cache", "dense_mla_decode"}
+    assert all(row["us"] > 0 and row["us_graph"] > 0 for row in found)

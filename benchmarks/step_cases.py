@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.memory import to_host
-from ..dispatch.call import BFLOAT16
-from ..kernels.types.metadata import C128A_RATIO
-from ..layers.dense import MLACommonImpl
-from ..layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
-from ..layout import DSV4_FP8, MLA_BF16
-from ..metadata import (
+from cumla.arrays.memory import to_host
+from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes, problem_of
+from cumla.bench.sparse import WINDOWED
+from cumla.dispatch.call import BFLOAT16
+from cumla.kernels.types.metadata import C128A_RATIO
+from cumla.layers.dense import MLACommonImpl
+from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
+from cumla.layout import DSV4_FP8, MLA_BF16
+from cumla.metadata import (
     CommonAttentionMetadata,
     DeepseekSparseSWAMetadataBuilder,
     DeepseekV32IndexerMetadataBuilder,
@@ -23,10 +25,8 @@ from ..metadata import (
     MLAConfig,
     ServingConfig,
 )
-from ..ops.sparse_attention import PARTNERS
-from ..specs.dense_attention import NOPE, ROPE, V
-from .problem import BLOCK, WINDOW, Problem, Sizes, problem_of
-from .sparse import WINDOWED
+from cumla.ops.sparse_attention import PARTNERS
+from cumla.specs.dense_attention import NOPE, ROPE, V
 
 PAGE = 256  # positions of a page of a compressed cache
 SPARSE = {1: "window", 4: "C4A", C128A_RATIO: "C128A"}

@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import record_peers
 
 import cumla
-
-from ..arrays.memory import to_host
-from ..bounds import Bound
-from ..dispatch.call import BFLOAT16
-from ..layers.weights import E4M3
-from ..models.products import multiply_groups
-from ..specs.linear import BLOCK, product
-from . import peers
-from .problem import Calls, Peer, Problem, Sizes, calls_of, error_within, problem_of
+from cumla.arrays.memory import to_host
+from cumla.bench.problem import Calls, Peer, Problem, Sizes, calls_of, error_within, problem_of
+from cumla.bounds import Bound
+from cumla.dispatch.call import BFLOAT16
+from cumla.layers.weights import E4M3
+from cumla.models.products import multiply_groups
+from cumla.specs.linear import BLOCK, product
 
 CHECKED_ROWS = 300  # of the weights
 MOST_SETS = 48  # so that the smallest weights are not in the L2 cache when they are read again
@@ -68,7 +67,7 @@ class BlockLinear:
         peer = None
         if self.groups == 1:
             theirs = [(x[:, 0], each[0], scales[0], out[:, 0]) for each in codes]
-            peer = Peer("deep_gemm", peers.DEEP_GEMM_LINEAR, peers.deep_gemm_linear, theirs)
+            peer = Peer("deep_gemm", record_peers.DEEP_GEMM_LINEAR, record_peers.deep_gemm_linear, theirs)
         made = problem_of(
             self, sizes, ours, moved, check, lambda: out.fill(0), flop=2 * self.tokens * size, peer=peer
         )  # fmt: skip

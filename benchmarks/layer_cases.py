@@ -9,16 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 import cumla
-
-from .. import specs
-from ..arrays.memory import to_host
-from ..bounds import ROUNDED
-from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8
-from ..metadata.slots import ring_capacity
-from ..models.step import STATE_BLOCK_SIZES
-from .caches import QueryNormInsert, sample
-from .problem import BLOCK, Problem, Sizes, calls_of, error_within, on_host, picked, problem_of
+from cumla import specs
+from cumla.arrays.memory import to_host
+from cumla.bench.caches import QueryNormInsert, sample
+from cumla.bench.problem import BLOCK, Problem, Sizes, calls_of, error_within, on_host, picked, problem_of
+from cumla.bounds import ROUNDED
+from cumla.dispatch.call import BFLOAT16
+from cumla.layout import DSV4_FP8
+from cumla.metadata.slots import ring_capacity
+from cumla.models.step import STATE_BLOCK_SIZES
 
 HEAD_DIM, ROPE_DIM, POSITIONS, CONTEXT = 512, 64, 8192, 4096
 
@@ -199,6 +198,6 @@ def norms(sizes: Sizes) -> Iterator[QueryNormInsert | InverseRope]:
         yield InverseRope(tokens, sizes.heads)
 
 
-def merge(sizes: Sizes) -> Iterator[Merge]:
+def merges(sizes: Sizes) -> Iterator[Merge]:
     """Parts of a dense layer's prefill."""
     yield from (Merge(tokens, sizes.heads, 128) for tokens in sizes.tokens)
