@@ -4,6 +4,8 @@ from .caches import DeepseekV4Caches, DeepseekV32Caches, DeepseekV41Caches
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
+from .layer_spec import LayerSpec
+from .registry import config_from
 from .safetensors import Checkpoint
 from .scratch import Scratch
 from .step import (
@@ -40,7 +42,9 @@ __all__ = [
     "DeepseekV41StepBuilder",
     "DeepseekV41StepMetadata",
     "ExpectedWeight",
+    "LayerSpec",
     "Scratch",
+    "config_from",
     "expected_weights",
     "serving_of",
 ]

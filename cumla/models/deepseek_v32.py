@@ -25,12 +25,13 @@ from . import caches
 from .block_scaled import enable_fp8_activations
 from .caches import DeepseekV32Caches
 from .hidden_states import attend
+from .layer_spec import INDEX_DIM, LATENT
+from .layer_spec import ROPE_DIM as ROPE
 from .products import compute_type, first_rows, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed
 from .scratch import Scratch
 from .selection import Indexer
 from .step import DeepseekV32StepBuilder as DeepseekV32StepBuilder
 from .step import DeepseekV32StepMetadata
-from .v32_config import INDEX_DIM, LATENT, ROPE
 from .v32_config import DeepseekV32Config as DeepseekV32Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
 from .weight_shapes import expected_weights

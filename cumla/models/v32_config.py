@@ -22,13 +22,12 @@ from .config_validation import (
     rope_of,
     theta_of,
 )
+from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table, mscale
 
-LATENT, ROPE = 512, 64
-INDEX_DIM = 128
 READ = ("rope_parameters", "partial_rotary_factor", "num_key_value_heads")  # besides the fields; the last has no effect
 COMPUTED = OWN_SELECTION | {
-    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_head_dim": INDEX_DIM, "attention_bias": False,
+    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE_DIM, "index_head_dim": INDEX_DIM, "attention_bias": False,
     "rope_interleave": True, "indexer_rope_interleave": False,
     "layer_types": Choice(Each(f"{kind}_attention") for kind in ("deepseek_sparse", "indexed", "full")),
 }  # fmt: skip
@@ -67,10 +66,10 @@ class DeepseekV32Config:
             config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
         )
         numbers = numbers_of(cls, config, besides=("rope_scaling",))
-        heads = Choice((ROPE, numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE))
+        heads = Choice((ROPE_DIM, numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE_DIM))
         check_all_read(config, (*names_of(cls), *READ), COMPUTED | {"head_dim": heads, "qk_head_dim": heads[1]})
         rope = rope_of(config)
-        check_rotated(ROPE, ROPE, config, rope or {})
+        check_rotated(ROPE_DIM, ROPE_DIM, config, rope or {})
         return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope)
 
     def __post_init__(self) -> None:
@@ -78,7 +77,7 @@ class DeepseekV32Config:
 
     @property
     def softmax_scale(self) -> float:
-        scale = float((self.qk_nope_head_dim + ROPE) ** -0.5)
+        scale = float((self.qk_nope_head_dim + ROPE_DIM) ** -0.5)
         scaling = checked_scaling(self.rope_scaling)
         if scaling is not None and scaling.get("mscale_all_dim"):
             scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
@@ -86,4 +85,14 @@ class DeepseekV32Config:
 
     def cos_sin_table(self, max_position: int) -> np.ndarray:
         """float32 [max_position, 64]."""
-        return cos_sin_table(ROPE, self.rope_theta, max_position, self.rope_scaling)
+        return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling)
+
+    def spec(self, layer: int) -> LayerSpec:
+        """The description of a layer, of any number: the configuration does not say how many there are."""
+        return LayerSpec(
+            layer=layer, hidden_size=self.hidden_size, heads=self.num_attention_heads, q_rank=self.q_lora_rank,
+            nope_dim=self.qk_nope_head_dim, rope_dim=ROPE_DIM, v_dim=self.v_head_dim, softmax_scale=self.softmax_scale,
+            rows="latent", row_source=layer, selection="own", selection_source=layer, keys="tokens",
+            index_heads=self.index_n_heads, topk=self.index_topk, index_pairs="halves", index_part="first",
+            rope_theta=self.rope_theta, rope_scaling=self.rope_scaling,
+        )  # fmt: skip

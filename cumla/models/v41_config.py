@@ -19,8 +19,9 @@ from .config_validation import (
     numbers_of,
     rope_of,
 )
+from .layer_spec import ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table
-from .v4_config import HEAD_DIM, MOST_LAYERS, ONE_ROW, ROPE_DIM
+from .v4_config import HEAD_DIM, MOST_LAYERS, ONE_ROW, one_row
 
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
 LISTS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
@@ -174,15 +175,22 @@ class DeepseekV41Config:
             return cos_sin_table(ROPE_DIM, self.rope_theta, max_position)
         return cos_sin_table(ROPE_DIM, self.compress_rope_theta, max_position, self.rope_scaling)
 
+    def spec(self, layer: int, round_pooled: bool = False, round_rows: bool = True) -> LayerSpec:
+        """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens."""
+        check_integers(0, layer=layer)
+        ratio, selects = self.ratio(layer), layer in self.index_source_layer_ids
+        candidates = "read" if self.reads_candidates(layer) else "none"
+        if layer == self.candidate_source_layer_id:
+            candidates = "written"
+        return LayerSpec(
+            layer=layer, **one_row(self, ratio > 0), row_source=self.kv_source(layer), ratio=ratio,
+            selection=("own" if selects else "source") if ratio else "none", selection_source=self.index_source(layer),
+            states="ring" if ratio > 1 else "none", keys="latents" if selects else "none", candidates=candidates,
+            candidate_blocks=self.candidate_topk_blocks, candidate_block_size=self.candidate_block_size,
+            round_pooled=round_pooled, round_rows=round_rows,
+        )  # fmt: skip
+
 
 def mode_of(config: DeepseekV41Config, layer: int) -> str:
-    """The role of a layer in compressed attention.
-
-    "window": no compressed rows; "full": owns rows and selects; "reindex": selects among another layer's rows; "reuse":
-    takes another layer's selection.
-    """
-    if not config.ratio(layer):
-        return "window"
-    if layer in config.kv_source_layer_ids:
-        return "full"
-    return "reindex" if layer in config.index_source_layer_ids else "reuse"
+    """`LayerSpec.mode` of a layer."""
+    return config.spec(layer).mode

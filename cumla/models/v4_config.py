@@ -22,10 +22,11 @@ from .config_validation import (
     rope_of,
     theta_of,
 )
+from .layer_spec import LATENT, ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table
 
 LAYER_RATIOS = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
-HEAD_DIM, ROPE_DIM = 512, 64
+HEAD_DIM = LATENT
 MOST_LAYERS = 1 << 16
 READ = ("layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")  # besides the fields
 RATES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
@@ -118,6 +119,31 @@ class DeepseekV4Config:
         if compress_ratio == 1:
             return cos_sin_table(ROPE_DIM, self.rope_theta, max_position)
         return cos_sin_table(ROPE_DIM, self.compress_rope_theta, max_position, self.rope_scaling)
+
+    def spec(self, layer: int) -> LayerSpec:
+        """The description of a layer. Raises TypeError or ValueError for a layer that the model lacks."""
+        check_integers(0, len(self.compress_ratios) - 1, layer=layer)
+        ratio = self.compress_ratios[layer] if self.compress_ratios[layer] > 1 else 0
+        selection = {0: "none", 4: "own", 128: "all"}[ratio]
+        return LayerSpec(
+            layer=layer, **one_row(self, ratio > 0), norm_heads=True, row_source=layer if ratio else None, ratio=ratio,
+            selection=selection, selection_source=layer if ratio == 4 else None, overlap=ratio == 4,
+            states="pages" if ratio else "none", keys="compressor" if ratio == 4 else "none",
+        )  # fmt: skip
+
+
+def one_row(config: Any, has_compressed: bool) -> dict[str, Any]:
+    """Fields of a layer of V4 or V4.1, with or without compressed rows: these have a RoPE of their own."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if has_compressed:
+        rope = {"rope_theta": config.compress_rope_theta, "rope_scaling": config.rope_scaling}
+    eps = dict.fromkeys(("q_eps", "row_eps", "key_eps"), config.rms_norm_eps)
+    return {
+        "hidden_size": config.hidden_size, "heads": config.num_attention_heads, "q_rank": config.q_lora_rank,
+        "nope_dim": HEAD_DIM - ROPE_DIM, "rope_dim": ROPE_DIM, "v_dim": HEAD_DIM, "softmax_scale": HEAD_DIM**-0.5,
+        "rows": "window", "window": config.sliding_window, "index_heads": config.index_n_heads,
+        "topk": config.index_topk, "sink": True, "o_groups": config.o_groups, "o_rank": config.o_lora_rank,
+    } | rope | eps  # fmt: skip
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..dispatch.values import check_integers
+from .layer_spec import INDEX_DIM, LATENT
+from .layer_spec import ROPE_DIM as ROPE
 from .v4_config import HEAD_DIM, DeepseekV4Config
-from .v32_config import INDEX_DIM, LATENT, ROPE, DeepseekV32Config
+from .v32_config import DeepseekV32Config
 from .v41_config import DeepseekV41Config, mode_of
 from .weights import V4_ATTENTION, V32_ATTENTION, V41_ATTENTION, ExpectedWeight
 

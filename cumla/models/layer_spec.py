@@ -1,0 +1,210 @@
+"""The description of one attention layer: all that its computation, caches, metadata and weights depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.values import check_choice, check_flags, check_integers, in_float32
+from ..ops.sparse_attention import MAX_HEADS
+from .rope import checked_scaling, cos_sin_table
+
+LATENT, ROPE_DIM, INDEX_DIM = 512, 64, 128
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "rope_dim": (0, ROPE_DIM), "rows": ("latent", "window"), "rope_pairs": ("neighbours", "halves", "none"),
+    "ratio": (0, 1, 2, 4, 128), "states": ("none", "pages", "ring"),
+    "selection": ("own", "source", "all", "none"), "keys": ("none", "tokens", "pools", "latents", "compressor"),
+    "index_queries": ("latent", "hidden"), "index_pairs": ("neighbours", "halves", "none"),
+    "index_part": ("first", "last"), "candidates": ("none", "written", "read"),
+}  # fmt: skip
+OTHERWISE = {"selection_source": "an earlier layer", "keys": "an index key"}  # in place of a list
+OPTIONAL = ("q_rank", "o_groups", "o_rank", "window", "index_heads", "topk", "candidate_blocks", "layer")  # may be 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One attention layer of a model.
+
+    Attributes:
+        layer: its number in the model
+        heads: query heads, each of nope_dim values and rope_dim rotated ones behind them
+        v_dim: values of a head's output
+        q_rank: values of the normed latent that queries are projected from; 0: they are projected from hidden states
+        norm_heads: whether each head of a query has an RMSNorm without a weight
+        rows: "latent": rows of a latent of 512 values and rope_dim rotated ones, from which each head projects its
+            keys and values; "window": rows of 512 values, the last rope_dim rotated, which all heads share as key and
+            value. The window's rows are the layer's own
+        row_source: the layer whose latent rows, or compressed rows, this one reads: itself, or an earlier one; None:
+            it attends to its window alone
+        window: positions that a token sees in its window; 0: none
+        ratio: positions of a selected row; 0: none. Pooled rows are rotated at their first position
+        overlap: whether a compressed row also pools the positions of the row before
+        states: where unfinished compressed rows are saved: in "pages", in a "ring" of each request, or "none"
+        selection: of rows: the layer's "own", its "source"'s, "all" rows, or "none"
+        selection_source: the layer whose selection this one attends to; None for "all" and "none"
+        keys: index keys of the layer that selects: of "tokens"; of "pools" of tokens' keys; of compressed rows, from
+            their "latents" or from a "compressor" of the indexer's own; "none" for a layer that does not select
+        pool: tokens of a key
+        index_heads, topk: heads of the indexer, and rows that it selects
+        index_queries: what the indexer's queries are projected from: the queries' "latent", or "hidden" states
+            after a LayerNorm
+        index_pairs, index_part: RoPE of the indexer: which values are pairs, and whether the first or last 64 of 128
+            values are rotated
+        candidates: candidate blocks: "written" by the layer, "read" by its selection, or "none"
+        candidate_blocks, candidate_block_size: how many, and rows of each
+        rope_pairs: of attention's RoPE: value 2 i with 2 i + 1, or value i with i + 32
+        rope_theta, rope_scaling: of both RoPEs
+        learned_rope: whether learned factors multiply the frequencies of RoPE
+        position_scale: whether a factor that grows with the logarithm of the position multiplies each query head
+        sink: whether each head has an attention sink
+        gate: whether a sigmoid multiplies the values of each head's output
+        o_groups, o_rank: of an output projection in two steps; 0: in one
+        q_eps, row_eps, key_eps: epsilons of the norms of the queries' latent, of rows, and of index keys
+        causal: False: the tokens of a step's decode see each other (a block of drafts)
+        round_pooled, round_rows: whether pooled rows are rounded to bfloat16 before their norm, and rotated rows
+            before quantisation
+
+    Raises TypeError or ValueError that names the field, for a value that no layer has and for fields that contradict.
+    """
+
+    layer: int
+    hidden_size: int
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    softmax_scale: float
+    rows: str
+    row_source: int | None
+    selection: str
+    selection_source: int | None
+    q_rank: int = 0
+    norm_heads: bool = False
+    window: int = 0
+    ratio: int = 1
+    overlap: bool = False
+    states: str = "none"
+    keys: str = "none"
+    pool: int = 1
+    index_heads: int = 0
+    topk: int = 0
+    index_queries: str = "latent"
+    index_pairs: str = "neighbours"
+    index_part: str = "last"
+    candidates: str = "none"
+    candidate_blocks: int = 0
+    candidate_block_size: int = 8
+    rope_pairs: str = "neighbours"
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    learned_rope: bool = False
+    position_scale: bool = False
+    sink: bool = False
+    gate: bool = False
+    o_groups: int = 0
+    o_rank: int = 0
+    q_eps: float = 1e-6
+    row_eps: float = 1e-6
+    key_eps: float = 1e-6
+    causal: bool = True
+    round_pooled: bool = False
+    round_rows: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in CHOICES:
+                check_choice(CHOICES[name], **{name: value})
+            elif field.type == "int":
+                most = MAX_HEADS if name == "heads" else 2**31 - 1
+                check_integers(0 if name in OPTIONAL else 1, most, **{name: value})
+            elif field.type == "float":
+                in_float32(name, value, positive=True)
+            elif field.type == "bool":
+                check_flags(**{name: value})
+        checked_scaling(self.rope_scaling)
+        for name in ("row_source", "selection_source"):
+            if getattr(self, name) is not None:
+                check_integers(0, self.layer, **{name: getattr(self, name)})
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Raise ValueError for a field that contradicts another field."""
+        latent, none = self.rows == "latent", (None,)
+        own = {"own": (self.layer,), "source": tuple(range(self.layer))}.get(self.selection, none)
+        selects = self.selection == "own"
+        for name, allowed, why in (
+            ("window", (0,) if latent else None, f"rows are {self.rows!r}"),
+            ("row_source", None if self.ratio else none, f"ratio is {self.ratio}"),
+            ("ratio", (1,) if latent else None, f"rows are {self.rows!r}"),
+            ("selection", ("own", "source", "all") if self.ratio else ("none",), f"ratio is {self.ratio}"),
+            ("selection_source", own, f"selection is {self.selection!r}"),
+            ("keys", CHOICES["keys"][1:] if selects else ("none",), f"selection is {self.selection!r}"),
+            ("candidates", None if selects else ("none",), f"selection is {self.selection!r}"),
+            ("states", None if not latent and self.ratio > 1 else ("none",), f"ratio is {self.ratio}"),
+        ):
+            if allowed is not None and getattr(self, name) not in allowed:
+                listed = " or ".join(map(str, allowed))
+                expected = listed if len(allowed) == 1 else OTHERWISE.get(name, listed)
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected {expected}, as {why}")
+        needed = {"row_source": self.ratio and self.row_source is None, "window": not latent and not self.window}
+        needed |= {name: selects and not getattr(self, name) for name in ("index_heads", "topk")}
+        needed |= {"candidate_blocks": self.candidates != "none" and not self.candidate_blocks}
+        for name, lacks in needed.items():
+            if lacks:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected one for {self.rows} rows, ratio "
+                                 f"{self.ratio} and selection {self.selection!r}")  # fmt: skip
+        if self.o_groups and self.heads % self.o_groups:
+            raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.heads} heads")
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query head as projected."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Values of a row, and of a query head that is multiplied with it."""
+        return LATENT + (self.rope_dim if self.rows == "latent" else 0)
+
+    @property
+    def owns_rows(self) -> bool:
+        """Whether the layer writes the rows that `row_source` names."""
+        return self.row_source == self.layer
+
+    @property
+    def selects(self) -> bool:
+        return self.selection == "own"
+
+    @property
+    def mode(self) -> str:
+        """The role of the layer in selected attention.
+
+        "window": no selected rows; "full": owns rows and selects, or takes all; "reindex": selects among another
+        layer's rows; "reuse": takes another layer's selection.
+        """
+        if not self.ratio:
+            return "window"
+        if self.selection == "source":
+            return "reuse"
+        return "full" if self.owns_rows else "reindex"
+
+    def groups(self) -> tuple[str, ...]:
+        """The groups of caches that the layer has. The caches of a group have one block table, or one ring a request.
+
+        "rows": latent rows and their index keys; "window"; "compressed": compressed rows and their index keys;
+        "states4" and "states128": unfinished rows of compressors; "rings".
+        """
+        if self.rows == "latent":
+            return ("rows",)
+        found = ("window", "compressed") if self.ratio else ("window",)
+        if self.states == "pages":
+            return (*found, f"states{self.ratio}")
+        return (*found, "rings") if self.states == "ring" and self.owns_rows else found
+
+    def cos_sin_table(self, max_position: int) -> np.ndarray:
+        """float32 [max_position, 64], of both RoPEs."""
+        return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling)
