@@ -387,10 +387,20 @@ def namespace_of(native: Any) -> Any:
     return np if isinstance(native, np.ndarray) else cupy_module()
 
 
+def dtype_in(framework: str, dtype: np.dtype[Any]) -> Any:
+    """A dtype as arrays of CuPy or torch have it."""
+    return getattr(sys.modules["torch"], dtype.name) if framework == "torch" else dtype
+
+
 def empty_torch(shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
     """An uninitialised torch tensor on a CUDA device, from torch's allocator on torch's current stream."""
-    torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, dtype.name), device=device)
+    return sys.modules["torch"].empty(shape, dtype=dtype_in("torch", dtype), device=device)
+
+
+@functools.cache
+def torch_element(dtype: Any, device: int) -> Any:
+    """A torch tensor of one element on a CUDA device, with no dimension."""
+    return sys.modules["torch"].empty((), dtype=dtype, device=device)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:

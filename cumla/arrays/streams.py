@@ -185,6 +185,8 @@ def current(framework: str, device: int) -> int | None:
 def number_of(handle: int) -> int:
     """The number that CUDA gives a stream. Unlike the handle, no later stream gets it. The per-thread default stream
     has one in each thread."""
+    if not handle:  # the default stream of all threads, which is never freed
+        return -1
     number = ctypes.c_uint64()
     status = _stream_number()(ctypes.c_void_p(handle), ctypes.byref(number))
     if status:

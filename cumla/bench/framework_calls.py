@@ -169,20 +169,14 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Thunk]:
 
 def _launches(call: Thunk) -> Thunk:
     """The kernels that a call launches, launched again."""
-    from ..kernels.cuda.launch import recorded_launches
+    from ..kernels.cuda.launch import PreparedLaunches, recorded_launches
     from .measure import cupy
 
     call()
     with recorded_launches() as launches:
         call()
-    found = list(launches)
-
-    def run() -> None:
-        stream = cupy().cuda.get_current_stream().ptr
-        for launch in found:
-            launch.kernel.launch(launch, launch.packed_arguments, stream)
-
-    return run
+    prepared = PreparedLaunches([(launch, ()) for launch in launches], cupy().cuda.runtime.getDevice())
+    return lambda: prepared.launch((), cupy().cuda.get_current_stream().ptr)
 
 
 def frameworks(sizes: Sizes) -> Iterator[FrameworkCall]:

@@ -13,6 +13,7 @@ full.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import sys
@@ -24,7 +25,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
-from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
+from ..kernels.cuda.launch import Launch, PreparedLaunches, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.stream_workspace import StreamWorkspace, forget_workspace, known_workspace
 from ..layout import CacheLayout
@@ -43,7 +44,8 @@ MOST_RELATIONS = 4  # calls of a cache key: in place and out of place, columns o
 MOST_FITTING = 256  # addresses that a remembered call remembers
 
 
-class KnownCall(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class KnownCall:
     """The recorded call for a cache key.
 
     Attributes:
@@ -52,23 +54,31 @@ class KnownCall(NamedTuple):
         apart: (array, other, least, most): a written array and another one, whose extents must not intersect: the
             distance must not be between least and most
         fitting: addresses already compared: comparing those of 14 arrays takes over a microsecond
-        outputs: (shape, dtype) of the new arrays, whose indices follow those of the given arrays
+        outputs: (shape, the framework's dtype) of the new arrays, whose indices follow those of the given arrays
         memory: (name, dtype, size) of the arrays of the stream's workspace, whose indices follow those of the new
             arrays
+        prepared: the launches, once the call has been repeated
+        alike: tensors like `outputs` that share one element, once the call has been repeated with torch
+        memory_at: addresses of `memory`, when they were last looked up: (version of the workspace, addresses)
         results: indices of the arrays returned; None if nothing is returned
         framework: of the first array
         device: its CUDA device
+        eager: whether a call while a CUDA graph is captured is made in full: it allocates, or it has a plan
     """
 
     launches: list[tuple[Launch, list[tuple[int, int, int]]]]
     together: list[tuple[int, int, int]]
     apart: list[tuple[int, int, int, int]]
     fitting: set[tuple[int, ...]]
-    outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    outputs: list[tuple[tuple[int, ...], Any]]
     memory: list[tuple[str, np.dtype[Any], int]]
     results: list[int] | None
     framework: str
     device: int
+    eager: bool
+    prepared: PreparedLaunches | None = None
+    alike: list[Any] | None = None
+    memory_at: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether the arrays share memory as in the recorded call, and written arrays nowhere else."""
@@ -85,60 +95,68 @@ class KnownCall(NamedTuple):
 
     def again(self, arrays: list[Any], addresses: list[int]) -> Any:
         """Repeat the call with other arrays. NOT_REPEATED on a stream that does not have the call's memory, and while a
-        CUDA graph is being captured that must not allocate it."""
+        CUDA graph is being captured that must not allocate it or needs a plan of its own."""
         cuda = sys.modules["cupy"].cuda
-        stream = streams.current(self.framework, self.device)
+        device = self.device
+        stream = streams.current(self.framework, device)
         if stream is None:
-            stream = cuda.get_current_stream(self.device).ptr
-        if self.memory or self.outputs:
-            if streams.is_capturing(stream):
-                return NOT_REPEATED
-            memory = self._addresses_of_memory(stream)
-            if memory is None:
-                return NOT_REPEATED
-            new = self._new_outputs(stream)
-            addresses = [*addresses, *map(_address_of, new), *memory]
-            arrays = [*arrays, *new]
+            stream = cuda.get_current_stream(device).ptr
+        if self.eager and streams.is_capturing(stream):
+            return NOT_REPEATED
+        if cuda.runtime.getDevice() == device:
+            return self._repeat(arrays, addresses, stream)
+        with cuda.Device(device):
+            return self._repeat(arrays, addresses, stream)
+
+    def _repeat(self, arrays: list[Any], addresses: list[int], stream: int) -> Any:
+        """The call's results, computed on this stream of the current device."""
+        prepared = self.prepared
+        if prepared is None:
+            prepared = self.prepared = PreparedLaunches(self.launches, self.device)
+        memory = self._addresses_of_memory(stream) if self.memory else []
+        if memory is None:
+            return NOT_REPEATED
+        if self.outputs:
+            new, places = self._new_outputs()
+            addresses, arrays = addresses + places, arrays + new
         try:
-            if cuda.runtime.getDevice() == self.device:
-                self._launch(addresses, stream)
-            else:
-                with cuda.Device(self.device):
-                    self._launch(addresses, stream)
+            prepared.launch(addresses + memory if memory else addresses, stream)
         except BaseException:
-            if self.memory:
+            if memory:
                 forget_workspace(self.device, stream)
             raise
-        if self.results is None:
+        results = self.results
+        if results is None:
             return None
-        results = [arrays[i] for i in self.results]
-        return results[0] if len(results) == 1 else tuple(results)
+        return arrays[results[0]] if len(results) == 1 else tuple([arrays[i] for i in results])
 
-    def _new_outputs(self, stream: int) -> list[Any]:
+    def _new_outputs(self) -> tuple[list[Any], list[int]]:
+        """New arrays on the current device and stream, and their addresses."""
         if self.framework == "torch":
-            return [dlpack.empty_torch(shape, dtype, self.device) for shape, dtype in self.outputs]
-        if not self.outputs:
-            return []
+            torch = sys.modules["torch"]
+            if self.alike is None:
+                self.alike = [dlpack.torch_element(dtype, self.device).expand(shape) for shape, dtype in self.outputs]
+            like, order = torch.empty_like, torch.contiguous_format
+            new = [like(x, memory_format=order) for x in self.alike]  # takes half of the time of torch.empty
+            return new, [x.data_ptr() for x in new]
         array = sys.modules["cupy"].ndarray
-        with streams.Current(self.device, stream):
-            return [array(shape, dtype) for shape, dtype in self.outputs]
+        new = [array(shape, dtype) for shape, dtype in self.outputs]
+        return new, [x.data.ptr for x in new]
 
     def _addresses_of_memory(self, stream: int) -> list[int] | None:
         """Addresses in the stream's workspace; None if it does not have the memory."""
-        if not self.memory:
-            return []
         workspace = known_workspace(self.device, stream)
         if workspace is None:
             return None
-        found = [workspace.address(*wanted) for wanted in self.memory]
-        return None if None in found else cast(list[int], found)
-
-    def _launch(self, addresses: list[int], stream: int) -> None:
-        for launch, places in self.launches:
-            packed_arguments = launch.packed_arguments.copy()
-            for place, array, offset in places:
-                packed_arguments[place] = addresses[array] + offset
-            launch.kernel.launch(launch, packed_arguments, stream)
+        version = workspace.number, StreamWorkspace.allocations
+        known, addresses = self.memory_at
+        if known != version:
+            found = [workspace.address(*wanted) for wanted in self.memory]
+            if None in found:
+                return None
+            addresses = cast(list[int], found)
+            self.memory_at = version, addresses
+        return addresses
 
 
 _known_calls: list[dict[Any, tuple[KnownCall | None, ...]]] = []  # of every function
@@ -170,31 +188,29 @@ def launch_cached(function: F) -> F:
             return tested(function, op, arguments, keywords)
         arrays: list[Any] = []
         addresses: list[int] = []
-        key_parts: list[Any] = []
-        for x in arguments:
-            key_parts.append(KEY_FUNCTIONS[x.__class__](x, arrays, addresses))
-        for name, x in keywords.items():
-            key_parts.append(name)
-            key_parts.append(KEY_FUNCTIONS[x.__class__](x, arrays, addresses))
+        key_parts = [KEY_FUNCTIONS[x.__class__](x, arrays, addresses) for x in arguments]
+        key_parts += [KEY_FUNCTIONS[x.__class__](x, arrays, addresses) for x in keywords.values()]
+        key = (tuple(keywords), *key_parts)
+        calls = known.get(key, ())
+        if calls and not are_recorded():
+            for before in calls:
+                if before is None:
+                    return tested(function, op, arguments, keywords)
+                if before.fits(addresses):
+                    result = before.again(arrays, addresses)
+                    return tested(function, op, arguments, keywords) if result is NOT_REPEATED else result
         if UNKNOWN in key_parts or not arrays or keywords.get("stream") is not None or are_recorded():
             return tested(function, op, arguments, keywords)
-        if keywords.get("plan") is not None and is_captured(arrays[0]):  # a captured call makes its own plan
+        planned = keywords.get("plan") is not None
+        if planned and is_captured(arrays[0]):  # a captured call makes its own plan
             return tested(function, op, arguments, keywords)
-        key = tuple(key_parts)
-        calls = known.get(key, ())
-        for before in calls:
-            if before is None:
-                return tested(function, op, arguments, keywords)
-            if before.fits(addresses):
-                result = before.again(arrays, addresses)
-                return tested(function, op, arguments, keywords) if result is NOT_REPEATED else result
         if not calls and len(known) >= MOST_KNOWN:
             known.clear()
         result, launches, used = tested(recorded, op, arguments, keywords)
         if launches is None:
             return result
         if not debug.thread.unchecked:  # unchecked calls may share memory where others must not
-            known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
+            known[key] = (*calls, record(launches, arrays, used, result, planned))[-MOST_RELATIONS:]
         log.debug("%s: launches %s", op, [launch.kernel.raw.name for launch in launches])
         return result
 
@@ -340,8 +356,11 @@ def record_written(arrays: Mapping[str, Any]) -> None:
         _recording.used.written.extend(arrays.values())
 
 
-def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: Any) -> KnownCall | None:
-    """The call that made these launches; None if its arrays' addresses are not enough to repeat it."""
+def record(
+    launches: list[Launch], arrays: list[Any], used: UsedArrays, result: Any, planned: bool = False
+) -> KnownCall | None:
+    """The call that made these launches, with a plan or without; None if its arrays' addresses are not enough to repeat
+    it."""
     outputs, first = used.outputs, arrays[0]
     framework = dlpack.framework_of(first)
     device = first.get_device() if framework == "torch" else first.data.device_id
@@ -369,11 +388,12 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
         sorted(together | shared),
         apart,
         set(),
-        [(array.shape, array.dtype) for array in outputs],
+        [(array.shape, dlpack.dtype_in(framework, array.dtype)) for array in outputs],
         [memory[i][0] for i in used_memory],
         None if result is None else indices,
         framework,
         device,
+        planned or bool(outputs or used_memory),
     )
 
 
@@ -423,11 +443,6 @@ def _relations(
             else:
                 apart.append((i, j, a.low - b.high, a.high - b.low))
     return together, apart
-
-
-def _address_of(array: Any) -> int:
-    """The address of a CuPy array or a torch tensor."""
-    return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)
 
 
 def _extent(array: Any) -> Extent:

@@ -183,6 +183,17 @@ def programs_asked_for() -> Iterator[set[Any]]:
         asked.reset(token)
 
 
+@contextlib.contextmanager
+def loaded_now() -> Iterator[None]:
+    """A context in which kernels are compiled and loaded even within `programs_asked_for`: for questions to the driver
+    about a kernel."""
+    token = asked.set(None)
+    try:
+        yield
+    finally:
+        asked.reset(token)
+
+
 @cached_by_capability
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.

@@ -11,7 +11,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -26,6 +26,7 @@ __all__ = [
     "MAX_BLOCKS",
     "Kernel",
     "Launch",
+    "PreparedLaunches",
     "are_recorded",
     "int32",
     "is_aligned",
@@ -119,10 +120,6 @@ class Kernel:
             recorded_launches.append(Launch(self, grid, block, shared_mem, overlap, packed_arguments))
         self._launch(grid, block, shared_mem, overlap, packed_arguments, self._stream().ptr)
 
-    def launch(self, launch: Launch, packed_arguments: list[Any], stream: int) -> None:
-        """Repeat `launch` with these packed arguments on this stream."""
-        self._launch(*launch[1:5], packed_arguments, stream)
-
     def _launch(
         self,
         grid: tuple[int, ...],
@@ -172,6 +169,11 @@ class Kernel:
                 self.raw.max_dynamic_shared_size_bytes = self._most_shared
             function = self._functions[device] = self.raw.kernel.ptr
         return function
+
+    @property
+    def argument_bytes(self) -> int:
+        """Size of the packed arguments."""
+        return self._packing.size
 
     def packed(self, packed_arguments: list[Any]) -> bytes:
         """Arguments in the driver's format."""
@@ -230,9 +232,69 @@ class _LaunchMemory(ctypes.Structure):
 
 
 HEAD = struct.Struct("7IPPIN")  # _LaunchMemory up to argument_bytes
-ARGUMENTS_AT = _LaunchMemory.arguments.offset
+REST = struct.Struct("14Q")  # from there to the arguments
+STREAM_AT, ARGUMENTS_AT = _LaunchMemory.stream.offset, _LaunchMemory.arguments.offset
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 BUFFER_POINTER, BUFFER_SIZE = 1, 2  # kind of the next entry of `extra`
+
+
+class PreparedLaunches:
+    """Launches to be repeated with other addresses on other streams: all else that the driver reads is written once.
+
+    Args:
+        launches: each launch, and the sources of its addresses: (argument of the kernel, array, offset)
+        device: the current CUDA device, on which they run
+
+    Any number of threads may repeat them.
+    """
+
+    def __init__(self, launches: Sequence[tuple[Launch, Sequence[tuple[int, int, int]]]], device: int) -> None:
+        launches = [(launch, places) for launch, places in launches if 0 not in launch.grid]
+        lengths = [-(-(ARGUMENTS_AT + launch.kernel.argument_bytes) // 16) * 2 for launch, _ in launches]  # words
+        self._kernels = [launch.kernel for launch, _ in launches]  # kept: their code must stay loaded
+        self._words = (ctypes.c_uint64 * sum(lengths))()
+        self._places: list[tuple[int, int, int]] = []  # (word, array, offset)
+        self._streams: list[int] = []  # words
+        self._calls: list[tuple[int, int, None, int]] = []  # the driver's arguments
+        self._lock = threading.Lock()  # the driver reads the words without the interpreter's lock
+        start = 0
+        for (launch, places), kernel, length in zip(launches, self._kernels, lengths, strict=True):
+            at = ctypes.addressof(self._words) + 8 * start
+            overlap = launch.overlap and capability(device) >= 90
+            size = kernel.argument_bytes
+            REST.pack_into(self._words, 8 * start + HEAD.size, *_rest(at))
+            HEAD.pack_into(
+                self._words, 8 * start, *launch.grid, *launch.block, launch.shared_bytes, 0, at + HEAD.size, overlap, size
+            )
+            ctypes.memmove(at + ARGUMENTS_AT, kernel.packed(launch.packed_arguments), size)
+            first = start + ARGUMENTS_AT // 8
+            self._places += [(first + kernel.place(argument) // 8, array, offset) for argument, array, offset in places]
+            self._streams.append(start + STREAM_AT // 8)
+            self._calls.append((at, kernel.handle(device), None, at + _LaunchMemory.extra.offset))
+            start += length
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch all of them, with the arrays at these addresses, on this stream of the current device. Raises CuPy's
+        CUDADriverError if the driver refuses."""
+        launch_kernel, *_ = _thread.memory or _prepare_thread()
+        words = self._words
+        with self._lock:
+            for word, array, offset in self._places:
+                words[word] = addresses[array] + offset
+            for word in self._streams:
+                words[word] = stream
+            for call in self._calls:
+                status = launch_kernel(*call)
+                if status:
+                    import cupy
+
+                    raise cupy.cuda.driver.CUDADriverError(status)
+
+
+def _rest(address: int) -> tuple[int, ...]:
+    """The words of a _LaunchMemory at this address between its head and the arguments."""
+    buffer = BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _LaunchMemory.argument_bytes.offset
+    return PROGRAMMATIC_STREAM_SERIALIZATION, 1, *(0,) * 7, *buffer, 0
 
 
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -276,11 +338,9 @@ def _prepare_thread() -> tuple[Any, _LaunchMemory, int, int, int]:
     cupy.cuda.Device().use()  # a thread that has not called the runtime yet has no context
     launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     launch_kernel.argtypes = (ctypes.c_void_p,) * 4
-    memory = _LaunchMemory(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
+    memory = _LaunchMemory()
     address = ctypes.addressof(memory)
-    memory.extra[:] = (
-        BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _LaunchMemory.argument_bytes.offset, None,
-    )  # fmt: skip
+    REST.pack_into(memory, HEAD.size, *_rest(address))
     attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
     _thread.memory = launch_kernel, memory, address, attribute, extra
     return _thread.memory

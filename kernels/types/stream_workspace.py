@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,9 +27,11 @@ class StreamWorkspace(Workspace):
     """The memory of one stream. Captured graphs do not use it, so arrays that were outgrown are dropped."""
 
     allocations = 0  # of all streams
+    _numbers = itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
+        self.number = next(self._numbers)  # no other workspace has had it
         self.requested: dict[tuple[str, np.dtype[Any]], int] = {}  # sizes, of the last request for each array
 
     def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:

@@ -210,7 +210,7 @@ def test_memory_of_a_call_that_launched_nothing_is_clear(op, device, rng):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(here, rng, monkeypatch, repeated):
     """Its counters are zero only after the last one."""
-    from cumla.kernels.cuda.launch import Kernel
+    from cumla.kernels.cuda import launch
 
     call, lengths = sparse_decode(rng, here), here.put(np.array(LENGTHS, np.int32))
     want = [here.get(x) for x in call(lengths)]
@@ -218,16 +218,17 @@ def test_memory_of_a_call_that_ended_between_its_launches_is_dropped(here, rng, 
         call(lengths)
     else:
         cumla.release_memory()
-    launch, launches = Kernel._launch, []
+    launch_kernel, *memory = launch._thread.memory
+    launches = []
 
-    def interrupted(self, *arguments):
-        launches.append(self)
+    def interrupted(*arguments):
+        launches.append(arguments)
         if len(launches) == 3:
             raise KeyboardInterrupt
-        launch(self, *arguments)
+        return launch_kernel(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Kernel, "_launch", interrupted)
+        patch.setattr(launch._thread, "memory", (interrupted, *memory))
         with pytest.raises(KeyboardInterrupt):
             [call(lengths) for _ in range(2)]
     assert not keys_of_workspaces()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ....layout import BUILT_IN, CacheLayout
-from ..compile import kernel, start
+from ..compile import kernel, loaded_now, start
 from ..constants import constant
 from ..device import Limits, cached_by_capability, capability, device_sms, has_clusters, is_hopper, limits
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
@@ -218,9 +218,10 @@ def _clusters(device: int) -> tuple[tuple[int, int], ...]:
     """Cluster sizes of decode kernels with one CTA per SM, and the number of clusters that run at a time."""
     if not (is_hopper(device) and has_clusters(device)):
         return ()
-    probe = kernel("common/hold.cu", "hold")
-    probe.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return tuple((size, most_clusters(probe, size, HOPPER_THREADS, HOPPER_SHARED_BYTES)) for size in CLUSTERS)
+    with loaded_now():
+        probe = kernel("common/hold.cu", "hold")
+        probe.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+        return tuple((size, most_clusters(probe, size, HOPPER_THREADS, HOPPER_SHARED_BYTES)) for size in CLUSTERS)
 
 
 def _portable(device: int, formats: Formats, heads: int) -> FastKernel:
