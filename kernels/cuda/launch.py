@@ -260,12 +260,10 @@ class PreparedLaunches:
         start = 0
         for (launch, places), kernel, length in zip(launches, self._kernels, lengths, strict=True):
             at = ctypes.addressof(self._words) + 8 * start
-            overlap = launch.overlap and capability(device) >= 90
-            size = kernel.argument_bytes
+            sizes = *launch.grid, *launch.block, launch.shared_bytes
+            overlap, size = launch.overlap and capability(device) >= 90, kernel.argument_bytes
+            HEAD.pack_into(self._words, 8 * start, *sizes, 0, at + HEAD.size, overlap, size)
             REST.pack_into(self._words, 8 * start + HEAD.size, *_rest(at))
-            HEAD.pack_into(
-                self._words, 8 * start, *launch.grid, *launch.block, launch.shared_bytes, 0, at + HEAD.size, overlap, size
-            )
             ctypes.memmove(at + ARGUMENTS_AT, kernel.packed(launch.packed_arguments), size)
             first = start + ARGUMENTS_AT // 8
             self._places += [(first + kernel.place(argument) // 8, array, offset) for argument, array, offset in places]
