@@ -43,6 +43,7 @@ from .ops.indices import (
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
+from .ops.key_pools import indexer_kpool_and_insert
 from .ops.latents import compress_latents
 from .ops.linear import fp8_block_linear
 from .ops.norm_rope import (
@@ -120,6 +121,7 @@ __all__ = [
     "get_paged_mqa_logits_metadata",
     "indexer_k_quant_and_cache",
     "indexer_knorm_rope_and_insert",
+    "indexer_kpool_and_insert",
     "indexer_topk",
     "inverse_rope_and_quantize",
     "layers",

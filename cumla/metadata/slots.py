@@ -129,12 +129,17 @@ def _slots(call: Call, num_tokens: int, out: Any) -> Any:
     return slots
 
 
-def ring_capacity(num_speculative_tokens: int) -> int:
-    """Rows of a request's ring: a power of two, at least 8 and at least num_speculative_tokens + 2.
+def ring_capacity(num_speculative_tokens: int, pool: int = 2) -> int:
+    """Rows of a request's ring: a power of two, at least 8 and at least num_speculative_tokens + pool.
 
-    A step writes up to num_speculative_tokens + 1 rows. Drafts among them may be rejected; the row of the last accepted
-    token must remain.
-    Source: vLLM's compressor of DeepSeek V4.1.
+    A step writes up to num_speculative_tokens + 1 rows. Drafts among them may be rejected; the pool - 1 rows before
+    each of them must remain, also where the step is run again.
+
+    Args:
+        pool: tokens of a row or key: 2 for V4.1's latents of ratio 2, GLM-5.3-Flash's `index_kpool` for pooled keys
+
+    Source: vLLM's compressor of DeepSeek V4.1, SGLang's pooled indexer.
     """
     check_integers(0, num_speculative_tokens=num_speculative_tokens)
-    return max(LEAST_RING, 1 << (int(num_speculative_tokens) + 1).bit_length())
+    check_integers(2, pool=pool)
+    return max(LEAST_RING, 1 << (int(num_speculative_tokens) + int(pool) - 1).bit_length())

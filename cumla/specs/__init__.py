@@ -14,6 +14,7 @@ from . import (
     indexer,
     indexer_topk,
     indices,
+    key_pools,
     latents,
     linear,
     norm_rope,
@@ -25,7 +26,7 @@ from . import (
 from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
-    sparse_cache, prefill_rows, norm_rope, latents, compressor, linear, dense_cache, blocks, advance, indices, indexer,
-    indexer_topk, candidates, sparse_attention, dense_attention, shards,
+    sparse_cache, prefill_rows, norm_rope, latents, key_pools, compressor, linear, dense_cache, blocks, advance,
+    indices, indexer, indexer_topk, candidates, sparse_attention, dense_attention, shards,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -13,6 +13,7 @@ from .threads import parallel_for
 
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
+HADAMARD_SCALE = np.float32(128**-0.5)
 
 # Approximate nanoseconds per value.
 TO_NORM, TO_ROTATE, TO_QUANTIZE = 1, 1, 4
@@ -98,15 +99,7 @@ def _norm_rotate_and_insert(first_group, end_group, rows, weight, bias, eps, pag
         slot, row = slots[token], rows[token]
         if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
             continue
-        mean = 0.0
-        for i in range(len(row)):
-            mean += np.float64(row[i])
-        mean /= len(row)
-        for i in range(len(row)):
-            row[i] = np.float32(np.float64(row[i]) - mean)
-        scale_by_rms(row, eps)
-        for i in range(len(row)):
-            row[i] = row[i] * weight[i] + bias[i]
+        layer_norm(row, weight, bias, eps)
         rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for i in range(half):
             x, y = row[i], row[half + i]
@@ -188,6 +181,40 @@ def scale_by_rms(row, eps):
     scale = np.float32(1.0 / np.sqrt(total / len(row) + eps))
     for i in range(len(row)):
         row[i] *= scale
+
+
+@compiled
+def layer_norm(row, weight, bias, eps):
+    mean = 0.0
+    for i in range(len(row)):
+        mean += np.float64(row[i])
+    mean /= len(row)
+    for i in range(len(row)):
+        row[i] = np.float32(np.float64(row[i]) - mean)
+    scale_by_rms(row, eps)
+    for i in range(len(row)):
+        row[i] = row[i] * weight[i] + bias[i]
+
+
+@compiled
+def hadamard(row, rounded):
+    """The orthonormal Hadamard transform, in Sylvester's order, of a row of 128 values.
+
+    Args:
+        rounded: round the row to bfloat16 first
+    """
+    if rounded:
+        for i in range(len(row)):
+            row[i] = float32_of_bfloat16(round_to_bfloat16(row[i]))
+    step = 1
+    while step < len(row):
+        for first in range(0, len(row), 2 * step):
+            for i in range(first, first + step):
+                a, b = row[i], row[i + step]
+                row[i], row[i + step] = a + b, a - b
+        step *= 2
+    for i in range(len(row)):
+        row[i] *= HADAMARD_SCALE
 
 
 @compiled

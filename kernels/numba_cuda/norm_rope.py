@@ -31,6 +31,7 @@ WIDTH = 512  # values of a row in shared memory
 MAX_TILES = 32  # tiles of a row that these kernels write
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
+HADAMARD_SCALE = np.float32(128**-0.5)
 
 
 def fused_q_kv_rmsnorm(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, q_out: Any, kv_out: Any) -> None:
@@ -143,26 +144,11 @@ def knorm_rope_insert_kernel(k, kind, weight, bias, weight_kind, slots, position
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)
-    token, width, half = cuda.blockIdx.x, k.shape[1], cos_sin.shape[1] // 2
+    token, half = cuda.blockIdx.x, cos_sin.shape[1] // 2
     slot = np.int64(slots[token])
     if slot < 0 or slot >= pages.shape[0] * g.block_size:
         return
-    if cuda.threadIdx.x == 0:
-        total[0] = 0
-    cuda.syncthreads()
-    part = np.float32(0)
-    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
-        row[i] = to_float32(k[token, i], kind)
-        part += row[i]
-    add_in_order(total, part)
-    mean = np.float32(total[0] / np.float32(width))
-    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
-        row[i] = row[i] - mean
-    cuda.syncthreads()
-    normalize(row, width, total, eps)
-    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
-        row[i] = row[i] * to_float32(weight[i], weight_kind) + to_float32(bias[i], weight_kind)
-    cuda.syncthreads()
+    layer_norm(row, k[token], kind, weight, bias, weight_kind, total, eps)
     at = nearest(positions[token], len(cos_sin))
     for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
         cos, sin = float32_value(cos_sin[at, i]), float32_value(cos_sin[at, half + i])
@@ -251,6 +237,47 @@ def normalize(row, width, total, eps):
     scale = np.float32(1) / math.sqrt(total[0] / np.float32(width) + eps)
     for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
         row[i] = row[i] * np.float32(scale)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def layer_norm(row, values, kind, weight, bias, weight_kind, total, eps):
+    """The LayerNorm of a row of any float type, in shared memory. Called by all threads."""
+    width = len(values)
+    if cuda.threadIdx.x == 0:
+        total[0] = 0
+    cuda.syncthreads()
+    part = np.float32(0)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = to_float32(values[i], kind)
+        part += row[i]
+    add_in_order(total, part)
+    mean = np.float32(total[0] / np.float32(width))
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] - mean
+    cuda.syncthreads()
+    normalize(row, width, total, eps)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] * to_float32(weight[i], weight_kind) + to_float32(bias[i], weight_kind)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def hadamard(row, width):
+    """The orthonormal Hadamard transform of a row, rounded to bfloat16 before. Called by all threads."""
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = bfloat16_value(bfloat16_bits(row[i]))
+    cuda.syncthreads()
+    step = 1
+    while step < width:
+        for pair in range(cuda.threadIdx.x, width // 2, cuda.blockDim.x):
+            i = pair // step * 2 * step + pair % step
+            a, b = row[i], row[i + step]
+            row[i], row[i + step] = a + b, a - b
+        cuda.syncthreads()
+        step *= 2
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] * HADAMARD_SCALE
     cuda.syncthreads()
 
 

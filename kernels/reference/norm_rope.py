@@ -36,8 +36,7 @@ def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insert
 
 
 def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
-    centred = k.astype(np.float64) - k.astype(np.float64).mean(axis=1, keepdims=True)
-    rows = normed(centred, into.eps) * weight.astype(np.float64) + bias.astype(np.float64)
+    rows = layer_normed(k, weight, bias, into.eps)
     insert_rows(into, rotated_halves(rows, at_positions(into.cos_sin, into.positions)))
 
 
@@ -71,6 +70,23 @@ def normed(x: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) over the last axis."""
     scaled: np.ndarray = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps)
     return scaled
+
+
+def layer_normed(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
+    """LayerNorm over the last axis."""
+    centred = x.astype(np.float64) - x.astype(np.float64).mean(axis=-1, keepdims=True)
+    scaled: np.ndarray = normed(centred, eps) * weight.astype(np.float64) + bias.astype(np.float64)
+    return scaled
+
+
+def hadamard_rotated(x: np.ndarray) -> np.ndarray:
+    """The orthonormal Hadamard transform of the last axis, a power of two long, in Sylvester's order."""
+    width = x.shape[-1]
+    matrix = np.ones((1, 1))
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rows: np.ndarray = x @ matrix * width**-0.5
+    return rows
 
 
 def at_positions(cos_sin: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -43,6 +43,38 @@ class LatentRows(NamedTuple):
     round_pooled: bool
 
 
+class KeyPools(NamedTuple):
+    """The arguments of `cumla.indexer_kpool_and_insert`.
+
+    Attributes:
+        k, gate: float32 or bfloat16 [T, 128], as projected
+        weight, bias: float32 or bfloat16 [128], of the LayerNorm of k
+        ape: float32 [pool, 128]
+        state: float32 or bfloat16 [rings, capacity, 256]: normalised key, then gate
+        state_slots: int32 or int64 [at most T]: ring * capacity + position % capacity
+        restart_rows: as a ring's rows [rings, pool - 1, 256], and restart_positions int32 [rings]; or None
+        pages: cache into which the keys are inserted
+        slots: int32 or int64 [at most T]: slot of the key that a token completes
+        hadamard: whether keys are rotated before they are stored
+    """
+
+    k: Any
+    gate: Any
+    weight: Any
+    bias: Any
+    ape: Any
+    state: Any
+    state_slots: Any
+    restart_rows: Any
+    restart_positions: Any
+    pages: Pages
+    slots: Any
+    positions: Any
+    query_start_loc: Any
+    eps: float
+    hadamard: bool
+
+
 class Compression(NamedTuple):
     """Arguments common to a layer's compressors, for a step of T tokens.
 

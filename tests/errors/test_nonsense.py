@@ -50,6 +50,7 @@ RIGHT = {  # which looks invalid but is valid, or is not checked
     "eps": ("a fraction",), "inverse": ("True",), "batch_invariant": ("True",),
     "rope_first": ("True",), "is_neox": ("True",), "quantize": ("True",),
     "clean_logits": ("True",), "with_nan": ("True",), "round_pooled": ("True",), "round_rows": ("True",),
+    "hadamard": ("True",),
     "early_release": ("True",), "float32_output": ("True",), "prefetch_weights": ("True",), "finite_weights": ("True",),
     "index_weights_softmax_scale": ("a fraction",),
     "index_weights_head_scale": ("a fraction",), "kv_caches": ("a list",),

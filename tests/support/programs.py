@@ -72,6 +72,19 @@ SOURCES = [
     ),
     *(
         (
+            "common/key_pools.cu",
+            {
+                "INPUT": given, "WEIGHT": given, "STATE": state, "STATE_SLOT": "int64", "SLOT": "int64",
+                "POSITION": "int", "LAYOUT": layout, "POOL": pool, "HADAMARD": rotated, "WIDE": wide, "ALIGNED": wide,
+            },
+        )
+        for given, state, layout, pool, rotated, wide in (
+            ("bf16", "bf16", "INDEXER_FP8", 4, 1, 1),
+            ("float", "float", "INDEXER_BF16", 12, 0, 0),
+        )
+    ),
+    *(
+        (
             "sm80/index_scores.cu",
             {
                 "QUERY": query, "LAYOUT": layout, "HEADS": heads, "PAGED": paged, "CANDIDATES": candidates,

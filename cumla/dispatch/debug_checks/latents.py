@@ -12,21 +12,26 @@ from .values import host
 def compress_latents(arguments: Any) -> None:
     if arguments.state is None:
         return
-    rings, capacity, _ = arguments.state.shape
-    slots, at = host(arguments.slots), host(arguments.positions)[: len(arguments.slots)]
+    check_rings("slot_mapping", arguments.slots, arguments.state, arguments.positions, arguments.query_start_loc)
+
+
+def check_rings(name: str, slots: Any, state: Any, positions: Any, query_start_loc: Any) -> None:
+    """Slots of rings, the argument `name`: at their positions, and each ring for one request."""
+    rings, capacity, _ = state.shape
+    slots, at = host(slots), host(positions)[: len(slots)]
     wrong = (slots < -1) | (slots >= rings * capacity) | ((slots >= 0) & (slots % capacity != at % capacity))
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ValueError(
-            f"slot_mapping: row {row} (position {at[row]}) has slot {slots[row]}, expected -1 or 0 to "
+            f"{name}: row {row} (position {at[row]}) has slot {slots[row]}, expected -1 or 0 to "
             f"{rings * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
         )
-    starts, owner = host(arguments.query_start_loc), dict[int, int]()
+    starts, owner = host(query_start_loc), dict[int, int]()
     for request in range(len(starts) - 1):
         own = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
         for ring in np.unique(own[own >= 0] // capacity).tolist():
             other = owner.setdefault(ring, request)
             if other != request:
                 raise ValueError(
-                    f"slot_mapping: requests {other} and {request} both have ring {ring}, expected rings that differ"
+                    f"{name}: requests {other} and {request} both have ring {ring}, expected rings that differ"
                 )

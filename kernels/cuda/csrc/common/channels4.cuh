@@ -51,6 +51,15 @@ __device__ inline void write4(float* p, Channels4 q) {
 #endif
 }
 
+__device__ inline void write4(bf16* p, Channels4 q) {
+    uint32 low = pack(bf16{}, q.x[0], q.x[1]), high = pack(bf16{}, q.x[2], q.x[3]);
+#if WIDE
+    *reinterpret_cast<uint2*>(p) = {low, high};
+#else
+    p[0] = {uint16(low)}, p[1] = {uint16(low >> 16)}, p[2] = {uint16(high)}, p[3] = {uint16(high >> 16)};
+#endif
+}
+
 __device__ inline Channels4 operator+(Channels4 a, Channels4 b) {
     return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
 }

@@ -22,17 +22,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     Row row;
     row.lane = threadIdx.x % 32;
     int first = row.first();
-    float total = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        row.x[i] = to_float(k[token * k_stride + first + i]);
-        total += row.x[i];
-    }
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) row.x[i] -= total * (1.0f / Row::DIM);
-    row.normalize(row.squares(), eps);
+    for (int i = 0; i < 4; ++i) row.x[i] = to_float(k[token * k_stride + first + i]);
+    row.center_and_normalize(eps);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         row.x[i] = row.x[i] * to_float(weight[first + i]) + to_float(bias[first + i]);

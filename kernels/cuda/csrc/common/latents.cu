@@ -15,28 +15,11 @@
 #include "common/device.cuh"
 #include "common/channels4.cuh"
 #include "common/requests.cuh"
+#include "common/rings.cuh"
 
 constexpr int DIM = 512, THREADS = 128;
 [[maybe_unused]] constexpr int SAVED_AT_ONCE = 2;
 static_assert(4 * THREADS == DIM);
-
-struct Rings {
-    float* rows;
-    int64 ring_stride, row_stride, count;  // count: slots of all rings
-    int capacity;
-
-    __device__ bool has(int64 slot) const { return slot >= 0 && slot < count; }
-    __device__ float* row(int64 ring, int64 place) const { return rows + ring * ring_stride + place * row_stride; }
-};
-
-__device__ inline void write4(bf16* p, Channels4 q) {
-    uint32 low = pack(bf16{}, q.x[0], q.x[1]), high = pack(bf16{}, q.x[2], q.x[3]);
-#if WIDE
-    *reinterpret_cast<uint2*>(p) = {low, high};
-#else
-    p[0] = {uint16(low)}, p[1] = {uint16(low >> 16)}, p[2] = {uint16(high)}, p[3] = {uint16(high >> 16)};
-#endif
-}
 
 // The channels of a row that a thread has.
 struct LatentRow {
@@ -95,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 10)
     pdl_wait();
     LatentRow row;
 #if RATIO == 2
-    Rings rings{state, ring_stride, row_stride, num_rows, capacity};
+    Rings<float> rings{state, ring_stride, row_stride, num_rows, capacity};
     if (blockIdx.x < requests) {
         int start = max(starts[blockIdx.x], 0), end = min(starts[blockIdx.x + 1], num_slots);
         if (start >= end) return;

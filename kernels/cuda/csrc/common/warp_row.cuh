@@ -27,6 +27,41 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; ++i) x[i] *= scale;
     }
 
+    // (x - mean(x)) / sqrt(variance(x) + eps) of a row in one warp
+    __device__ void center_and_normalize(float eps) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) total += x[i];
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) x[i] -= total * (1.0f / DIM);
+        normalize(squares(), eps);
+    }
+
+    // The orthonormal Hadamard transform in Sylvester's order, of a row in one warp, rounded to bfloat16 before.
+    __device__ void hadamard() {
+        static_assert(WARPS == 1 && DIM == 128);
+        round(bf16{});
+#pragma unroll
+        for (int step = 1; step < VALUES; step *= 2)
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                if (i & step) continue;
+                float a = x[i], b = x[i + step];
+                x[i] = a + b, x[i + step] = a - b;
+            }
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2)
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                float other = __shfl_xor_sync(~0u, x[i], lanes);
+                x[i] = lane & lanes ? other - x[i] : x[i] + other;
+            }
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) x[i] = mul(x[i], 0.08838834764831845f);
+    }
+
     // Rotate the last `rope_dim` values in pairs of neighbours; `direction` -1 is inverse RoPE. rotation: cosines, then sines.
     __device__ void rotate(const float* rotation, int rope_dim, float direction) {
         int start = DIM - rope_dim;
