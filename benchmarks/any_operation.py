@@ -49,7 +49,7 @@ class AnyOperation:
             for name, array in before.items():
                 first[name][...] = sizes.xp.asarray(array)
 
-        sets = [{**given, **spec.new_results(x, given)} for given in sets]
+        sets = [{**arguments, **spec.new_results(x, arguments)} for arguments in sets]
         return problem_of(self, sizes, calls_of(spec.function, sets), moved, check, clear)
 
 

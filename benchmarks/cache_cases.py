@@ -114,11 +114,11 @@ class AdvanceStep:
 
     def problem(self, sizes: Sizes) -> Problem:
         count = self.sequences
-        given = advance.advance(sizes.inputs(requests=count, context=512 * BLOCK - 1, pages=10_000))
-        arrays = [given[name] for name in ("input_tokens", "input_positions", "slot_mapping")]
-        lens, before = given["seq_lens"], given["seq_lens"].copy()
-        wanted = [given["sampled_token_ids"], before, None]
-        blocks_of = given["block_tables"][sizes.xp.arange(count), before // BLOCK].astype(np.int64)
+        arguments = advance.advance(sizes.inputs(requests=count, context=512 * BLOCK - 1, pages=10_000))
+        arrays = [arguments[name] for name in ("input_tokens", "input_positions", "slot_mapping")]
+        lens, before = arguments["seq_lens"], arguments["seq_lens"].copy()
+        wanted = [arguments["sampled_token_ids"], before, None]
+        blocks_of = arguments["block_tables"][sizes.xp.arange(count), before // BLOCK].astype(np.int64)
         wanted[2] = blocks_of * BLOCK + before % BLOCK
 
         def check(_: Any) -> float:
@@ -128,4 +128,4 @@ class AdvanceStep:
         def clear() -> None:
             lens[:] = before
 
-        return problem_of(self, sizes, calls_of(cumla.advance_step, [given]), 52 * count, check, clear)
+        return problem_of(self, sizes, calls_of(cumla.advance_step, [arguments]), 52 * count, check, clear)

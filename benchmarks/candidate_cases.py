@@ -80,15 +80,16 @@ class CandidateTopk:
 
     def problem(self, sizes: Sizes) -> Problem:
         x = inputs(self, sizes)
-        given = candidates.choice(x, self.layout, 1, self.blocks, POSITIONS)
-        everything = {"kv" if name == "kv_cache" else name: x for name, x in given.items() if "candidate" not in name}
-        count, chosen = min(self.blocks, -(-self.context // POSITIONS)), to_host(given["candidate_blocks"])
+        arguments = candidates.choice(x, self.layout, 1, self.blocks, POSITIONS)
+        everything = {name: x for name, x in arguments.items() if "candidate" not in name}
+        everything["kv"] = everything.pop("kv_cache")
+        count, chosen = min(self.blocks, -(-self.context // POSITIONS)), to_host(arguments["candidate_blocks"])
         out = x.unwritten(self.batch, TOPK, dtype=np.int32)
         workspace = x.unwritten((64 if sizes.on_device else 4) << 20, dtype=np.uint8)
 
         def check(result: Any) -> float:
-            of_pages = keys_of_pages(sizes.xp, given["kv_cache"], given["block_table"][0], self.layout)
-            scores = exact(sizes.xp, given["q"][0, 0], *of_pages, given["weights"][0])
+            of_pages = keys_of_pages(sizes.xp, arguments["kv_cache"], arguments["block_table"][0], self.layout)
+            scores = exact(sizes.xp, arguments["q"][0, 0], *of_pages, arguments["weights"][0])
             positions = np.repeat(chosen[0, :count] * POSITIONS, POSITIONS) + np.arange(count * POSITIONS) % POSITIONS
             positions = positions[positions < self.context]
             want = np.sort(scores[positions])[::-1][:TOPK]
@@ -100,7 +101,8 @@ class CandidateTopk:
             assert error < 1e-3, f"row 0: error {error}"
             return error
 
-        calls, options = calls_of(cumla.candidate_topk, [given], [out], workspace=workspace), {"workspace": workspace}
+        options = {"workspace": workspace}
+        calls = calls_of(cumla.candidate_topk, [arguments], [out], **options)
         all_positions = calls_of(cumla.indexer_topk, [everything], [out], **options)(sizes.backend)
         pairs = self.batch * min(count * POSITIONS, self.context)
         found = problem_of(
@@ -129,20 +131,20 @@ class CandidateSource:
 
     def problem(self, sizes: Sizes) -> Problem:
         x = inputs(self, sizes)
-        given = indexer_topk.over_pages(x, self.layout, 1, self.blocks)
-        out, blocks = x.unwritten(self.batch, TOPK, dtype=np.int32), given.pop("candidate_blocks")
-        given |= {"out": out, "workspace": x.unwritten((64 if sizes.on_device else 4) << 20, dtype=np.uint8)}
+        arguments = indexer_topk.over_pages(x, self.layout, 1, self.blocks)
+        out, blocks = x.unwritten(self.batch, TOPK, dtype=np.int32), arguments.pop("candidate_blocks")
+        arguments |= {"out": out, "workspace": x.unwritten((64 if sizes.on_device else 4) << 20, dtype=np.uint8)}
 
         def call(backend: str, **options: Any) -> Any:
-            return cumla.indexer_topk(**given, backend=backend, **options)
+            return cumla.indexer_topk(**arguments, backend=backend, **options)
 
         def check(result: Any) -> float:
             row = slice(self.batch - 1, self.batch)
-            own = {name: given[name][row] for name in ("q", "weights", "context_lens", "block_table")}
+            own = {name: arguments[name][row] for name in ("q", "weights", "context_lens", "block_table")}
             logits = cumla.fp8_paged_mqa_logits(
-                kv_cache=given["kv"], **own, layout=self.layout, backend=sizes.backend
+                kv_cache=arguments["kv"], **own, layout=self.layout, backend=sizes.backend
             )  # fmt: skip
-            rows = {"seq_lens": given["context_lens"][row], "backend": sizes.backend}
+            rows = {"seq_lens": arguments["context_lens"][row], "backend": sizes.backend}
             want = cumla.select_candidate_blocks(logits, self.blocks, **rows)
             np.testing.assert_array_equal(to_host(blocks[row]), to_host(want))
             want = cumla.top_k_per_row(logits, TOPK, **rows)

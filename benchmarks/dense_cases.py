@@ -33,9 +33,9 @@ class DensePlan:
         return f"h{self.heads} b{self.batch} of {self.context}, lengths"
 
     def problem(self, sizes: Sizes) -> Problem:
-        decode = DenseDecode(self.heads, self.batch, self.context, lengths=True).problem(sizes)
+        plan = cumla.DenseDecodePlan()
+        decode = DenseDecode(self.heads, self.batch, self.context, lengths=True).problem(sizes, plan)
         framework, calls = decode.impls["cumla"]
-        plan = getattr(calls[0], "keywords")["plan"]  # noqa: B009
 
         def renewed(call: Any) -> Any:
             plan.renew()
@@ -61,8 +61,8 @@ class DensePrefill:
     def problem(self, sizes: Sizes) -> Problem:
         new, keys, causal = self.new, self.context or self.new, not self.context
         x = sizes.inputs(requests=1, tokens=new, heads=self.heads, context=self.context, lengths=False)
-        given = dense_attention.packed(x, causal) | {"softmax_scale": (NOPE + ROPE) ** -0.5}
-        outputs = SPECS[self.op].new_results(x, given)
+        arguments = dense_attention.packed(x, causal) | {"softmax_scale": (NOPE + ROPE) ** -0.5}
+        outputs = SPECS[self.op].new_results(x, arguments)
         samples = np.linspace(0, new - 1, SAMPLES).astype(int)
 
         def check(_: Any) -> float:
@@ -71,14 +71,14 @@ class DensePrefill:
             for number, token in enumerate(samples):
                 one, heads = slice(token, token + 1), slice(number % self.heads, None, SAMPLES)
                 seen = token + 1 if causal else keys
-                few = {name: to_host(given[name][:seen, heads]) for name in ("k", "v")}
-                few |= {"q": to_host(given["q"][one, heads]), "k_pe": to_host(given["k_pe"][:seen])}
+                few = {name: to_host(arguments[name][:seen, heads]) for name in ("k", "v")}
+                few |= {"q": to_host(arguments["q"][one, heads]), "k_pe": to_host(arguments["k_pe"][:seen])}
                 few |= {f"cu_seqlens_{name}": np.array([0, n], np.int32) for name, n in (("q", 1), ("k", seen))}
-                want, _ = cumla.mha_varlen(**{**given, **few}, backend="reference")
+                want, _ = cumla.mha_varlen(**{**arguments, **few}, backend="reference")
                 worst = max(worst, error_within(to_host(outputs["out"][one, heads]), want, BOUND))
             return worst
 
-        calls = calls_of(cumla.mha_varlen, [given], **outputs)
+        calls = calls_of(cumla.mha_varlen, [arguments], **outputs)
         pairs = new * (new + 1) // 2 if causal else new * keys
         moved = 2 * (self.heads * (new * (NOPE + ROPE + V) + keys * (NOPE + V)) + keys * ROPE)
         flop = 2 * self.heads * pairs * (NOPE + ROPE + V)

@@ -93,8 +93,8 @@ class Windows:
     def problem(self, sizes: Sizes) -> Problem:
         x = sizes.inputs(requests=min(self.tokens, 128), tokens=self.tokens, context=CONTEXT, lengths=False)
 
-        def first(given: dict[str, Any]) -> None:
-            given["num_tokens"] = min(self.tokens, SAMPLE)
+        def first(arguments: dict[str, Any]) -> None:
+            arguments["num_tokens"] = min(self.tokens, SAMPLE)
 
         return compared(self, sizes, lambda: indices.windows(x), 4 * self.tokens * (WINDOW + 1), first)
 
@@ -139,12 +139,12 @@ class Mixed:
             topk=self.topk, context=CONTEXT, lengths=False,
         )  # fmt: skip
 
-        def first(given: dict[str, Any]) -> None:
+        def first(arguments: dict[str, Any]) -> None:
             if self.decodes:
                 for name in ("decode_swa_indices", "decode_compressed_indices"):
-                    given[name] = given[name][:SAMPLE]
+                    arguments[name] = arguments[name][:SAMPLE]
             rest = slice(0, 0 if self.decodes else SAMPLE)
-            given["prefill_topk_indices"] = given["prefill_topk_indices"][rest]
+            arguments["prefill_topk_indices"] = arguments["prefill_topk_indices"][rest]
 
         moved = 4 * tokens * (2 * self.topk + WINDOW) + 4 * self.decodes * WINDOW
         return compared(self, sizes, lambda: indices.mixed(x), moved, first)

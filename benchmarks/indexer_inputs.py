@@ -33,18 +33,18 @@ class QueryQuant:
     def problem(self, sizes: Sizes) -> Problem:
         heads = HEADS if self.q_format == "fp8" else V41_HEADS
         x = sizes.inputs(rows=self.tokens, heads=heads, context=4096)
-        given = indexer.queries(x, q_format=self.q_format, dtype=np.float16)
+        arguments = indexer.queries(x, q_format=self.q_format, dtype=np.float16)
         out = x.unwritten(self.tokens, heads, DIM, dtype=np.uint8), x.unwritten(self.tokens, heads, dtype=np.float32)
-        some = {name: array[:8] for name, array in on_host(given).items() if name in OF_TOKENS}
-        want = cumla.fused_indexer_q_rope_quant(**{**on_host(given), **some}, backend="reference")
+        some = {name: array[:8] for name, array in on_host(arguments).items() if name in OF_TOKENS}
+        want = cumla.fused_indexer_q_rope_quant(**{**on_host(arguments), **some}, backend="reference")
 
         def check(result: Any) -> float:
             for got, right in zip(result, want, strict=True):
                 np.testing.assert_array_equal(to_host(got[:8]), right)
             return 0.0
 
-        calls = calls_of(cumla.fused_indexer_q_rope_quant, [given], [out])
-        return problem_of(self, sizes, calls, given["index_q"].nbytes + out[0].nbytes, check)
+        calls = calls_of(cumla.fused_indexer_q_rope_quant, [arguments], [out])
+        return problem_of(self, sizes, calls, arguments["index_q"].nbytes + out[0].nbytes, check)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ class Schedule:
 
     def problem(self, sizes: Sizes) -> Problem:
         x = sizes.inputs(requests=self.batch, context=1 << 15)
-        given, out = indexer.schedule(x, BLOCK, 132), x.unwritten(133, 2, dtype=np.int32)
-        want = cumla.get_paged_mqa_logits_metadata(**on_host(given), backend="reference")
+        arguments, out = indexer.schedule(x, BLOCK, 132), x.unwritten(133, 2, dtype=np.int32)
+        want = cumla.get_paged_mqa_logits_metadata(**on_host(arguments), backend="reference")
 
         def check(result: Any) -> float:
             np.testing.assert_array_equal(to_host(result), want)
             return 0.0
 
-        theirs = Peer("deep_gemm", DEEP_GEMM_SCHEDULE, deep_gemm_schedule, [tuple(given.values())])
-        calls, moved = calls_of(cumla.get_paged_mqa_logits_metadata, [given], [out]), given["context_lens"].nbytes
+        theirs = Peer("deep_gemm", DEEP_GEMM_SCHEDULE, deep_gemm_schedule, [tuple(arguments.values())])
+        calls = calls_of(cumla.get_paged_mqa_logits_metadata, [arguments], [out])
+        moved = arguments["context_lens"].nbytes
         return replace(problem_of(self, sizes, calls, moved, check, peer=theirs), unchecked=("deep_gemm",))

@@ -88,11 +88,11 @@ class WithLimits:
 
     def _peers(self, problem: Problem) -> Iterator[tuple[str, str, Calls]]:
         """Name, function and calls of other libraries' implementations, on a problem's arrays."""
-        given = [_rows_of(self.case, call) for call in problem.impls["cumla"][1]]
+        operands = [_rows_of(self.case, call) for call in problem.impls["cumla"][1]]
         for name, function, peer in (
             ("triton", VLLM_TRITON, triton_sparse), ("torch", TORCH_COMPOSED, torch_sparse),
         ):  # fmt: skip
-            calls = [None if x is None else peer(*x) for x in given]
+            calls = [None if x is None else peer(*x) for x in operands]
             found = [call for call in calls if call is not None]
             if found:
                 _compare(problem.impls["cumla"][1][0](), found[0](), name)

@@ -44,10 +44,12 @@ def traced(case: Prefill) -> np.ndarray:
     text = f"#define LAYOUT {LAYOUT}\n" + compiler.source(FILE)
     made = compiler.Kernel(module.get_function(NAME), compiler.packing(text, NAME, {}), compiler.parameters(text, NAME))
     sparse_kernels._hopper_prefill.cache_clear()  # type: ignore[attr-defined]
-    vars(sparse_kernels)["kernel"] = lambda file, *args, **given: made if file == FILE else kept(file, *args, **given)
+    vars(sparse_kernels)["kernel"] = lambda file, *args, **options: (
+        made if file == FILE else kept(file, *args, **options)
+    )
     try:
-        given = case.arguments(case.inputs(Sizes("cuda")))
-        call = functools.partial(cumla.sparse_mla_prefill, **given, backend="cuda")
+        arguments = case.arguments(case.inputs(Sizes("cuda")))
+        call = functools.partial(cumla.sparse_mla_prefill, **arguments, backend="cuda")
         with recorded_launches():
             call()
             call()

@@ -197,9 +197,9 @@ class StepInputs:
             max_num_batched_tokens=steps.most_tokens, max_num_seqs=steps.most_requests,
             max_model_len=max(steps.longest, MODEL_LENGTH),
         )  # fmt: skip
-        given = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
         self.batch: CommonAttentionMetadata = replace(
-            batch.common, **{name: place.give(getattr(batch.common, name)) for name in given}
+            batch.common, **{name: place.give(getattr(batch.common, name)) for name in names}
         )
         self.table = place.give(batch.block_table)
         self.builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
@@ -254,10 +254,10 @@ class StepInputs:
     def select(self) -> None:
         """Select rows, and cumla also decodes' slots. On both sides all layers attend to the last layer's selection."""
         metadata, slots = self.metadata, None
-        given = (
+        arrays = (
             metadata.positions, metadata.token_to_req_indices, self.index_table, self.selected, metadata.is_valid_token,
         )  # fmt: skip
-        positions, requests, table, selected, is_valid = (dlpack.borrow(x, "step") for x in given)
+        positions, requests, table, selected, is_valid = (dlpack.borrow(x, "step") for x in arrays)
         if self.decodes:
             slots, lens = (
                 dlpack.borrow(self.decode_slots, "decode_slots"),

@@ -68,8 +68,8 @@ class V32Inputs(StepInputs):
         if new_plan or self.metadata.tile_sched_swaonly is None:
             self.metadata.tile_sched_swaonly = self.builder.build_tile_scheduler(len(self.q))["swaonly"]
         work, tokens, framework = self.workspace, len(self.q), self.place.framework
-        given = (self.normed, self.selected, work.topk_indices[:tokens], work.topk_lens[:tokens], self.out)
-        q, selected, slots, lens, out = (dlpack.borrow(x, "step") for x in given)
+        arrays = (self.normed, self.selected, work.topk_indices[:tokens], work.topk_lens[:tokens], self.out)
+        q, selected, slots, lens, out = (dlpack.borrow(x, "step") for x in arrays)
         lse = dlpack.borrow(work.lse, "lse")[:tokens]
         with streams.callers(q, framework):
             for cache in self.caches.window:

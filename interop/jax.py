@@ -100,14 +100,14 @@ def _signature(op: Op) -> inspect.Signature:
     ]
     results = inspect.signature(op.function).return_annotation.count("Any")
     counts = [results + len(_always_written(op))]
-    for group in op.given:
+    for group in op.optional_writes:
         counts.append(counts[-1] + len(group))
     returns = [f"tuple[{', '.join(['jax.Array'] * count)}]" if count > 1 else "jax.Array" for count in counts if count]
     return op.signature.replace(parameters=parameters, return_annotation=" | ".join(returns))
 
 
 def _always_written(op: Op) -> list[str]:
-    return [name for name in op.writes if not any(name in group for group in op.given)]
+    return [name for name in op.writes if not any(name in group for group in op.optional_writes)]
 
 
 def _doc(op: Op) -> str:
@@ -124,7 +124,7 @@ def _doc(op: Op) -> str:
     returned = ""
     if op.writes:
         returned = f" Returns {'its results, then ' if op.outputs else ''}{' and '.join(_always_written(op))} updated"
-    for group in op.given:
+    for group in op.optional_writes:
         returned += f"; with {' and '.join(group)} given, {'these' if len(group) > 1 else 'this'} too"
     return "\n".join([f"cumla.{op.name} under jax.jit.{returned and returned + '.'}", "", *lines])
 

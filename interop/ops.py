@@ -50,11 +50,11 @@ class Op(OperationSpec):
         Args:
             results, scratch: arrays for the results and the temporary memory
         """
-        given = self.results_in(results)
+        keywords = self.results_in(results)
         if scratch is not None:
             memory = dlpack.borrow(scratch, "scratch", writable=True)
-            given |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
-        self.function(**arguments, **given)
+            keywords |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
+        self.function(**arguments, **keywords)
 
 
 OPS = {spec.name: Op.of(spec) for spec in SPECS.values() if spec.compiled}

@@ -35,7 +35,8 @@ class DenseDecode:
     def __str__(self) -> str:
         return f"h{self.heads} b{self.batch} of {self.context}, {kind_of(self.lengths)}"
 
-    def problem(self, sizes: Sizes) -> Problem:
+    def problem(self, sizes: Sizes, plan: cumla.DenseDecodePlan | None = None) -> Problem:
+        """Decodes with a plan; None: a new one for each backend."""
         context = self.context - 1  # before the token of the step
         x = sizes.inputs(
             requests=self.batch, tokens=self.batch, heads=self.heads, context=context, lengths=self.lengths,
@@ -48,7 +49,7 @@ class DenseDecode:
         cache, lens = of_first["k_cache"], to_host(of_first["cache_seqlens"])
 
         def ours(backend: str) -> Calls:
-            options = {"max_seqlen": self.context, "plan": cumla.DenseDecodePlan(), **outputs}
+            options = {"max_seqlen": self.context, "plan": plan or cumla.DenseDecodePlan(), **outputs}
             return calls_of(cumla.dense_mla_decode, sets, **options)(backend)
 
         def check(result: Any) -> float:

@@ -41,7 +41,6 @@ from .problem import (
 
 SETS, PREFILL_SETS = 4, 2
 CONTEXT = 1 << 17  # of the longest request
-RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20, "MLA_BF16": 7 << 19}  # 4 GiB
 PREFIXES = "", "extra_"  # of the arguments of each cache
 WINDOWED = (DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT)  # formats whose first list is a window, with lengths and a sink
 

@@ -76,6 +76,6 @@ SPECS = (
             Variant("DSV4_BF16, ratio 4", functools.partial(compress, layout=DSV4_BF16)),
             Variant("DSV4_BF16, both", functools.partial(compress, layout=DSV4_BF16, indexer=INDEXER_BF16)),
         ),
-        checks.compress_and_insert, given=(("index_state_cache", "index_k_cache"),),
+        checks.compress_and_insert, optional_writes=(("index_state_cache", "index_k_cache"),),
     ),
 )  # fmt: skip

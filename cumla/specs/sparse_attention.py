@@ -214,6 +214,6 @@ SPECS = (
             "suffix_output": Array(FLOATS), "suffix_lse": Array(FLOAT32),
             "output_lse": Array(FLOAT32, "out", bound=MERGE),
         },
-        (Variant("float32", merge),), given=(("output_lse",),),
+        (Variant("float32", merge),), optional_writes=(("output_lse",),),
     ),
 )  # fmt: skip

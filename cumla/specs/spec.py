@@ -82,8 +82,8 @@ class OperationSpec:
         arrays: its array arguments by name, in order, without the outputs. Those with a default may be absent
         variants: kinds of calls
         check: the check of cumla.debug, or those of all its kernels; None: it reads nothing that could be wrong
-        given: groups of written arguments that may be None: those of a group are given together, or none of them; a
-            group only with the groups before it
+        optional_writes: groups of written arguments that may be None: a call has all of a group or none, and a group
+            only with the groups before it
         results: arguments by name -> its results; shapes may be symbolic
         bounds: of the results, against the reference; None: not compared
         outputs: the keywords that take its results: one each, or a single one for a tuple of results
@@ -99,7 +99,7 @@ class OperationSpec:
     arrays: Mapping[str, Array]
     variants: tuple[Variant, ...]
     check: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...] | None = None
-    given: tuple[tuple[str, ...], ...] = ()
+    optional_writes: tuple[tuple[str, ...], ...] = ()
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     bounds: Sequence[Bound | None] = ()
     outputs: tuple[str, ...] = ()

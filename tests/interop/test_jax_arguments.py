@@ -297,7 +297,7 @@ def test_results_come_before_written_arrays():
         parameters = list(op.signature.parameters)
         assert list(op.writes) == sorted(op.writes, key=parameters.index), name
         optional = [x for x in op.writes if op.signature.parameters[x].default is None]
-        assert [x for group in op.given for x in group] == optional, name
+        assert [x for group in op.optional_writes for x in group] == optional, name
     returns = {name: inspect.signature(getattr(ops, name)).return_annotation for name in OPS}
     pair = "tuple[jax.Array, jax.Array]"
     assert returns["compress_and_insert"] == f"{pair} | tuple[jax.Array, jax.Array, jax.Array, jax.Array]"
