@@ -3,7 +3,7 @@
     python benchmarks/interop.py [--json benchmarks/results/h200/interop.json] [--only TEXT]
 
 `us` is the time of one call with preallocated outputs, for each framework in turn; decodes are also run by FlashMLA
-(cumla/bench/framework_calls.py). Copies are memory copies and sets that CUPTI counts during such a call. They are
+(framework_calls.py). Copies are memory copies and sets that CUPTI counts during such a call. They are
 counted last, because CUPTI slows down all later launches.
 """
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from cache_cases import AdvanceStep, CopyBlocks, DenseGather, KeyGather
 from candidate_cases import CandidateBlocks, CandidateSource, CandidateTopk
 from dense_cases import DenseLayerPrefill, DensePlan, DensePrefill
+from framework_calls import DECODE, INSERT, MAP, FrameworkCall
 from index_cases import Combine, GlobalTopk, Mixed, Windows
 from indexer_inputs import QueryQuant, Schedule
 from layer_cases import Compress, CompressLatents, InverseRope, Merge
@@ -15,7 +16,6 @@ from step_cases import INDEXER, WINDOWS, Build
 
 from cumla.bench.caches import Gather, Insert, QueryNormInsert
 from cumla.bench.dense import DenseDecode
-from cumla.bench.framework_calls import DECODE, INSERT, MAP, FrameworkCall
 from cumla.bench.indexer_cases import SCORES, Choice, Logits, PagedLogits, Selection
 from cumla.bench.sparse import Decode, Prefill
 from cumla.layout import (

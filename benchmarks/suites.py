@@ -18,13 +18,13 @@ import functools
 import sys
 from collections.abc import Sequence
 
+import framework_calls
 import index_cases
 import layer_cases
 import product_cases
 import step_cases
 
 from cumla import __main__ as command
-from cumla.bench import framework_calls
 from cumla.bench.rows import Suite
 from cumla.cli import bench
 

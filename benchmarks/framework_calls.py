@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 
 import cumla
-
-from ..arrays import dlpack
-from ..arrays.memory import to_host
-from ..dispatch import backends
-from ..layout import DSV4_FP8
-from .measure import Thunk
-from .peers import FLASH_MLA_DECODE, has_peer
-from .problem import BLOCK, Calls, Problem, Sizes, kind_of
-from .sparse import Decode, DecodeInputs
+from cumla.arrays import dlpack
+from cumla.arrays.memory import to_host
+from cumla.bench.measure import Thunk
+from cumla.bench.peers import FLASH_MLA_DECODE, has_peer
+from cumla.bench.problem import BLOCK, Calls, Problem, Sizes, kind_of
+from cumla.bench.sparse import Decode, DecodeInputs
+from cumla.dispatch import backends
+from cumla.layout import DSV4_FP8
 
 INSERT, MAP, DECODE = "insert", "map", "decode"
 
@@ -169,8 +168,8 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Thunk]:
 
 def _launches(call: Thunk) -> Thunk:
     """The kernels that a call launches, launched again."""
-    from ..kernels.cuda.launch import PreparedLaunches, recorded_launches
-    from .measure import cupy
+    from cumla.bench.measure import cupy
+    from cumla.kernels.cuda.launch import PreparedLaunches, recorded_launches
 
     call()
     with recorded_launches() as launches:
