@@ -55,6 +55,6 @@ SPECS = (
             "restart_rows": STATE, "restart_positions": Array(INT32, "in out", "positions"),
         },
         (Variant("INDEXER_BF16", functools.partial(pooled_keys, layout=INDEXER_BF16)),),
-        checks.indexer_kpool_and_insert, given=(("restart_rows", "restart_positions"),),
+        checks.indexer_kpool_and_insert, optional_writes=(("restart_rows", "restart_positions"),),
     ),
 )  # fmt: skip
