@@ -6,9 +6,9 @@
 //
 // 1. A warp reads a chunk of consecutive columns, READS times four a lane, all at once. The upper bits of a column as float16 are
 //    counted in bins. The k-th largest column is in the first bin from the top at which the sum of counts reaches k.
-// 2. Columns of higher bins are selected. Columns of this bin are compared each with each if they are few; if they are many, further
-//    digits of their range are counted until they are, and equal ones are selected by their place (ties.cuh).
-// 3. A column's place among the selected is a sum over lanes, of counts in a byte each, and over chunks.
+// 2. Columns of higher bins are selected. A few columns of this bin are compared with one another. If there are many, further digits
+//    of their values are counted until few are left, and equal columns are selected in the order of their places (ties.cuh).
+// 3. The place of a selected column is a sum of counts over lanes, one byte each, and over chunks.
 //
 // The order of float16 is the order of float32, although not strictly: infinities and larger numbers share a bin. So
 // bins are correct for any values, and small for values of usual magnitudes.

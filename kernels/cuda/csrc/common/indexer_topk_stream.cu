@@ -125,10 +125,10 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     return best.order;
 }
 
-// Estimates an order that slightly more than k columns of the row exceed. Each warp publishes, from the maxima of the
-// first columns of its lanes, the one that the expected number of lanes should reach. The result is the second smallest
-// of these, or of few warps the smallest. Warps with columns beyond the end of the row have no sample and do not take
-// part.
+// Estimates an order that slightly more than k columns of the row exceed. Each lane has the maximum of its first columns,
+// and each warp publishes the maximum that the expected number of its lanes should reach. The result is the second
+// smallest published value, or the smallest if there are few warps. Warps with columns beyond the end of the row have no
+// sample and publish nothing.
 __device__ inline uint32 estimated_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
     float fraction = float(k) / float(length), below = 1.0f - fraction;  // fraction of lanes all of whose columns are below
     float largest = x[0];

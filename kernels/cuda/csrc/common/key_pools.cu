@@ -5,9 +5,9 @@
 // 4 lane to 4 lane + 3 of a row. No shared memory.
 //
 // The CTA of a request completes the pool that was open before the step, and saves the request's last tokens in its
-// ring, after all its warps have read the ring. If these overwrite rows of the open pool, the rows are saved for a step
-// that is run again (restart_rows, by position modulo POOL, and the step's first position; 0: none). Warps of tokens
-// complete the pools whose tokens are all of this step.
+// ring, after all its warps have read the ring. If these tokens overwrite rows of the open pool, the rows are saved first, for a
+// repetition of the step (restart_rows, by position modulo POOL, and the step's first position; 0: none). The warps of
+// tokens complete the pools that have all their tokens in this step.
 //
 // Macros: INPUT, WEIGHT and STATE (float or bf16), STATE_SLOT, SLOT and POSITION (int64 or int), LAYOUT, POOL, HADAMARD, WIDE
 // (rows may be accessed 4 values at a time), ALIGNED.

@@ -6,7 +6,7 @@
 //
 // The CTA of a request pools the first token, the only one that reads the ring, and saves the last tokens of the
 // request. A saved token may overwrite the row that was read: each thread reads its channels before it writes them.
-// That row and the first token's position are saved for a step that is run again (restart_rows, restart_positions; 0:
+// That row and the first token's position are saved for a repetition of the step (restart_rows, restart_positions; 0:
 // none).
 //
 // Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED, WIDE (rows

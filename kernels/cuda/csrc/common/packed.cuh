@@ -71,9 +71,9 @@ template <class T> __device__ inline void store_pair(T* p, float x, float y) {
 #endif
 }
 
-// Initialises a softmax with attention over earlier keys, from `out` and `lse` of a head: the maximum is the log-sum,
-// and the total is 1 in one lane of each row. For rows `row` and `row` + 8 of a tile that had keys, calls put(half, n,
-// values 8 n + 2 (lane % 4) and + 1).
+// Initialises a softmax with the attention over earlier keys, from `out` and `lse` of a head: the maximum is `lse`, and
+// the total is 1 in one lane of each row. For rows `row` and `row` + 8, if they had keys, it calls put(half, n, ...) with
+// the values 8 n + 2 (lane % 4) and 8 n + 2 (lane % 4) + 1.
 template <int VALUES, class Put>
 __device__ inline void begin_onto(const PackedTile& tile, int row, const float* out, int64 out_stride_t, const float* lse,
                                   int64 lse_stride_t, float (&top)[2], float (&total)[2], Put put) {

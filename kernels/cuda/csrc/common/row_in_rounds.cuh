@@ -1,5 +1,5 @@
 // Reads a part of a row that does not fit in the registers of a CTA of common/indexer_topk_bound.cu: first all lines,
-// of which only the maxima stay, then again the lines that reach a bound.
+// of which it keeps only the maxima, then once more the lines whose maximum reaches a bound.
 //
 // Macros: THREADS, BLOCKS, READS, ROUNDS, ALIGNED.
 #pragma once

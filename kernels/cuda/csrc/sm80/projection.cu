@@ -27,7 +27,7 @@ __device__ inline void copy_whole16(uint8* to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
-// Copies of a thread: 16 columns of every ROWS_APART-th row to [PARTS][ROWS][128] bytes, whose 16-byte chunks are swizzled so that
+// What a thread copies: 16 columns of every ROWS_APART-th row, to [PARTS][ROWS][128] bytes. 16-byte chunks are swizzled, so that
 // eight bytes of four rows are in different banks.
 struct WeightCopies {
     static constexpr int PIECES = DEPTH / 16, ROWS_APART = THREADS / PIECES;

@@ -9,8 +9,8 @@ constexpr int ARRIVED_SLOTS = 4, WEIGHED_SLOTS = 2;
 
 // ---- barriers
 
-// An mbarrier at which the warps of a role arrive. Unlike a named barrier, it lets each warp of the role run ahead of
-// the others, while one warp lists a step or expands rows. A step or a round is an int or a uint32.
+// An mbarrier at which the warps of a role arrive. Unlike at a named barrier, a warp may run ahead of the other warps of
+// its role while one of them lists a step or expands rows. A step or a round is an int or a uint32.
 struct StepBarrier {
     uint64 state;
 

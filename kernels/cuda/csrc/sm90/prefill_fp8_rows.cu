@@ -1,8 +1,8 @@
 // Converts rows of 512 values to e4m3 with one scale for each row, for prefill_fp8/prefill.cu. A scale is a power of
 // two whose exponent is 4 plus a multiple of 8: the smallest one with which no value overflows. So nearly all rows have
-// the same scale, for which the kernel has a fast path. An exponent that is 7 too large costs values below 2^-8 of the
-// largest one some bits: at most 2^-10 of the largest value. Values are rounded to bfloat16 first, which is exact for
-// formats whose scales are powers of two.
+// the same scale, for which the kernel has a fast path. If the exponent is 7 larger than necessary, values below 2^-8 of
+// the largest value lose bits; the error is at most 2^-10 of the largest value. Values are rounded to bfloat16 first,
+// which is exact for formats with power-of-two scales.
 //
 // Grid: any number of CTAs; warps stride over the rows. Block: 256 threads. No shared memory.
 //

@@ -6,12 +6,12 @@
 // A token that a boundary divides has a *part* in each of the ranges; common/dense_decode_merge.cu combines them. No
 // token is divided where whole tokens fill the device equally well, or without a division.
 //
-// `division[i]` is where range i begins and ends: {token, block, token, block}. After these entries of all ranges, entry i of `parts` is
-// {token, range of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the token that is
-// divided at the end of range i (0 parts: none is). A token's first part is row 2 * range + 1 of the partial results, the part in any
-// later range row 2 * range.
+// `division[i]` has the bounds of range i: token and block where it begins, token and block where it ends. The entries of `parts`
+// follow the entries of all ranges. Entry i of `parts` is {token, range of its first part, number of its parts}. It describes token i,
+// or, if there are more tokens than ranges, the token that is divided at the end of range i (0 parts: no token is). The first part of a
+// token is row 2 * range + 1 of the partial results; its part in a later range is row 2 * range.
 //
-// Decodes read the lengths again. With a division that was computed for other lengths, tokens have the same parts: the
+// Decodes read the lengths again. If the division was computed for other lengths, tokens still have the same parts: the
 // last part of a token takes all further blocks, and parts beyond its end are empty.
 //
 // Limit: all costs together are below 2^31.
@@ -51,7 +51,7 @@ struct DenseWork {
     __device__ int last_token() const { return end.token - (end.block == 0); }
     __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
     __device__ int last_block(int token, int blocks) const { return token == end.token ? min(end.block, blocks) : blocks; }
-    // Number of blocks of a token, which has `blocks` in all, in this range.
+    // How many of a token's `blocks` blocks are in this range.
     __device__ int blocks_here(int token, int blocks) const { return max(0, last_block(token, blocks) - first_block(token)); }
     // Row of the partial results, or -1 if the whole token is in this range.
     __device__ int part(int token, int range) const { return first_block(token) ? 2 * range : token == end.token ? 2 * range + 1 : -1; }

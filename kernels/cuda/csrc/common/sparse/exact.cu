@@ -53,7 +53,7 @@ struct Participants {
         return place;
     }
 
-    // False if the last participant is about to clear the flags. After true, they stay until this CTA leaves.
+    // False if the last participant is about to clear the flags. If true, they are not cleared until this CTA leaves.
     __device__ bool enter() const {
         if (all) return true;
         int before = threadIdx.x == 0 ? atomicAdd(count, 1) : 0;
@@ -128,8 +128,8 @@ template <class Wanted> struct WantedItems {
     int count;
     Wanted wanted;
     uint32 (&found)[WARPS];
-    int first, warp = WARPS;  // item of this round; the warp whose votes come next
-    uint32 left = 0;          // of its votes
+    int first, warp = WARPS;  // first item of this round; the warp whose votes are read next
+    uint32 left = 0;          // votes of that warp that have not been read
     bool reads_found = false;
 
     __device__ WantedItems(int count, Wanted wanted, uint32 (&found)[WARPS])

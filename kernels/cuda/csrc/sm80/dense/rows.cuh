@@ -5,8 +5,8 @@
 // across tokens. Rows of absent keys and heads are zeros.
 //
 // Each warp of the sums copies the values that it multiplies, 128 bytes of a row, and a part of the tails (RoPE). So it
-// needs no barrier to know that these have arrived, or that their place is free. Rows of e4m3 arrive at the end of
-// their place; the warp expands them there LEAD steps before the sums.
+// needs no barrier before it reads or overwrites these values. Rows of e4m3 are copied to the end of their place; the warp
+// expands them there LEAD steps before the sums.
 #pragma once
 #include "common/dense/work.cuh"
 #include "common/device.cuh"
@@ -15,9 +15,9 @@
 struct e4m3 { uint8 bits; };
 
 constexpr int HEADS = 64;
-constexpr int VALUES = LATENT_V / SUM_WARPS, PLACE = 2 * VALUES;  // of a row, for each warp: values, and their bytes
-constexpr int TAIL = LATENT_DIM - LATENT_V;                       // values that follow
-constexpr int AHEAD = STAGES - 1, LEAD = STAGES > 3 ? 2 : 1;      // steps by which copies, and scores, precede sums
+constexpr int VALUES = LATENT_V / SUM_WARPS, PLACE = 2 * VALUES;  // a warp's values of a row, and their bytes
+constexpr int TAIL = LATENT_DIM - LATENT_V;                       // RoPE values at the end of a row
+constexpr int AHEAD = STAGES - 1, LEAD = STAGES > 3 ? 2 : 1;      // copies and scores are ahead of sums by these numbers of steps
 constexpr int TOKENS_LISTED = 4;
 constexpr int Q_STEPS = HEADS / KEYS;
 constexpr int ROW_STRIDE = row_stride(LATENT_DIM);

@@ -7,7 +7,7 @@
 //
 // Keys are processed KEYS at a time, a *step*:
 //
-//     list     what later steps are, and where their rows are                 scores   sm80/sparse/heads64_steps.cuh
+//     list     find the rows of later steps                                   scores   sm80/sparse/heads64_steps.cuh
 //     copy     rows to a ring of stages, by cp.async                          sums     sm80/sparse/heads64_rows.cuh
 //     score    S = Q K^T of 16 heads per warp, Q in registers                 scores   sm80/sparse/heads64_scores.cuh
 //     softmax  P = 2^(S - top), where `top` is the maximum as of some step    scores

@@ -8,9 +8,9 @@
 #include "common/sparse/work.cuh"
 #include "sm80/steps.cuh"
 
-constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // of a row, for each warp: values, and their bytes
-constexpr int AHEAD = STAGES - 1;                              // steps by which copies precede sums
-constexpr int LEAD = STAGES > 3 ? 2 : 1;                       // steps by which scores, which read expanded rows, precede sums
+constexpr int VALUES = V_DIM / SUM_WARPS, PLACE = 2 * VALUES;  // a warp's values of a row, and their bytes
+constexpr int AHEAD = STAGES - 1;                              // copies are this number of steps ahead of sums
+constexpr int LEAD = STAGES > 3 ? 2 : 1;  // scores, which read expanded rows, are ahead of sums by this number of steps
 constexpr int ROWS_LISTED = 4, STEPS_LISTED = 8, TILES_LISTED = 8;
 constexpr int TILES_AHEAD =
     5;  // listed at the end of a tile: nine steps belong to at most four tiles, and warps of the scores are up to a step apart
@@ -43,13 +43,13 @@ __device__ inline int sum_thread() { return (thread_index() - SUMS_FROM) & 511; 
 
 // The part of a tile that is in the CTA's work range.
 struct RangeTile {
-    const uint8* q;               // of its first head
-    bf16* out;                    // likewise
-    const int* indices[2];        // of the first key of both lists
-    int keys[2];                  // number of keys of both lists
-    int heads;                    // heads of the tile
+    const uint8* q;  // of its first head
+    bf16* out;  // likewise
+    const int* indices[2];  // of the first key of both lists
+    int keys[2];  // number of keys of both lists
+    int heads;  // heads of the tile
     int first_keys, second, end;  // its first step of keys, the first one of the second list, the one after its last
-    WorkTile work;                // its blocks in the range; tile -1: after the end of the range
+    WorkTile work;  // its blocks in the range; tile -1: after the end of the range
 
     // Take the next tile of the range, whose first step is `first`.
     __device__ void take(const SparseProblem& problem, WorkRange& range, int first) {
@@ -92,7 +92,7 @@ struct RangeTile {
 // The kind of a step. NONE: after the end of the range.
 enum Kind : uint32 { NONE, QUERIES, FIRST, SECOND };
 struct Step {
-    uint32 bits;     // the kind, + 4 in the last step of a tile, + 8 times the tile's place, + 64 times the number of a step of queries
+    uint32 bits;  // the kind, + 4 in the last step of a tile, + 8 times the tile's place, + 64 times the number of a step of queries
     uint32 present;  // a bit for each row that is present
 
     __device__ Kind kind() const { return Kind(bits & 3); }
@@ -107,8 +107,8 @@ struct Step {
 struct StepRing {
     alignas(16) uint8 rows[STAGES][KEYS][ROW_STRIDE];
     alignas(16) uint8 scales[ROWS_LISTED][SCALED_ROWS][SCALE_STRIDE];  // as stored
-    alignas(16) uint64 sources[ROWS_LISTED][KEYS];                     // addresses of rows
-    int slots[SCORE_WARPS][KEYS];                                      // indices of the next step of each warp of the scores
+    alignas(16) uint64 sources[ROWS_LISTED][KEYS];  // addresses of rows
+    int slots[SCORE_WARPS][KEYS];  // indices of the next step of each warp of the scores
     alignas(8) Step steps[STEPS_LISTED];
     alignas(8) uint8 tiles[TILES_LISTED][sizeof(RangeTile)];
     WorkRange range;  // the rest of the work range

@@ -12,7 +12,7 @@
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int STEPS = BLOCK / KEYS;  // in a block
-constexpr int AHEAD = STAGES - 2;    // steps by which copies precede the scores; scores precede the sums by one
+constexpr int AHEAD = STAGES - 2;    // copies are this number of steps ahead of the scores; scores are one step ahead of the sums
 constexpr int STEPS_LISTED = 16;
 constexpr int SLICE = 64;  // values
 constexpr int SLICES = LAYOUT::head_dim / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;

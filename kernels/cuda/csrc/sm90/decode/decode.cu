@@ -13,8 +13,8 @@
 //     8..11    PV 1           176        the same for values 256..511
 //     12, 13   row producers  40         each copies half of every block's raw rows into the ring (cp.async)
 //     14       scale warp     40         converts scales to float16 factors; writes -inf as the bias of absent tokens.
-//                                        Warps 12 to 14 copy bfloat16 rows, each a third of the tiles, with 56 registers
-//                                        of which QK-softmax has fewer then
+//                                        Caches of bfloat16 rows: warps 12 to 14 each copy a third of the tiles, with
+//                                        56 registers a thread, and QK-softmax has fewer registers
 //     15       scheduler      40         publishes the next tile; computes the factors that scale accumulators by 1/l
 //
 //     shared memory (TILE_HEADS 64)  DSV4_FP8  V32_FP8

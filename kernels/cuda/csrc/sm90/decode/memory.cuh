@@ -110,9 +110,9 @@ constexpr int RING = BF16_ROWS ? 2 : 3;  // blocks of raw rows
 constexpr bool TIGHT = BF16_ROWS && LAYOUT::head_dim > 512;
 constexpr int P_SLOTS = TIGHT ? 1 : 2, SUM_SLOTS = TIGHT ? 1 : 2;
 static_assert(!BF16_ROWS || (HEADS == 64 && PARTS == 1));
-constexpr int FREED_PARTS = BF16_ROWS ? 4 : 2;  // of a block, each freed by itself
-constexpr int TAIL_BYTES = (TAIL ? TAIL_TILES : 1) * 2 * HALF * 128;  // of a block's bfloat16 values, tile by tile
-constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
+constexpr int FREED_PARTS = BF16_ROWS ? 4 : 2;  // parts of a block that are freed separately
+constexpr int TAIL_BYTES = (TAIL ? TAIL_TILES : 1) * 2 * HALF * 128;  // the RoPE values of a block in bfloat16, tile by tile
+constexpr int Q_TILE_BYTES = HEADS * 128;  // Q: 64 values of each head; P: the weights of 64 tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
 constexpr int ROW_PRODUCERS = BF16_ROWS ? 3 : 2;  // warps: each has half of a block, or a third of the tiles
 
@@ -148,11 +148,11 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //     cluster                all threads of the cluster              schedulers        barriers of all parts are initialised
 //
 // log_sums_full, parts_full and the cluster barrier are used only where PARTS > 1, for one phase each. Not freed by a barrier:
-//     SUMS, TOP      those of tile t + 2 are written once it is scheduled, which is after the scheduler's epilogue of tile t
-//     INV_SUM        that of tile t + 2 is written after sums_full of that tile. The weights of its last block waited for p_empty
-//                    of tile t's last block or a later one, as each tile has at least one block and P_SLOTS is 2
-//     ScheduledTile  see there
-//     PARTS_AT in Q  lines arrive after log_sums_full at the sender, for which this part has scored its last block
+//     SUMS, TOP      tile t + 2 writes them after it is scheduled, and so after the scheduler's epilogue of tile t
+//     INV_SUM        tile t + 2 writes it after its sums_full. Before that, the weights of its last block waited for p_empty of tile
+//                    t's last block or of a later block: each tile has at least one block, and P_SLOTS is 2
+//     ScheduledTile  the comment of that struct has its rule
+//     PARTS_AT in Q  a part sends lines after its log_sums_full phase, and every part has scored its last block by then
 
 // Arrivals of the row producers at raw_full, or of the warps of both PV if they have expanded the rows.
 constexpr int COPY_ARRIVALS = EXPANDS && WARP_ARRIVALS == 32 ? 4 : 1;  // of a lane

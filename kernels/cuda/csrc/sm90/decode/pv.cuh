@@ -133,7 +133,7 @@ struct Pv {
         for (int j = 0; j < 4; ++j) pin(sums[j]);
     }
 
-    // The same for tiles of fewer heads, whose sums leave registers for the values of a whole block: the values are
+    // The same for tiles of fewer heads. Their sums take fewer registers, so a block's values fit in registers and are
     // converted before the weights are ready.
     __device__ void add_narrow_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[8][2][4];
@@ -256,10 +256,9 @@ struct Pv {
         check<WHOLE>(summary.x, magnitudes);
     }
 
-    // Flag a tile whose results are out of range: infinite or NaN (a sum of finite magnitudes stays finite), nearly 0
-    // although V is not (float16 may have underflowed), or with RoPE values that float16 cannot represent. With NaN in
-    // RoPE, all scores of a whole tile are NaN, so its NaN results stay. The warp votes, so that one lane flags the
-    // tile.
+    // Flag a tile with results out of range: infinite or NaN (a sum of finite magnitudes is finite), nearly 0 while V is
+    // not (float16 may have underflowed), or RoPE values that float16 cannot represent. NaN in the RoPE values makes all
+    // scores of a tile NaN; such a tile keeps its NaN results. The warp votes, so that one lane flags the tile.
     template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
         uint32 largest = is_bf16() ? max(seen & 0x7fff, seen >> 16 & 0x7fff) : 0;
         bool nan = WHOLE && largest > INFINITE_BF16, again = largest >= TOO_LARGE && !nan;
@@ -322,8 +321,8 @@ struct Pv {
 
     // Store the results of a cluster's tile. Each CTA combines some of the lines: it sends the lines of the other CTAs,
     // to its next neighbour first, and adds the received lines to its own ones in a fixed order. Lines are sent in
-    // float16, whose range was checked for the values; down to 2^-14 its error is an eighth of the error of bfloat16,
-    // the type of results.
+    // float16: the values were checked to be in its range. Down to 2^-14 the error of float16 is an eighth of the error
+    // of bfloat16, the type of results.
     __device__ void store_combined(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][HEADS / 2]) {
         int rank = blockIdx.x % PARTS;
         float magnitudes = 0.0f;

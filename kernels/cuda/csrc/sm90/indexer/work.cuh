@@ -12,8 +12,8 @@ constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / 
 constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
 constexpr bool FEW_REGISTERS = WIDE || MXFP4 && PASSES > 1;  // for producers
 constexpr int PRODUCER_REGISTERS = FEW_REGISTERS ? 32 : 56, CONSUMER_REGISTERS = FEW_REGISTERS ? 112 : 104;
-// Three stages of pages are 13 MB in flight, enough for the full memory bandwidth. With more stages all are requested
-// at once at the start, and the first tile arrives late.
+// Three stages of pages keep 13 MB in flight, enough for the full memory bandwidth. With more stages, more pages are
+// requested at the start, and the first tile arrives late.
 constexpr bool FEW_STAGES = HEADS == 64 && QUERY_GROUPS == 1 && MXFP4 == 0 && CANDIDATES == 0;
 constexpr int Q_STAGES = 2, K_STAGES = FEW_STAGES ? 3 : QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
 constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
@@ -151,8 +151,8 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-// The work range of a CTA: work of `cost`, which begins after `skipped` of group `group`. The group has `tiles` tiles
-// for keys [first_key, end), and its own cost precedes the tiles.
+// The work range of a CTA: `cost` units of work. The range begins `skipped` units after the start of group `group`, which
+// has `tiles` tiles of the keys [first_key, end). A group's own cost (GROUP_COST) comes before its tiles.
 struct WorkRange {
     int group, skipped, tiles, first_key, end;
     Count cost;

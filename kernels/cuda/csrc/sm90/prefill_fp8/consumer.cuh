@@ -11,7 +11,7 @@
 // RAISE.
 constexpr float HEADROOM = 5.0f, RAISE = 3.75f;
 
-constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // of a row of results in shared memory: half of the consumer's values
+constexpr uint32 ROW_BYTES = 128 * sizeof(bf16);  // bytes of a row of results in shared memory: half of the consumer's values
 
 // The block of keys that a consumer scores.
 struct OwnBlock {

@@ -2,9 +2,9 @@
 // max_logits. Q is bfloat16, and converted here; products are of e4m3 values.
 //
 // A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*. Row k has a scale
-// 2^e_k (prefill_fp8_rows.cu), row h of Q a scale of its own. Scores are S = scale_h 2^e_k Q8 K8^T. As FP8 products
-// reduce over keys, e_k is moved from V to the weights: P = exp2(S + e_k - reference), rounded to e4m3; the sum of
-// weights is that of P 2^-e_k before rounding.
+// 2^e_k (prefill_fp8_rows.cu), and each row of Q its own scale. Scores are S = scale_h 2^e_k Q8 K8^T. An FP8 product sums
+// over keys, so the weights contain the scale of V: P = exp2(S + e_k - reference), rounded to e4m3. The softmax divides
+// by the sum of the unrounded P 2^-e_k.
 //
 // Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ...
 // Block: 512 threads.
@@ -24,8 +24,8 @@
 //     weights, 2 blocks                  8
 //     in all                           222
 //
-// A consumer scores its block before it adds the other consumer's block, whose reference it needs. So the softmax of
-// one consumer overlaps the products of the other one.
+// A consumer scores its own block first, and then adds the other consumer's block, for which it needs the reference of
+// that block. So the softmax of one consumer overlaps the products of the other consumer.
 //
 // Limits: one list of keys; 512 values a row. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum or a
 // result is not finite (which NaN scales ensure for rows and queries out of range), or if its highest score exceeds MAX_PRECISE_SCORE.

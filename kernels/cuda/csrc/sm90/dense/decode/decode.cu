@@ -3,8 +3,8 @@
 //
 // Keys are processed 64 at a time, a *block*.
 //
-// Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group,
-// whatever the lengths (common/dense/work.cuh, which describes `division`). A CTA processes its tokens one after another.
+// Grid: (ranges * groups of 64 heads). Each group of heads has `ranges` CTAs, which share the blocks of all query tokens equally
+// even if the requests' lengths differ (common/dense/work.cuh describes `division`). A CTA processes its tokens one after another.
 // Block: 384 threads.
 //
 //     warps    role        registers  work
@@ -21,8 +21,8 @@
 //
 // A consumer reads its own weights from registers, and the other consumer's weights from shared memory. Both consumers
 // add the blocks in order and continue from the same running maximum. Loads from global memory take longest, so each
-// *piece* of a buffer is refilled as soon as its products have ended. A consumer adds the other one's block before it
-// scores most of its own block, whose keys arrive later anyway. Pieces, in the order in which they are used and freed:
+// *piece* of a buffer is refilled as soon as its products have ended. A consumer first adds the other consumer's block
+// and then scores most of its own block, because the keys of its own block arrive later. Pieces in the order of their use:
 //
 //     0  RoPE      freed by the consumer that scores the block
 //     1  values 0..127 (consumer 0)      2  values 256..383 (consumer 1)
@@ -32,8 +32,8 @@
 // absent rows (a request's last block, missing pages) and pages without boxes (box_rows 0) are copied row by row.
 //
 // PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them
-// close to each other. They exchange nothing, but reading the same keys then takes less power, which bounds long
-// batches.
+// close to each other. The two CTAs exchange nothing. Reading the same keys close together takes less power, and power
+// limits the speed of long batches.
 //
 // Limits: rows of 576 values (512 + RoPE); rows, pages and q aligned to 16 bytes.
 //

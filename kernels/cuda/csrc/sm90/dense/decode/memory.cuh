@@ -29,9 +29,9 @@ constexpr int PIECES = 5;
 //                                                                                                weights end before new ones are stored
 //     named 4                 128: producers, row by row              producers                  warps 1 to 3 after warp 0's k_free
 //
-// The consumer that scores a block does not arrive at k_free of the two pieces of the other one: these are freed after
-// weights_ready, at which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score
-// blocks alternately, and add the other one's block before they store their own weights.
+// The consumer that scores a block arrives at weights_ready when it has scored all pieces. It does not arrive at k_free of
+// the other consumer's two pieces: the other consumer frees these after it has waited at weights_ready. No barrier frees
+// WEIGHTS: consumers score blocks alternately, and a consumer adds the other's block before it stores its own weights.
 //
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
