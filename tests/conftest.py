@@ -7,6 +7,9 @@ test_simulated_attention.py has small cases. `nowhere(when)` marks combinations 
 `thorough(when)` marks combinations that only slow tests cover, where there is no device. A run of all tests
 leaves three quarters of the emulated and simulated combinations, and of those of tests marked `sampled`, to the slow
 tests; a run of named files has them all.
+
+No folder has a conftest.py of its own: pytest 9.1 silently ignores the fixtures of a folder whose files are not named
+one after another (issue 14964 of pytest).
 """
 
 import collections
@@ -93,7 +96,7 @@ def pytest_generate_tests(metafunc):
 
 
 class Combination:
-    """A test's name and its parameters by name; where it runs, if it has a `lab` or a `place`.
+    """A test's name and its parameters by name; where it runs, if it has a `lab`.
 
     Attributes:
         backend: its name; "" if it has none
@@ -103,7 +106,7 @@ class Combination:
 
     def __init__(self, item):
         self.test, self.parameters = item.originalname, item.callspec.params
-        self.backend = self.parameters.get("lab", self.parameters.get("place", ""))
+        self.backend = self.parameters.get("lab", "")
         self.device = item.get_closest_marker("gpu") is not None
         self.emulated = self.backend == "cuda" and not self.device
         self.simulated = self.backend == "numba_cuda" and not self.device
@@ -262,3 +265,55 @@ def current_streams_stay(request):
         left["torch"] = torch.cuda.current_stream()
         torch.cuda.set_stream(torch.cuda.default_stream())
     assert not left, f"left another stream current: {left}"
+
+
+@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def host_or_device(request):
+    """Host and device, for errors: what the backend is does not matter before it is called."""
+    from support.lab import Lab
+
+    return Lab(request.param, on_device=request.param == "cuda")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the operations of XLA programs that call Python."""
+    from cumla.interop.ops import Op
+
+    calls, write = [], Op.write
+
+    def counted(self, *args, **kwargs):
+        calls.append(self.name)
+        write(self, *args, **kwargs)
+
+    monkeypatch.setattr(Op, "write", counted)
+    return calls
+
+
+@pytest.fixture
+def need_gpus():
+    """A function that skips the test if there are fewer GPUs than its argument."""
+    import cupy
+
+    def need(count):
+        found = cupy.cuda.runtime.getDeviceCount()
+        if found < count:
+            pytest.skip(f"needs {count} GPUs, of which there are {found}")
+
+    return need
+
+
+@pytest.fixture
+def two_gpus(need_gpus):
+    need_gpus(2)
+
+
+@pytest.fixture
+def nccl():
+    """The communicator's module, with a fake NCCL between threads on an emulated device."""
+    from support import fake_nccl
+
+    with fake_nccl.devices():
+        from cumla.interop import nccl
+
+        yield nccl

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy import int32
 
+from ...arrays.streams import relaxed_capture
 from .device import capability
 
 __all__ = [
@@ -165,9 +166,10 @@ class Kernel:
         """The driver's function, loaded on the current device, `device`."""
         function = self._functions.get(device)
         if function is None:
-            if self._most_shared:
-                self.raw.max_dynamic_shared_size_bytes = self._most_shared
-            function = self._functions[device] = self.raw.kernel.ptr
+            with relaxed_capture():  # this may load code
+                if self._most_shared:
+                    self.raw.max_dynamic_shared_size_bytes = self._most_shared
+                function = self._functions[device] = self.raw.kernel.ptr
         return function
 
     @property

@@ -41,11 +41,11 @@ def test_wrong_argument(name, argument, wrong, error, text):
 
 @rows(operations)
 @pytest.mark.nowhere(when=lambda x: x.device and operations.makes_read_only(x.get("wrong")))  # CuPy's are not
-def test_wrong_argument_of_an_operation(place, name, argument, wrong, error, text):
+def test_wrong_argument_of_an_operation(host_or_device, name, argument, wrong, error, text):
     right = operation(name)
     if callable(wrong):
         wrong = wrong(right.arguments[argument])
     text = text.format(wrong=wrong, **right.arguments)
     for integer in (int, np.int64, np.int16):
-        put = functools.partial(calls.put, place, integer=integer)
-        check(calls.with_backend(right, place.backend), argument, wrong, error, text, put, place.get)
+        put = functools.partial(calls.put, host_or_device, integer=integer)
+        check(calls.with_backend(right, host_or_device.backend), argument, wrong, error, text, put, host_or_device.get)

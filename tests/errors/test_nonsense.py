@@ -77,35 +77,35 @@ def test_nonsense(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "eps" in inspect.signature(function_of(name)).parameters])
-def test_an_epsilon_that_a_row_of_zeros_needs(place, name):
+def test_an_epsilon_that_a_row_of_zeros_needs(host_or_device, name):
     """Every operation with one: none that float32 has no positive number for, and no trouble with the least."""
     right = call(name)
     for eps in (0, 0.0, -1e-6, 1e-46, float("inf")):
-        arguments = {key: put(place, value) for key, value in right.arguments.items()} | {"eps": eps}
-        with refused(ValueError, "^eps: got", [arguments], get=place.get):
-            right.function(**{"backend": place.backend, **arguments})
+        arguments = {key: put(host_or_device, value) for key, value in right.arguments.items()} | {"eps": eps}
+        with refused(ValueError, "^eps: got", [arguments], get=host_or_device.get):
+            right.function(**{"backend": host_or_device.backend, **arguments})
     zeros = {
         key: np.zeros_like(value) if getattr(value, "dtype", None) in (BF16, np.float32) else value
         for key, value in right.arguments.items()
     }
-    arguments = {key: put(place, value) for key, value in zeros.items()} | {"eps": 2.0**-126}
-    right.function(**{"backend": place.backend, **arguments})
+    arguments = {key: put(host_or_device, value) for key, value in zeros.items()} | {"eps": 2.0**-126}
+    right.function(**{"backend": host_or_device.backend, **arguments})
     for array in (x for value in arguments.values() for x in arrays(value)):
-        host = np.asarray(place.get(array))
+        host = np.asarray(host_or_device.get(array))
         assert host.dtype.kind in "iub" or np.isfinite(host.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_elements_off_their_size(place, name):
+def test_elements_off_their_size(host_or_device, name):
     """Kernels load whole elements: an array one byte off is refused, for any of the arguments."""
     right = call(name)
     for argument, value in right.arguments.items():
         if not isinstance(value, np.ndarray) or value.itemsize == 1 or argument.startswith("src_to_dst"):
             continue
-        arguments = {key: put(place, x) for key, x in right.arguments.items()}
-        arguments[argument] = Guarded(place, value, offset=1).array
+        arguments = {key: put(host_or_device, x) for key, x in right.arguments.items()}
+        arguments[argument] = Guarded(host_or_device, value, offset=1).array
         with pytest.raises(ValueError, match=f"{argument}: got elements that are not {value.itemsize} bytes aligned"):
-            right.function(**{"backend": place.backend, **arguments})
+            right.function(**{"backend": host_or_device.backend, **arguments})
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 584), (2, 0, 584)])

@@ -14,7 +14,7 @@ THOROUGH = settings(
 )
 
 
-def make_batch(place, seq_lens, query_lens, *, block_size=BLOCK, padding=0, skipped=(), columns=None, **changes):
+def make_batch(lab, seq_lens, query_lens, *, block_size=BLOCK, padding=0, skipped=(), columns=None, **changes):
     """Requests of these lengths over randomly placed blocks.
 
     Args:
@@ -32,16 +32,16 @@ def make_batch(place, seq_lens, query_lens, *, block_size=BLOCK, padding=0, skip
         slots[token] = table[request, position // block_size] * block_size + position % block_size
     slots[list(skipped)] = -1
     fields = {
-        "query_start_loc": place.put(starts),
+        "query_start_loc": lab.put(starts),
         "query_start_loc_cpu": starts,
-        "seq_lens": place.put(lens),
+        "seq_lens": lab.put(lens),
         "seq_lens_cpu": lens,
         "num_computed_tokens_cpu": lens - query_lens,
         "num_reqs": len(lens),
         "num_actual_tokens": tokens,
         "max_query_len": int(query_lens.max(initial=0)),
-        "block_table_tensor": place.put(table),
-        "slot_mapping": place.put(slots),
+        "block_table_tensor": lab.put(table),
+        "slot_mapping": lab.put(slots),
     }
     return CommonAttentionMetadata(**(fields | changes))
 
@@ -72,9 +72,9 @@ def shapes(draw, threshold, max_decodes=6, max_prefills=3, uniform=False, longes
     return seq_lens, query_lens
 
 
-def buffers_of(place, builder):
+def buffers_of(lab, builder):
     """Copies of all of a builder's buffers."""
-    return {name: np.array(place.get(buffer)) for name, buffer in builder._buffers._asdict().items()}
+    return {name: np.array(lab.get(buffer)) for name, buffer in builder._buffers._asdict().items()}
 
 
 def addresses_of(builder):
@@ -82,6 +82,6 @@ def addresses_of(builder):
     return [array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr for array in arrays]
 
 
-def assert_equal(place, got, want, name=""):
-    got = np.asarray(place.get(got))
+def assert_equal(lab, got, want, name=""):
+    got = np.asarray(lab.get(got))
     np.testing.assert_array_equal(got, np.asarray(want).reshape(got.shape), err_msg=name)

@@ -102,21 +102,21 @@ def test_from_lengths_is_the_constructor(framework, shape, block_size, data):
     assert_fields(batch, by_hand(seq_lens, query_lens, table, block_size, lambda x: as_array(framework, x)))
 
 
-def test_from_lengths_on_a_backend(place):
+def test_from_lengths_on_a_backend(lab):
     """A block table in the kernels' memory; and one in host memory, which is copied there."""
     query_lens, seq_lens, table = (
         [1, 2, 30, 0],
         [40, 2, 33, 0],
         np.arange(19, -1, -1, np.int32).reshape(4, 5),
     )
-    want = by_hand(seq_lens, query_lens, table, 9, place.put)
-    for given_table, xp in ((place.put(table), None), (place.put(table), place.xp), (table, place.xp)):
-        batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, given_table, 9, xp, backend=place.backend)
-        assert_fields(batch, want, place.get)
+    want = by_hand(seq_lens, query_lens, table, 9, lab.put)
+    for given_table, xp in ((lab.put(table), None), (lab.put(table), lab.xp), (table, lab.xp)):
+        batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, given_table, 9, xp, backend=lab.backend)
+        assert_fields(batch, want, lab.get)
 
 
 def test_lengths_are_copied():
-    """An engine that counts its lengths up in place leaves the batch as it was."""
+    """An engine that counts its lengths up in lab leaves the batch as it was."""
     query_lens, seq_lens = np.array([1, 3], np.int32), np.array([5, 3], np.int32)
     batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, np.zeros((2, 1), np.int32), 8)
     seq_lens += 1

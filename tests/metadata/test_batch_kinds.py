@@ -38,9 +38,9 @@ def made(name, kind, backend):
     )  # fmt: skip
 
 
-def batch_of(place, kind):
-    batch = make_batch(place, [first + count for _, first, count in kind.scheduled], kind.counts, block_size=BLOCK)
-    return padded(batch, kind.padding, place.put, place.get)
+def batch_of(lab, kind):
+    batch = make_batch(lab, [first + count for _, first, count in kind.scheduled], kind.counts, block_size=BLOCK)
+    return padded(batch, kind.padding, lab.put, lab.get)
 
 
 def counts_of(metadata):
@@ -50,10 +50,10 @@ def counts_of(metadata):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.thorough(when=lambda x: x.simulated)
-def test_every_builder_takes_it(place, name, kind):
+def test_every_builder_takes_it(lab, name, kind):
     kind = KINDS[kind]
-    batch = batch_of(place, kind)
-    metadata = made(name, kind, place.backend).build(0, batch)
+    batch = batch_of(lab, kind)
+    metadata = made(name, kind, lab.backend).build(0, batch)
     decodes, prefills, decode_tokens, prefill_tokens = counts_of(metadata)
     assert decodes + prefills == len(kind.counts)
     assert decode_tokens + prefill_tokens == sum(kind.counts) + kind.padding * (name != "mla" or not prefills)
@@ -64,36 +64,36 @@ def test_every_builder_takes_it(place, name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_window_of_padding_is_empty(place, kind):
+def test_the_window_of_padding_is_empty(lab, kind):
     kind = KINDS[kind]
-    metadata = made("window", kind, place.backend).build(0, batch_of(place, kind))
+    metadata = made("window", kind, lab.backend).build(0, batch_of(lab, kind))
     positions = np.concatenate([np.zeros(0), *(np.arange(first, first + n) for _, first, n in kind.spans)])
     tokens = len(positions)
     of_padding = {"positions": -1, "is_valid_token": False, "token_to_req_indices": 0, "swa_lens": 0}
     for name, value in of_padding.items():
-        array = place.get(getattr(metadata, name))
+        array = lab.get(getattr(metadata, name))
         assert len(array) == tokens + kind.padding
         assert (array[tokens:] == value).all()
-    np.testing.assert_array_equal(place.get(metadata.positions)[:tokens], positions)
-    np.testing.assert_array_equal(place.get(metadata.swa_lens)[:tokens], np.minimum(positions + 1, WINDOW))
+    np.testing.assert_array_equal(lab.get(metadata.positions)[:tokens], positions)
+    np.testing.assert_array_equal(lab.get(metadata.swa_lens)[:tokens], np.minimum(positions + 1, WINDOW))
     np.testing.assert_array_equal(
-        place.get(metadata.token_to_req_indices)[:tokens], np.repeat(range(len(kind.counts)), kind.counts)
+        lab.get(metadata.token_to_req_indices)[:tokens], np.repeat(range(len(kind.counts)), kind.counts)
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", INDEXERS)
 @pytest.mark.thorough(when=lambda x: x.simulated)
-def test_entries_of_decodes(place, name, kind):
+def test_entries_of_decodes(lab, name, kind):
     """Tokens see the rows up to their own; later entries, for padding, see none."""
     kind = KINDS[kind]
-    batch = batch_of(place, kind)
-    metadata = made(name, kind, place.backend).build(0, batch)
+    batch = batch_of(lab, kind)
+    metadata = made(name, kind, lab.backend).build(0, batch)
     decode = metadata.decode
     assert (decode is None) == (metadata.num_decodes == 0)
     if decode is None:
         return
-    lens, table = place.get(decode.seq_lens), place.get(decode.block_table)
+    lens, table = lab.get(decode.seq_lens), lab.get(decode.block_table)
     assert len(lens) == len(table) <= max(CAPACITY * (1 + kind.drafts), len(kind.counts))
     if not decode.packed:  # requests of different lengths, which the caller pads
         assert name == "plain"
@@ -105,7 +105,7 @@ def test_entries_of_decodes(place, name, kind):
     of_requests = len(lens) == metadata.num_decodes
     if not of_requests:  # entries beyond are padding tokens
         assert not lens.ravel()[len(seen) :].any()
-    pages = place.get(batch.block_table_tensor)
+    pages = lab.get(batch.block_table_tensor)
     for token, (request, rows) in enumerate(seen):
         columns = -(-rows // BLOCK)
         np.testing.assert_array_equal(table[token // each, :columns], pages[request, :columns])
@@ -113,10 +113,10 @@ def test_entries_of_decodes(place, name, kind):
 
 @pytest.mark.parametrize("kind", BEHIND)
 @pytest.mark.parametrize("name", [*BUILDERS, "split", "split, uniform"])
-def test_a_decode_behind_a_prefill_is_refused(place, name, kind):
+def test_a_decode_behind_a_prefill_is_refused(lab, name, kind):
     """By each builder and by the function, before anything is written."""
     kind = BEHIND[kind]
-    batch = batch_of(place, kind)
+    batch = batch_of(lab, kind)
     first = next(r for r, count in enumerate(kind.counts) if count > kind.drafts + 1)
     wrong = next(r for r, n in enumerate(kind.counts) if r > first and 0 < n <= kind.drafts + 1)
     message = rf"^query_start_loc_cpu: request {wrong} with {kind.counts[wrong]} query tokens follows a prefill"
@@ -125,29 +125,29 @@ def test_a_decode_behind_a_prefill_is_refused(place, name, kind):
         "split, uniform": lambda: split_decodes_and_prefills(batch, kind.drafts + 1, require_uniform=True),
     }
     with pytest.raises(ValueError, match=message):
-        calls.get(name, lambda: made(name, kind, place.backend).build(0, batch))()
+        calls.get(name, lambda: made(name, kind, lab.backend).build(0, batch))()
 
 
-def test_one_builder_for_all_kinds(place):
+def test_one_builder_for_all_kinds(lab):
     """One after another: contents of an earlier batch do not remain visible in the buffers."""
     most = KINDS["drafts and prefills"]
     assert most.drafts == max(kind.drafts for kind in KINDS.values())
     for name in BUILDERS:
-        builder = made(name, most, place.backend)
+        builder = made(name, most, lab.backend)
         for kind in KINDS.values():
-            batch = batch_of(place, kind)
-            found, alone = builder.build(0, batch), made(name, most, place.backend).build(0, batch)
+            batch = batch_of(lab, kind)
+            found, alone = builder.build(0, batch), made(name, most, lab.backend).build(0, batch)
             assert counts_of(found) == counts_of(alone)
-            for field, array in arrays_of(place, alone).items():
-                np.testing.assert_array_equal(arrays_of(place, found)[field], array, err_msg=f"{name}, {field}")
+            for field, array in arrays_of(lab, alone).items():
+                np.testing.assert_array_equal(arrays_of(lab, found)[field], array, err_msg=f"{name}, {field}")
 
 
-def arrays_of(place, metadata):
+def arrays_of(lab, metadata):
     """The metadata's arrays and its decodes' arrays, by name."""
     found = {}
     for part in (metadata, getattr(metadata, "decode", None)):
         for field in () if part is None else dataclasses.fields(part):
             value = getattr(part, field.name)
             if hasattr(value, "dtype") and not field.name.startswith("_"):
-                found[f"{type(part).__name__}.{field.name}"] = np.array(place.get(value))
+                found[f"{type(part).__name__}.{field.name}"] = np.array(lab.get(value))
     return found

@@ -61,40 +61,40 @@ def split(query_lens, config):
     return [*is_decode, False].index(False)
 
 
-def check(place, metadata, batch, config, seq_lens, query_lens):
+def check(lab, metadata, batch, config, seq_lens, query_lens):
     ratio, next_n = config.indexer_compress_ratio, config.decode_threshold
     decodes = split(query_lens, config)
     decode_tokens = batch.num_actual_tokens if decodes == len(seq_lens) else sum(query_lens[:decodes])
     counts = (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens)
     assert counts == (decodes, len(seq_lens) - decodes, decode_tokens, batch.num_actual_tokens - decode_tokens)
-    tokens, table = tokens_of(seq_lens, query_lens), place.get(batch.block_table_tensor)
+    tokens, table = tokens_of(seq_lens, query_lens), lab.get(batch.block_table_tensor)
 
     if ratio == 1:
         assert metadata.slot_mapping is batch.slot_mapping
     else:
         completed = [compressed_slot(table, r, p, page_positions(config) // ratio, ratio) for r, p in tokens]
-        assert_equal(place, metadata.slot_mapping, completed + [-1] * (len(batch.slot_mapping) - len(tokens)))
+        assert_equal(lab, metadata.slot_mapping, completed + [-1] * (len(batch.slot_mapping) - len(tokens)))
 
     assert (metadata.decode is None) == (decodes == 0)
     if decodes:
-        check_decode(place, metadata.decode, config, seq_lens[:decodes], query_lens[:decodes], decode_tokens, table)
+        check_decode(lab, metadata.decode, config, seq_lens[:decodes], query_lens[:decodes], decode_tokens, table)
     assert (metadata.prefill is None) == (decodes == len(seq_lens))
     if metadata.prefill:
-        check_prefill(place, metadata.prefill.chunks, config, seq_lens, query_lens, decodes, table)
+        check_prefill(lab, metadata.prefill.chunks, config, seq_lens, query_lens, decodes, table)
     assert next_n == config.num_speculative_tokens + 1
 
 
-def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, table):
+def check_decode(lab, decode, config, seq_lens, query_lens, decode_tokens, table):
     ratio, next_n, longest = config.indexer_compress_ratio, config.decode_threshold, max(query_lens)
     native = next_n in (1, 2) and longest == next_n
     entries = [(r, 1) for r, q in enumerate(query_lens)]
     if not native and longest > 1:
         tokens = tokens_of(seq_lens, query_lens)
         padding = decode_tokens - len(tokens)
-        assert_equal(place, decode.seq_lens, [(p + 1) // ratio for _, p in tokens] + [0] * padding)
-        assert_equal(place, decode.decode_lens, [1] * decode_tokens)
+        assert_equal(lab, decode.seq_lens, [(p + 1) // ratio for _, p in tokens] + [0] * padding)
+        assert_equal(lab, decode.decode_lens, [1] * decode_tokens)
         assert not decode.requires_padding
-        rows = place.get(decode.block_table)
+        rows = lab.get(decode.block_table)
         assert rows.shape == (decode_tokens, table.shape[1])
         for row, (r, p) in zip(rows[: len(tokens)], tokens, strict=True):
             pages = -(-(p + 1) // page_positions(config))
@@ -103,18 +103,18 @@ def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, tab
         entries = rows
     else:
         lens = [[max(s - next_n + 1 + j, 0) // ratio for j in range(next_n)] for s in seq_lens]
-        assert_equal(place, decode.seq_lens, lens if native else [s // ratio for s in seq_lens])
+        assert_equal(lab, decode.seq_lens, lens if native else [s // ratio for s in seq_lens])
         assert decode.seq_lens.ndim == (2 if native and next_n > 1 else 1)
-        assert_equal(place, decode.decode_lens, query_lens)
+        assert_equal(lab, decode.decode_lens, query_lens)
         assert decode.requires_padding == (min(query_lens) != longest)
-        assert_equal(place, decode.block_table, table[: len(seq_lens)])
-    check_schedule(place, decode, page_positions(config) // ratio, len(entries), config.num_sms)
+        assert_equal(lab, decode.block_table, table[: len(seq_lens)])
+    check_schedule(lab, decode, page_positions(config) // ratio, len(entries), config.num_sms)
 
 
-def check_schedule(place, decode, block_size, batch_size, num_sms):
+def check_schedule(lab, decode, block_size, batch_size, num_sms):
     """Splits are consecutive, cover all work, and differ by one at most, the larger ones first."""
-    schedule = place.get(decode.schedule_metadata).astype(int)
-    lens = place.get(decode.seq_lens).reshape(batch_size, -1)[:, -1]
+    schedule = lab.get(decode.schedule_metadata).astype(int)
+    lens = lab.get(decode.seq_lens).reshape(batch_size, -1)[:, -1]
     splits = -(-lens // (4 * block_size))
     before = np.concatenate([[0], np.cumsum(splits)])
     assert schedule.shape == (num_sms + 1, 2)
@@ -127,21 +127,21 @@ def check_schedule(place, decode, block_size, batch_size, num_sms):
     assert shares.max() - shares.min() <= 1
 
 
-def check_prefill(place, chunks, config, seq_lens, query_lens, decodes, table):
+def check_prefill(lab, chunks, config, seq_lens, query_lens, decodes, table):
     ratio, starts = config.indexer_compress_ratio, np.concatenate([[0], np.cumsum(query_lens)])
     tokens = tokens_of(seq_lens, query_lens)
     covered, rows_before = [], None
     for chunk in chunks:
         owner = {t: r for t, (r, _) in enumerate(tokens)}
-        first = next(r for r in range(len(seq_lens)) if (table[r] == place.get(chunk.block_table)[0]).all())
+        first = next(r for r in range(len(seq_lens)) if (table[r] == lab.get(chunk.block_table)[0]).all())
         requests = range(first, first + chunk.num_reqs)
-        assert_equal(place, chunk.block_table, table[first : first + chunk.num_reqs])
+        assert_equal(lab, chunk.block_table, table[first : first + chunk.num_reqs])
         rows = [(r, row) for r in requests for row in range(seq_lens[r] // ratio)]
         assert chunk.total_seq_lens == len(rows) > 0
-        assert_equal(place, chunk.token_to_seq, [r - first for r, _ in rows])
-        assert_equal(place, chunk.cu_seq_lens, np.cumsum([0, *(seq_lens[r] // ratio for r in requests)]))
+        assert_equal(lab, chunk.token_to_seq, [r - first for r, _ in rows])
+        assert_equal(lab, chunk.cu_seq_lens, np.cumsum([0, *(seq_lens[r] // ratio for r in requests)]))
         assert starts[first] <= chunk.token_start < chunk.token_end <= starts[requests.stop]
-        spans = zip(place.get(chunk.cu_seqlen_ks), place.get(chunk.cu_seqlen_ke), strict=True)
+        spans = zip(lab.get(chunk.cu_seqlen_ks), lab.get(chunk.cu_seqlen_ke), strict=True)
         for token, (start, end) in zip(range(chunk.token_start, chunk.token_end), spans, strict=True):
             r, p = tokens[token]
             seen = [(r, row) for row in range(seq_lens[r] // ratio) if (row + 1) * ratio <= p + 1]
@@ -161,8 +161,8 @@ def check_prefill(place, chunks, config, seq_lens, query_lens, decodes, table):
 @configs
 @THOROUGH
 @given(data=st.data())
-def test_every_batch(place, config, data):
-    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+def test_every_batch(lab, config, data):
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend)
     addresses = None
     for _ in range(data.draw(st.integers(1, 3))):
         uniform = data.draw(st.booleans())
@@ -170,15 +170,15 @@ def test_every_batch(place, config, data):
         padding = data.draw(st.integers(0, 3))
         columns = -(-config.max_model_len // page_positions(config))
         batch = make_batch(
-            place, seq_lens, query_lens, block_size=page_positions(config), padding=padding, columns=columns
+            lab, seq_lens, query_lens, block_size=page_positions(config), padding=padding, columns=columns
         )
-        check(place, builder.build(0, batch), batch, config, seq_lens, query_lens)
+        check(lab, builder.build(0, batch), batch, config, seq_lens, query_lens)
         addresses = addresses or addresses_of(builder)
         assert addresses_of(builder) == addresses
-    fresh = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    fresh = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend)
     fresh.build(0, batch)
-    for name, buffer in buffers_of(place, fresh).items():
-        np.testing.assert_array_equal(buffers_of(place, builder)[name], buffer, err_msg=f"{name}: stale")
+    for name, buffer in buffers_of(lab, fresh).items():
+        np.testing.assert_array_equal(buffers_of(lab, builder)[name], buffer, err_msg=f"{name}: stale")
 
 
 @configs
@@ -194,82 +194,84 @@ def test_every_batch(place, config, data):
         pytest.param([12] * 16, [1] * 16, 0, id="more-entries-than-multiprocessors"),
     ],
 )
-def test_batch(place, config, seq_lens, query_lens, padding):
-    batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config), padding=padding)
-    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
-    check(place, metadata, batch, config, seq_lens, query_lens)
+def test_batch(lab, config, seq_lens, query_lens, padding):
+    batch = make_batch(lab, seq_lens, query_lens, block_size=page_positions(config), padding=padding)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(0, batch)
+    check(lab, metadata, batch, config, seq_lens, query_lens)
 
 
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # it takes minutes
 @pytest.mark.parametrize("name", ["v32-next_n1", "v32-next_n4", "v4-next_n2", "v4-next_n4"])
-def test_a_million_tokens(place, name):
+def test_a_million_tokens(lab, name):
     config = dataclasses.replace(
         CONFIGS[name], max_model_len=1 << 20, block_size=64, compressed_block_size=256, max_num_seqs=3,
         max_logits_bytes=1 << 22,
     )  # fmt: skip
     next_n, seq_lens = config.decode_threshold, [1 << 20, (1 << 20) - 5, 1 << 20]
     query_lens = [next_n, next_n, 6]
-    batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config))
-    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
+    batch = make_batch(lab, seq_lens, query_lens, block_size=page_positions(config))
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(0, batch)
     check_decode(
-        place, metadata.decode, config, seq_lens[:2], query_lens[:2], 2 * next_n, place.get(batch.block_table_tensor)
+        lab, metadata.decode, config, seq_lens[:2], query_lens[:2], 2 * next_n, lab.get(batch.block_table_tensor)
     )
     rows = (1 << 20) // config.indexer_compress_ratio
     ends = [(p + 1) // config.indexer_compress_ratio for p in range((1 << 20) - 6, 1 << 20)]
-    got = [end for chunk in metadata.prefill.chunks for end in place.get(chunk.cu_seqlen_ke).tolist()]
+    got = [end for chunk in metadata.prefill.chunks for end in lab.get(chunk.cu_seqlen_ke).tolist()]
     assert got == ends
     for chunk in metadata.prefill.chunks:
         assert chunk.total_seq_lens == len(chunk.token_to_seq) == rows
-        assert not place.get(chunk.token_to_seq).any()
+        assert not lab.get(chunk.token_to_seq).any()
 
 
-def test_thousands_of_requests(place):
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # it takes minutes
+def test_thousands_of_requests(lab):
     config = dataclasses.replace(
         CONFIGS["v32-next_n4"], max_num_seqs=2000, max_num_batched_tokens=8000, num_sms=132, max_model_len=64
     )
     query_lens = [1 + i % 4 for i in range(2000)]
     seq_lens = [q + i % 50 for i, q in enumerate(query_lens)]
-    batch = make_batch(place, seq_lens, query_lens)
-    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
-    assert_equal(place, metadata.decode.seq_lens, [p + 1 for _, p in tokens_of(seq_lens, query_lens)])
-    check_schedule(place, metadata.decode, BLOCK, sum(query_lens), 132)
+    batch = make_batch(lab, seq_lens, query_lens)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(0, batch)
+    assert_equal(lab, metadata.decode.seq_lens, [p + 1 for _, p in tokens_of(seq_lens, query_lens)])
+    check_schedule(lab, metadata.decode, BLOCK, sum(query_lens), 132)
 
 
-def test_padding_tokens_that_the_batch_counts_are_empty(place):
+def test_padding_tokens_that_the_batch_counts_are_empty(lab):
     """A batch at a captured size: its tokens include padding, which belongs to no request."""
     config = CONFIGS["v32-next_n4"]
-    batch = make_batch(place, [9, 20, 0], [4, 4, 0], padding=4, num_actual_tokens=12)
-    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
-    check(place, metadata, batch, config, [9, 20, 0], [4, 4, 0])
-    assert_equal(place, metadata.decode.seq_lens, [6, 7, 8, 9, 17, 18, 19, 20, 0, 0, 0, 0])
+    batch = make_batch(lab, [9, 20, 0], [4, 4, 0], padding=4, num_actual_tokens=12)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(0, batch)
+    check(lab, metadata, batch, config, [9, 20, 0], [4, 4, 0])
+    assert_equal(lab, metadata.decode.seq_lens, [6, 7, 8, 9, 17, 18, 19, 20, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
-def test_uniform_decodes_of_up_to_two_tokens_are_entries_of_their_own(place, next_n):
+def test_uniform_decodes_of_up_to_two_tokens_are_entries_of_their_own(lab, next_n):
     """Requests with more tokens than DeepGEMM's kernels take are flattened, one entry a token."""
     config = ServingConfig(
         num_speculative_tokens=next_n - 1, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8,
         max_model_len=128,
     )  # fmt: skip
-    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(
-        0, make_batch(place, [9, 20], [next_n] * 2)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(
+        0, make_batch(lab, [9, 20], [next_n] * 2)
     )
     lens = [[s - next_n + 1 + j for j in range(next_n)] for s in (9, 20)]
     shape = {1: (2,), 2: (2, 2)}.get(next_n, (2 * next_n,))
     assert metadata.decode.seq_lens.shape == shape
-    assert_equal(place, metadata.decode.seq_lens, lens)
-    assert_equal(place, metadata.decode.decode_lens, [next_n] * 2 if next_n <= 2 else [1] * 2 * next_n)
+    assert_equal(lab, metadata.decode.seq_lens, lens)
+    assert_equal(lab, metadata.decode.decode_lens, [next_n] * 2 if next_n <= 2 else [1] * 2 * next_n)
 
 
-def test_what_the_kernels_take_can_be_widened(place):
+def test_what_the_kernels_take_can_be_widened(lab):
     class Wide(DeepseekV32IndexerMetadataBuilder):
         natively_supported_next_n = (1, 2, 4)
 
-    builder = Wide(CONFIGS["v32-next_n4"], backend=place.backend)
-    decode = builder.build(0, make_batch(place, [9, 4, 0], [4, 4, 0])).decode
-    assert_equal(place, decode.seq_lens, [[6, 7, 8, 9], [1, 2, 3, 4], [0, 0, 0, 0]])
+    builder = Wide(CONFIGS["v32-next_n4"], backend=lab.backend)
+    decode = builder.build(0, make_batch(lab, [9, 4, 0], [4, 4, 0])).decode
+    assert_equal(lab, decode.seq_lens, [[6, 7, 8, 9], [1, 2, 3, 4], [0, 0, 0, 0]])
     assert decode.requires_padding
-    decode = builder.build(0, make_batch(place, [9, 4], [3, 3])).decode
-    assert_equal(place, decode.seq_lens, [7, 8, 9, 2, 3, 4])
+    decode = builder.build(0, make_batch(lab, [9, 4], [3, 3])).decode
+    assert_equal(lab, decode.seq_lens, [7, 8, 9, 2, 3, 4])
     assert not decode.requires_padding
 
 
@@ -280,54 +282,54 @@ class Flattening(DeepseekV32IndexerMetadataBuilder):
 @configs
 @THOROUGH
 @given(data=st.data())
-def test_ragged_decodes_may_all_be_flattened(place, config, data):
+def test_ragged_decodes_may_all_be_flattened(lab, config, data):
     """The window's builder has the same decodes; each token, or its request's entry, has a length and pages."""
-    builder, ratio, next_n = Flattening(config, place.backend), config.indexer_compress_ratio, config.decode_threshold
+    builder, ratio, next_n = Flattening(config, lab.backend), config.indexer_compress_ratio, config.decode_threshold
     for _ in range(data.draw(st.integers(1, 3))):
         seq_lens, query_lens = data.draw(shapes(next_n, uniform=data.draw(st.booleans())))
         columns = -(-config.max_model_len // page_positions(config))
-        batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config), columns=columns)
+        batch = make_batch(lab, seq_lens, query_lens, block_size=page_positions(config), columns=columns)
         metadata = builder.build(0, batch)
         decodes = [*(q <= next_n for q in query_lens), False].index(False)
         assert (metadata.num_decodes, metadata.num_decode_tokens) == (decodes, sum(query_lens[:decodes]))
         if not decodes:
             continue
-        decode, table = metadata.decode, place.get(batch.block_table_tensor)
+        decode, table = metadata.decode, lab.get(batch.block_table_tensor)
         each = decode.seq_lens.shape[1] if decode.seq_lens.ndim == 2 else 1
         tokens = tokens_of(seq_lens[:decodes], query_lens[:decodes])
-        lens, rows = place.get(decode.seq_lens).reshape(-1), place.get(decode.block_table)
+        lens, rows = lab.get(decode.seq_lens).reshape(-1), lab.get(decode.block_table)
         assert lens[: len(tokens)].tolist() == [(p + 1) // ratio for _, p in tokens]
         for token, (r, p) in enumerate(tokens):
             pages = -(-(p + 1) // page_positions(config))
             np.testing.assert_array_equal(rows[token // each][:pages], table[r, :pages])
-        check_schedule(place, decode, page_positions(config) // ratio, len(rows), config.num_sms)
+        check_schedule(lab, decode, page_positions(config) // ratio, len(rows), config.num_sms)
 
 
-def test_a_table_of_its_own(place):
+def test_a_table_of_its_own(lab):
     config = CONFIGS["v4-next_n1"]
-    batch = make_batch(place, [33, 40], [1, 8])
+    batch = make_batch(lab, [33, 40], [1, 8])
     table = np.array([[3, 1, 7], [2, 9, 5]], np.int32)
-    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
-    metadata = builder.build(0, batch, block_table=place.put(table))
-    own = dataclasses.replace(batch, block_table_tensor=place.put(table))
-    check(place, metadata, own, config, [33, 40], [1, 8])
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend)
+    metadata = builder.build(0, batch, block_table=lab.put(table))
+    own = dataclasses.replace(batch, block_table_tensor=lab.put(table))
+    check(lab, metadata, own, config, [33, 40], [1, 8])
 
 
 @pytest.mark.parametrize("case", golden.metadata("prepare_decode_tensors"))
-def test_golden_decode_tensors(place, case):
+def test_golden_decode_tensors(lab, case):
     given_, want = case
     config = ServingConfig(
         num_speculative_tokens=given_["next_n"] - 1, max_model_len=64 * len(given_["block_table"][0]),
         max_num_seqs=8, max_num_batched_tokens=32,
     )  # fmt: skip
     arrays = {name: np.array(value, np.int32) for name, value in given_.items() if isinstance(value, list)}
-    got = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)._prepare_decode_tensors(
-        place.put(arrays["seq_lens"]), place.put(arrays["block_table"]), place.put(arrays["decode_lens"]),
-        arrays["decode_lens"], place.put(arrays["query_start_loc"]), len(arrays["seq_lens"]),
+    got = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend)._prepare_decode_tensors(
+        lab.put(arrays["seq_lens"]), lab.put(arrays["block_table"]), lab.put(arrays["decode_lens"]),
+        arrays["decode_lens"], lab.put(arrays["query_start_loc"]), len(arrays["seq_lens"]),
         given_["num_decode_tokens"], given_["use_native"], given_["next_n"], given_["max_decode_len"],
     )  # fmt: skip
     for name, value in zip(("seq_lens", "block_table", "decode_lens"), got[:3], strict=True):
-        np.testing.assert_array_equal(place.get(value), want[name], err_msg=name)
+        np.testing.assert_array_equal(lab.get(value), want[name], err_msg=name)
     assert got[3:] == (want["batch_size"], want["requires_padding"])
 
 
@@ -342,16 +344,16 @@ def test_entries_have_tokens():
 
 
 @pytest.mark.parametrize("case", golden.metadata("build_one_prefill_chunk"))
-def test_golden_prefill_chunk(place, case):
+def test_golden_prefill_chunk(lab, case):
     given_, want = case
     requests, queries = slice(*given_["req_slice"]), slice(*given_["query_slice"])
-    chunk = DeepseekV32IndexerMetadataBuilder(ServingConfig(), backend=place.backend).build_one_prefill_chunk(
+    chunk = DeepseekV32IndexerMetadataBuilder(ServingConfig(), backend=lab.backend).build_one_prefill_chunk(
         requests, queries, np.array(given_["query_start_loc"], np.int32), np.array(given_["seq_lens"], np.int32),
-        place.put(np.array(given_["block_table"], np.int32)), skip_kv_gather=want["skip_kv_gather"],
+        lab.put(np.array(given_["block_table"], np.int32)), skip_kv_gather=want["skip_kv_gather"],
     )  # fmt: skip
     for name, value in want.items():
         got = getattr(chunk, name)
-        np.testing.assert_array_equal(place.get(got) if isinstance(value, list) else got, value, err_msg=name)
+        np.testing.assert_array_equal(lab.get(got) if isinstance(value, list) else got, value, err_msg=name)
 
 
 @pytest.mark.parametrize("case", golden.metadata("split_indexer_prefill_chunks"))
@@ -425,15 +427,15 @@ def test_kv_spans_on_a_device():
     assert end.get().tolist() == [4, 5, 13, 14, 16, 17, 18]
 
 
-def test_every_query_a_chunk_of_its_own(place):
+def test_every_query_a_chunk_of_its_own(lab):
     """The largest number of chunks of a step, and views of a buffer that grows between steps."""
     config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_seqs=4, max_num_batched_tokens=12, max_logits_bytes=4)
-    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend)
     for seq_lens in ([3, 4, 3, 2], [60, 70, 80, 90], [3, 4, 3, 2]):
         query_lens = [3, 4, 3, 2]
-        batch = make_batch(place, seq_lens, query_lens)
+        batch = make_batch(lab, seq_lens, query_lens)
         metadata = builder.build(0, batch)
-        check(place, metadata, batch, config, seq_lens, query_lens)
+        check(lab, metadata, batch, config, seq_lens, query_lens)
         assert len(metadata.prefill.chunks) == 12
 
 
@@ -441,31 +443,31 @@ def test_a_launch_for_decodes_and_prefills(emulated):
     """There is one chunk, and none before an error."""
     from cumla.kernels.cuda.launch import recorded_launches
 
-    place = Lab("cuda", True, emulated=True)
+    lab = Lab("cuda", True, emulated=True)
     config = dataclasses.replace(CONFIGS["v4-next_n1"], max_model_len=60)
     builder = DeepseekV32IndexerMetadataBuilder(config)
     with recorded_launches() as launches:
         for seq_lens, query_lens in (([9, 30, 50], [1, 3, 7]), ([9, 30], [1, 1]), ([9, 30], [3, 3])):
             launches.clear()
-            batch = make_batch(place, seq_lens, query_lens)
-            check(place, builder.build(0, batch), batch, config, seq_lens, query_lens)
+            batch = make_batch(lab, seq_lens, query_lens)
+            check(lab, builder.build(0, batch), batch, config, seq_lens, query_lens)
             assert len(launches) == 1
         builder._chunks.workspace_rows = 10
         launches.clear()
         with pytest.raises(ValueError, match="requests 1 to 1 have 12 rows, expected at most the 10"):
-            builder.build(0, make_batch(place, [9, 50], [1, 7]))
+            builder.build(0, make_batch(lab, [9, 50], [1, 7]))
         assert not launches
 
 
 def test_rows_that_were_outgrown_are_let_go_of():
-    place = Lab("reference", False)
+    lab = Lab("reference", False)
     config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_batched_tokens=12)
     builder = DeepseekV32IndexerMetadataBuilder(config, backend="reference")
-    metadata = builder.build(0, make_batch(place, [6, 4], [6, 4]))
+    metadata = builder.build(0, make_batch(lab, [6, 4], [6, 4]))
     outgrown = weakref.ref(metadata.prefill.chunks[0].token_to_seq.base)
     del metadata
     assert outgrown() is not None
-    builder.build(0, make_batch(place, [90, 40], [6, 4]))
+    builder.build(0, make_batch(lab, [90, 40], [6, 4]))
     gc.collect()
     assert outgrown() is None
 

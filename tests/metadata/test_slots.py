@@ -9,40 +9,40 @@ from metadata.batches import assert_equal, compressed_slot, make_batch, tokens_o
 SEQ_LENS, QUERY_LENS, BLOCK = [300, 0, 4, 700], [130, 0, 4, 257], 2
 
 
-def test_positions(place):
-    batch = make_batch(place, SEQ_LENS, QUERY_LENS)
+def test_positions(lab):
+    batch = make_batch(lab, SEQ_LENS, QUERY_LENS)
     want = [position for _, position in tokens_of(SEQ_LENS, QUERY_LENS)]
     arguments = (batch.query_start_loc, batch.seq_lens)
-    assert_equal(place, compute_positions(len(want), *arguments, backend=place.backend), want)
+    assert_equal(lab, compute_positions(len(want), *arguments, backend=lab.backend), want)
 
-    out = place.put(np.full(len(want) + 7, 5, np.int64))
-    got = compute_positions(len(want) + 3, *arguments, out=out, backend=place.backend)  # three tokens of padding
-    assert_equal(place, got, want + [-1] * 3)
-    assert_equal(place, out, want + [-1] * 7)
+    out = lab.put(np.full(len(want) + 7, 5, np.int64))
+    got = compute_positions(len(want) + 3, *arguments, out=out, backend=lab.backend)  # three tokens of padding
+    assert_equal(lab, got, want + [-1] * 3)
+    assert_equal(lab, out, want + [-1] * 7)
 
 
-def test_positions_of_the_longest_sequence(place):
+def test_positions_of_the_longest_sequence(lab):
     starts, lens = np.array([0, 2], np.int32), np.array([2**31 - 1], np.int32)
-    got = compute_positions(2, place.put(starts), place.put(lens), backend=place.backend)
-    assert_equal(place, got, [2**31 - 3, 2**31 - 2])
+    got = compute_positions(2, lab.put(starts), lab.put(lens), backend=lab.backend)
+    assert_equal(lab, got, [2**31 - 3, 2**31 - 2])
 
 
-def test_slot_mapping(place):
-    batch = make_batch(place, SEQ_LENS, QUERY_LENS, block_size=BLOCK)
-    want = place.get(batch.slot_mapping)
+def test_slot_mapping(lab):
+    batch = make_batch(lab, SEQ_LENS, QUERY_LENS, block_size=BLOCK)
+    want = lab.get(batch.slot_mapping)
     arguments = (batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, BLOCK)
-    assert_equal(place, compute_slot_mapping(len(want), *arguments, backend=place.backend), want)
+    assert_equal(lab, compute_slot_mapping(len(want), *arguments, backend=lab.backend), want)
 
-    out = place.put(np.full(len(want) + 7, 5, np.int64))
-    got = compute_slot_mapping(len(want), *arguments, out=out, backend=place.backend)
-    assert_equal(place, got, want)
-    assert_equal(place, out, [*want, *[-1] * 7])
+    out = lab.put(np.full(len(want) + 7, 5, np.int64))
+    got = compute_slot_mapping(len(want), *arguments, out=out, backend=lab.backend)
+    assert_equal(lab, got, want)
+    assert_equal(lab, out, [*want, *[-1] * 7])
 
 
-def test_tokens_without_a_page_have_no_slot(place):
+def test_tokens_without_a_page_have_no_slot(lab):
     table, lens, starts = np.array([[3, -1]], np.int32), np.array([6], np.int32), np.array([0, 6], np.int32)
-    got = compute_slot_mapping(6, *map(place.put, (starts, lens, table)), BLOCK, backend=place.backend)
-    assert_equal(place, got, [6, 7, -1, -1, -1, -1])
+    got = compute_slot_mapping(6, *map(lab.put, (starts, lens, table)), BLOCK, backend=lab.backend)
+    assert_equal(lab, got, [6, 7, -1, -1, -1, -1])
 
 
 def test_errors_name_the_argument():
@@ -60,28 +60,28 @@ def test_errors_name_the_argument():
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_compressed_slot_mapping(place, ratio):
+def test_compressed_slot_mapping(lab, ratio):
     seq_lens, query_lens, block_size = [300, 0, 4, 700], [130, 0, 4, 257], 2
-    batch = make_batch(place, seq_lens, query_lens, block_size=block_size * ratio)
-    table = place.get(batch.block_table_tensor)
+    batch = make_batch(lab, seq_lens, query_lens, block_size=block_size * ratio)
+    table = lab.get(batch.block_table_tensor)
     want = [compressed_slot(table, r, p, block_size, ratio) for r, p in tokens_of(seq_lens, query_lens)]
     arguments = (batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, block_size, ratio)
-    assert_equal(place, get_compressed_slot_mapping(len(want), *arguments, backend=place.backend), want)
+    assert_equal(lab, get_compressed_slot_mapping(len(want), *arguments, backend=lab.backend), want)
 
-    out = place.put(np.full(len(want) + 7, 5, np.int64))
-    got = get_compressed_slot_mapping(len(want) - 1, *arguments, out=out, backend=place.backend)
-    assert_equal(place, got, want[:-1])
-    assert_equal(place, out, want[:-1] + [-1] * 8)
+    out = lab.put(np.full(len(want) + 7, 5, np.int64))
+    got = get_compressed_slot_mapping(len(want) - 1, *arguments, out=out, backend=lab.backend)
+    assert_equal(lab, got, want[:-1])
+    assert_equal(lab, out, want[:-1] + [-1] * 8)
 
 
-def test_compressed_slots_are_64_bit_and_bounded_by_the_table(place):
+def test_compressed_slots_are_64_bit_and_bounded_by_the_table(lab):
     table = np.array([[2**31 - 1, -1]], np.int32)
     lens = np.array([32], np.int32)
     starts = np.array([0, 32], np.int32)
-    got = get_compressed_slot_mapping(32, *map(place.put, (starts, lens, table)), 3, 4, backend=place.backend)
+    got = get_compressed_slot_mapping(32, *map(lab.put, (starts, lens, table)), 3, 4, backend=lab.backend)
     want = np.full(32, -1)
     want[[3, 7, 11]] = (2**31 - 1) * 3 + np.arange(3)
-    assert_equal(place, got, want)
+    assert_equal(lab, got, want)
 
 
 def test_compressed_slot_mapping_errors():

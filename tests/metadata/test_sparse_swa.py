@@ -31,9 +31,9 @@ def padded_to(width, rows):
     return [[*row, *[-1] * (width - len(row))] for row in rows]
 
 
-def check(place, metadata, batch, compressed_table, seq_lens, query_lens):
-    tokens, table = tokens_of(seq_lens, query_lens), place.get(batch.block_table_tensor)
-    slots = place.get(batch.slot_mapping)
+def check(lab, metadata, batch, compressed_table, seq_lens, query_lens):
+    tokens, table = tokens_of(seq_lens, query_lens), lab.get(batch.block_table_tensor)
+    slots = lab.get(batch.slot_mapping)
     rows, threshold = len(slots), CONFIG.decode_threshold
     is_prefill = [q > threshold for q in query_lens]
     decodes = is_prefill.index(True) if True in is_prefill else len(query_lens)
@@ -42,8 +42,8 @@ def check(place, metadata, batch, compressed_table, seq_lens, query_lens):
     assert counts == (decodes, len(seq_lens) - decodes, decode_tokens, batch.num_actual_tokens - decode_tokens)
 
     padded = tokens + [(0, -1)] * (rows - len(tokens))
-    assert_equal(place, metadata.token_to_req_indices, [r for r, _ in padded])
-    assert_equal(place, metadata.is_valid_token, slots >= 0)
+    assert_equal(lab, metadata.token_to_req_indices, [r for r, _ in padded])
+    assert_equal(lab, metadata.is_valid_token, slots >= 0)
     windows, all_rows = [], []
     for (r, p), its_slot in zip(padded, slots, strict=True):
         valid = p >= 0 and its_slot >= 0
@@ -53,34 +53,34 @@ def check(place, metadata, batch, compressed_table, seq_lens, query_lens):
     lens = [len(window) for window in windows]
     at, end = decode_tokens, batch.num_actual_tokens
     assert metadata.decode_swa_indices.shape == (decode_tokens, 1, WINDOW)
-    assert_equal(place, metadata.decode_swa_indices, indices[:at])
-    assert_equal(place, metadata.decode_swa_lens, lens[:at])
-    assert_equal(place, metadata.prefill_swa_indices, indices[at:end])
-    assert_equal(place, metadata.prefill_swa_lens, lens[at:end])
+    assert_equal(lab, metadata.decode_swa_indices, indices[:at])
+    assert_equal(lab, metadata.decode_swa_lens, lens[:at])
+    assert_equal(lab, metadata.prefill_swa_indices, indices[at:end])
+    assert_equal(lab, metadata.prefill_swa_lens, lens[at:end])
 
     width = metadata.c128a_prefill_topk_indices.shape[1]
     of_decodes = [
         [slot(compressed_table, r, row, PAGE // 128) for row in its_rows]
         for (r, _), its_rows in zip(padded, all_rows, strict=True)
     ]
-    assert_equal(place, metadata.c128a_decode_topk_lens, [len(its_rows) for its_rows in all_rows[:at]])
-    assert_equal(place, metadata.c128a_global_decode_topk_indices, padded_to(width, of_decodes[:at]))
-    assert_equal(place, metadata.c128a_prefill_topk_indices, padded_to(width, all_rows[at:end]))
+    assert_equal(lab, metadata.c128a_decode_topk_lens, [len(its_rows) for its_rows in all_rows[:at]])
+    assert_equal(lab, metadata.c128a_global_decode_topk_indices, padded_to(width, of_decodes[:at]))
+    assert_equal(lab, metadata.c128a_prefill_topk_indices, padded_to(width, all_rows[at:end]))
 
     if decodes == len(seq_lens):
         assert metadata.prefill_seq_lens is None
         assert metadata.prefill_gather_lens is None
     else:
-        assert_equal(place, metadata.prefill_seq_lens, seq_lens[decodes:])
+        assert_equal(lab, metadata.prefill_seq_lens, seq_lens[decodes:])
         reached = [q + min(s - q, WINDOW - 1) for s, q in zip(seq_lens, query_lens, strict=True)]
-        assert_equal(place, metadata.prefill_gather_lens, reached[decodes:])
+        assert_equal(lab, metadata.prefill_gather_lens, reached[decodes:])
         np.testing.assert_array_equal(metadata.prefill_seq_lens_cpu, seq_lens[decodes:])
         np.testing.assert_array_equal(metadata.prefill_query_lens_cpu, query_lens[decodes:])
 
 
-def build(place, builder, seq_lens, query_lens, **options):
-    batch, table = make_batch(place, seq_lens, query_lens, **options), c128a_table(seq_lens)
-    return builder.build(0, batch, c128a_block_table=place.put(table)), batch, table
+def build(lab, builder, seq_lens, query_lens, **options):
+    batch, table = make_batch(lab, seq_lens, query_lens, **options), c128a_table(seq_lens)
+    return builder.build(0, batch, c128a_block_table=lab.put(table)), batch, table
 
 
 @THOROUGH
@@ -90,20 +90,20 @@ def build(place, builder, seq_lens, query_lens, **options):
     ),
     data=st.data(),
 )
-def test_every_batch(place, history, data):
-    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
+def test_every_batch(lab, history, data):
+    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
     addresses = None
     for (seq_lens, query_lens), padding in history:
         skipped = data.draw(st.sets(st.integers(0, sum(query_lens) - 1), max_size=3)) if sum(query_lens) else ()
         options = {"padding": padding, "skipped": skipped}
-        metadata, batch, table = build(place, builder, seq_lens, query_lens, **options)
-        check(place, metadata, batch, table, seq_lens, query_lens)
+        metadata, batch, table = build(lab, builder, seq_lens, query_lens, **options)
+        check(lab, metadata, batch, table, seq_lens, query_lens)
         addresses = addresses or addresses_of(builder)
         assert addresses_of(builder) == addresses
-    fresh = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    build(place, fresh, seq_lens, query_lens, **options)
-    for name, buffer in buffers_of(place, fresh).items():
-        np.testing.assert_array_equal(buffers_of(place, builder)[name], buffer, err_msg=f"{name}: stale")
+    fresh = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    build(lab, fresh, seq_lens, query_lens, **options)
+    for name, buffer in buffers_of(lab, fresh).items():
+        np.testing.assert_array_equal(buffers_of(lab, builder)[name], buffer, err_msg=f"{name}: stale")
 
 
 @pytest.mark.parametrize(
@@ -119,53 +119,55 @@ def test_every_batch(place, history, data):
         pytest.param([9, 30, 0, 50], [3, 3, 0, 20], 2, id="padding-between"),
     ],
 )
-def test_batch(place, seq_lens, query_lens, padding):
-    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    metadata, batch, table = build(place, builder, seq_lens, query_lens, padding=padding)
-    check(place, metadata, batch, table, seq_lens, query_lens)
+def test_batch(lab, seq_lens, query_lens, padding):
+    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    metadata, batch, table = build(lab, builder, seq_lens, query_lens, padding=padding)
+    check(lab, metadata, batch, table, seq_lens, query_lens)
 
 
-def test_nothing_of_a_longer_batch_stays(place):
-    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    build(place, builder, [1 << 20, 1 << 19], [3, 40], padding=9)
-    metadata, batch, table = build(place, builder, [5], [1])
-    check(place, metadata, batch, table, [5], [1])
-    fresh = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    build(place, fresh, [5], [1])
-    for name, buffer in buffers_of(place, fresh).items():
-        np.testing.assert_array_equal(buffers_of(place, builder)[name], buffer, err_msg=f"{name}: stale")
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # it takes minutes
+def test_nothing_of_a_longer_batch_stays(lab):
+    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    build(lab, builder, [1 << 20, 1 << 19], [3, 40], padding=9)
+    metadata, batch, table = build(lab, builder, [5], [1])
+    check(lab, metadata, batch, table, [5], [1])
+    fresh = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    build(lab, fresh, [5], [1])
+    for name, buffer in buffers_of(lab, fresh).items():
+        np.testing.assert_array_equal(buffers_of(lab, builder)[name], buffer, err_msg=f"{name}: stale")
 
 
-def test_thousands_of_requests(place):
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # it takes minutes
+def test_thousands_of_requests(lab):
     config = dataclasses.replace(CONFIG, compress_ratios=(1,), max_num_batched_tokens=6100, max_num_seqs=3000)
     seq_lens, query_lens = [5 + i % 90 for i in range(3000)], [1 + i % 3 for i in range(3000)]
-    batch = make_batch(place, seq_lens, query_lens, padding=11)
-    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend).build(0, batch)
+    batch = make_batch(lab, seq_lens, query_lens, padding=11)
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend).build(0, batch)
     tokens = tokens_of(seq_lens, query_lens)
-    assert_equal(place, metadata.token_to_req_indices, [r for r, _ in tokens] + [0] * 11)
-    assert_equal(place, metadata.decode_swa_lens, [min(p + 1, WINDOW) for _, p in tokens])
-    last_slot = place.get(metadata.decode_swa_indices)[np.arange(6000), 0, place.get(metadata.decode_swa_lens) - 1]
-    np.testing.assert_array_equal(last_slot, place.get(batch.slot_mapping)[:6000])
+    assert_equal(lab, metadata.token_to_req_indices, [r for r, _ in tokens] + [0] * 11)
+    assert_equal(lab, metadata.decode_swa_lens, [min(p + 1, WINDOW) for _, p in tokens])
+    last_slot = lab.get(metadata.decode_swa_indices)[np.arange(6000), 0, lab.get(metadata.decode_swa_lens) - 1]
+    np.testing.assert_array_equal(last_slot, lab.get(batch.slot_mapping)[:6000])
 
 
-def test_slots_that_no_int32_holds_are_absent(place):
-    builder = DeepseekSparseSWAMetadataBuilder(dataclasses.replace(CONFIG, compress_ratios=(1,)), backend=place.backend)
+def test_slots_that_no_int32_holds_are_absent(lab):
+    builder = DeepseekSparseSWAMetadataBuilder(dataclasses.replace(CONFIG, compress_ratios=(1,)), backend=lab.backend)
     table = np.array([[2**31 // BLOCK - 1, 2**31 // BLOCK, -5]], np.int32)
-    batch = make_batch(place, [18], [3], columns=3, block_table_tensor=place.put(table))
-    indices = place.get(builder.build(0, batch).decode_swa_indices)[:, 0]
+    batch = make_batch(lab, [18], [3], columns=3, block_table_tensor=lab.put(table))
+    indices = lab.get(builder.build(0, batch).decode_swa_indices)[:, 0]
     for row, position in zip(indices, (15, 16, 17), strict=True):
         window = range(position - WINDOW + 1, position + 1)
         assert row.tolist() == [2**31 - BLOCK + p if p < BLOCK else -1 for p in window]
 
 
-def test_padding_tokens_that_the_batch_counts_are_empty(place):
+def test_padding_tokens_that_the_batch_counts_are_empty(lab):
     """A batch at a captured size: its tokens include padding, which belongs to no request."""
-    builder = DeepseekSparseSWAMetadataBuilder(dataclasses.replace(CONFIG, compress_ratios=(1,)), backend=place.backend)
-    batch = make_batch(place, [9, 20, 0], [3, 3, 0], padding=3, num_actual_tokens=9)
+    builder = DeepseekSparseSWAMetadataBuilder(dataclasses.replace(CONFIG, compress_ratios=(1,)), backend=lab.backend)
+    batch = make_batch(lab, [9, 20, 0], [3, 3, 0], padding=3, num_actual_tokens=9)
     metadata = builder.build(0, batch)
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 9)
-    assert_equal(place, metadata.decode_swa_lens, [7, 8, 9, 12, 12, 12, 0, 0, 0])
-    assert (place.get(metadata.decode_swa_indices)[6:] == -1).all()
+    assert_equal(lab, metadata.decode_swa_lens, [7, 8, 9, 12, 12, 12, 0, 0, 0])
+    assert (lab.get(metadata.decode_swa_indices)[6:] == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -173,13 +175,11 @@ def test_padding_tokens_that_the_batch_counts_are_empty(place):
     [((0, 1), ["swaonly"]), ((4, 1), ["c4a", "swaonly"]), ((128, 4, 4), ["c128a", "c4a"])],
     ids=str,
 )
-def test_a_plan_for_each_type_of_layer(place, ratios, types):
-    builder = DeepseekSparseSWAMetadataBuilder(
-        dataclasses.replace(CONFIG, compress_ratios=ratios), backend=place.backend
-    )
+def test_a_plan_for_each_type_of_layer(lab, ratios, types):
+    builder = DeepseekSparseSWAMetadataBuilder(dataclasses.replace(CONFIG, compress_ratios=ratios), backend=lab.backend)
     before = None
     for query_lens in ([3, 1], [2, 20], [1]):
-        metadata, _, _ = build(place, builder, [q + 9 for q in query_lens], query_lens)
+        metadata, _, _ = build(lab, builder, [q + 9 for q in query_lens], query_lens)
         plans = {name: getattr(metadata, f"tile_sched_{name}") for name in ("swaonly", "c4a", "c128a")}
         assert sorted(name for name, plan in plans.items() if plan is not None) == types
         assert all(plan.made_for is None for plan in plans.values() if plan)  # to be planned in this step
@@ -188,7 +188,7 @@ def test_a_plan_for_each_type_of_layer(place, ratios, types):
             assert before is None or plans[name].workspace is before[name].workspace
             plans[name].made_for = (1,)
         before = plans
-    without_decodes, _, _ = build(place, builder, [30], [20])
+    without_decodes, _, _ = build(lab, builder, [30], [20])
     assert without_decodes.tile_sched_swaonly is without_decodes.tile_sched_c4a is None
     assert without_decodes.tile_sched_c128a is None
     assert builder.build_tile_scheduler(0) == {"swaonly": None, "c4a": None, "c128a": None}
@@ -231,30 +231,30 @@ def test_chunk_plan(shape, ratio, chunk):
             assert (end + 1 - start) * wider > budget
 
 
-def test_capture_without_a_table_of_c128a_pages(place):
+def test_capture_without_a_table_of_c128a_pages(lab):
     """C128A layers then find no rows, and later the next build's rows at the same addresses."""
     config = dataclasses.replace(CONFIG, compress_ratios=(0, 4, 128))
-    builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
-    batch = make_batch(place, [200, 130], [1, 1])
+    builder = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend)
+    batch = make_batch(lab, [200, 130], [1, 1])
     captured = builder.build_for_cudagraph_capture(batch)
-    assert (place.get(captured.c128a_global_decode_topk_indices) == -1).all()
-    table = place.put(np.array([[5], [2]], np.int32))
+    assert (lab.get(captured.c128a_global_decode_topk_indices) == -1).all()
+    table = lab.put(np.array([[5], [2]], np.int32))
     given = builder.build_for_cudagraph_capture(batch, c128a_block_table=table)
     rows = config.compressed_block_size // 128
-    assert place.get(given.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
-    assert place.get(captured.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
+    assert lab.get(given.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
+    assert lab.get(captured.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
 
 
 @pytest.mark.parametrize(("longest", "columns"), [(1, 1), (256, 1), (257, 2), (1000, 4)])
-def test_a_capture_s_own_table_covers_its_longest_sequence_and_no_more(place, longest, columns):
+def test_a_capture_s_own_table_covers_its_longest_sequence_and_no_more(lab, longest, columns):
     given_tables = []
 
     class Watched(DeepseekSparseSWAMetadataBuilder):
         def build(self, *arguments, c128a_block_table=None, **options):
-            given_tables.append(place.get(c128a_block_table))
+            given_tables.append(lab.get(c128a_block_table))
             return super().build(*arguments, c128a_block_table=c128a_block_table, **options)
 
-    Watched(CONFIG, backend=place.backend).build_for_cudagraph_capture(make_batch(place, [longest, 1], [1, 1]))
+    Watched(CONFIG, backend=lab.backend).build_for_cudagraph_capture(make_batch(lab, [longest, 1], [1, 1]))
     (table,) = given_tables
     np.testing.assert_array_equal(table, np.full((2, columns), -1))
 

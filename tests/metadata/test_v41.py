@@ -23,17 +23,17 @@ def slots_of(table, request, positions):
     return [table[request, p // BLOCK] * BLOCK + p % BLOCK for p in positions]
 
 
-def windows(place, metadata):
+def windows(lab, metadata):
     """The slots of each token's row, and its length, decodes first; rows are -1 after the length."""
-    rows = [*place.get(metadata.decode_swa_indices)[:, 0], *place.get(metadata.prefill_swa_indices)]
-    lens = [*place.get(metadata.decode_swa_lens).tolist(), *place.get(metadata.prefill_swa_lens).tolist()]
+    rows = [*lab.get(metadata.decode_swa_indices)[:, 0], *lab.get(metadata.prefill_swa_indices)]
+    lens = [*lab.get(metadata.decode_swa_lens).tolist(), *lab.get(metadata.prefill_swa_lens).tolist()]
     assert all((row[n:] == -1).all() for row, n in zip(rows, lens, strict=True))
     return [row[:n].tolist() for row, n in zip(rows, lens, strict=True)]
 
 
-def test_a_plan_for_each_type_of_layer(place):
-    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    metadata = builder.build(0, make_batch(place, [9, 30], [1, 1]))
+def test_a_plan_for_each_type_of_layer(lab):
+    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    metadata = builder.build(0, make_batch(lab, [9, 30], [1, 1]))
     assert {name for name in ("swaonly", "c1a", "c2a", "c4a", "c128a") if getattr(metadata, f"tile_sched_{name}")} == {
         "swaonly", "c1a", "c2a"
     }  # fmt: skip
@@ -52,50 +52,50 @@ def test_ratio_1_is_window_only_without_has_c1a():
 
 
 @pytest.mark.parametrize("has_replay", [False, True])
-def test_windows_of_replayed_requests(place, has_replay):
+def test_windows_of_replayed_requests(lab, has_replay):
     """Starts before, inside, at the end of and beyond the windows, and negative; decodes and prefills."""
     seq_lens, query_lens = [30, 30, 30, 8, 40, 40, 33], [2, 2, 2, 1, 20, 20, 6]
     replay = np.array([0, 25, 29, 9, -5, 18, 31], np.int32)
-    batch = make_batch(place, seq_lens, query_lens, padding=3, skipped=(1,))
-    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=place.backend)
-    given = {"replay_start": place.put(replay)} if has_replay else {}
+    batch = make_batch(lab, seq_lens, query_lens, padding=3, skipped=(1,))
+    builder = DeepseekSparseSWAMetadataBuilder(CONFIG, backend=lab.backend)
+    given = {"replay_start": lab.put(replay)} if has_replay else {}
     metadata = builder.build(0, batch, **given)
     first = replay if has_replay else np.zeros_like(replay)
-    table = place.get(batch.block_table_tensor)
+    table = lab.get(batch.block_table_tensor)
     expected = [
         slots_of(table, r, range(max(p - WINDOW + 1, 0, first[r]), p + 1)) if t != 1 else []
         for t, (r, p) in enumerate(tokens_of(seq_lens, query_lens))
     ]
-    assert windows(place, metadata) == expected
+    assert windows(lab, metadata) == expected
     reached = [
         q + min(max(s - q - max(start, 0), 0), WINDOW - 1)
         for s, q, start in zip(seq_lens, query_lens, first.tolist(), strict=True)
     ]
-    np.testing.assert_array_equal(place.get(metadata.prefill_gather_lens), reached[4:])
+    np.testing.assert_array_equal(lab.get(metadata.prefill_gather_lens), reached[4:])
     assert (metadata.replay_start is None) == (not has_replay)
     with pytest.raises(ValueError, match="replay_start: got shape"):
-        builder.build(0, batch, replay_start=place.put(replay[1:]))
+        builder.build(0, batch, replay_start=lab.put(replay[1:]))
 
 
-def test_tokens_of_a_noncausal_decode_see_its_whole_block(place):
+def test_tokens_of_a_noncausal_decode_see_its_whole_block(lab):
     config = dataclasses.replace(CONFIG, noncausal_decodes=True)
     assert config.decode_swa_width == 64
     assert dataclasses.replace(config, window_size=128, num_speculative_tokens=5).decode_swa_width == 192
     seq_lens, query_lens = [30, 4, 9, 0, 50], [3, 3, 2, 0, 15]
-    batch = make_batch(place, seq_lens, query_lens, padding=2, skipped=(4,))
-    builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
-    builder.build(0, make_batch(place, [60] * 9, [4] * 9))  # rows that the next build must clear
-    replay = place.put(np.array([29, 3, 8, 0, 40], np.int32))  # has no effect on blocks
+    batch = make_batch(lab, seq_lens, query_lens, padding=2, skipped=(4,))
+    builder = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend)
+    builder.build(0, make_batch(lab, [60] * 9, [4] * 9))  # rows that the next build must clear
+    replay = lab.put(np.array([29, 3, 8, 0, 40], np.int32))  # has no effect on blocks
     metadata = builder.build(0, batch, replay_start=replay)
     assert metadata.decode_swa_indices.shape == (8, 1, 64)
     assert metadata.prefill_swa_indices.shape == (15, WINDOW)
-    table, expected = place.get(batch.block_table_tensor), []
+    table, expected = lab.get(batch.block_table_tensor), []
     for t, (r, p) in enumerate(tokens_of(seq_lens, query_lens)):
         block = range(max(seq_lens[r] - query_lens[r] - WINDOW, 0), seq_lens[r])
         seen = block if r < 4 else range(max(p - WINDOW + 1, 40), p + 1)
         expected.append(slots_of(table, r, seen) if t != 4 else [])
-    assert windows(place, metadata) == expected
-    buffers = place.get(builder._buffers.swa_indices)
+    assert windows(lab, metadata) == expected
+    buffers = lab.get(builder._buffers.swa_indices)
     assert (buffers[len(expected) :] == -1).all()
 
 
@@ -103,19 +103,19 @@ def test_tokens_of_a_noncausal_decode_see_its_whole_block(place):
     ("window", "block", "width"),
     [(64, 1, 128), (63, 1, 64), (60, 4, 64), (60, 5, 128), (61, 4, 128), (128, 1, 192), (128, 5, 192), (128, 65, 256)],
 )
-def test_every_block_that_counts_as_a_decode_has_a_row(place, window, block, width):
+def test_every_block_that_counts_as_a_decode_has_a_row(lab, window, block, width):
     """Window and block, padded to 64 entries: also where the window alone, or with the drafts, fills them."""
     config = dataclasses.replace(
         CONFIG, noncausal_decodes=True, window_size=window, num_speculative_tokens=block - 1, max_num_batched_tokens=256
     )
     assert config.decode_swa_width == width
     seq_lens, query_lens = [window + block + 20, block, window + block], [block] * 3
-    batch = make_batch(place, seq_lens, query_lens)
-    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend).build(0, batch)
+    batch = make_batch(lab, seq_lens, query_lens)
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend).build(0, batch)
     assert metadata.decode_swa_indices.shape == (3 * block, 1, width)
-    table = place.get(batch.block_table_tensor)
+    table = lab.get(batch.block_table_tensor)
     expected = [slots_of(table, r, range(max(s - block - window, 0), s)) for r, s in enumerate(seq_lens)]
-    assert windows(place, metadata) == [its for its in expected for _ in range(block)]
+    assert windows(lab, metadata) == [its for its in expected for _ in range(block)]
 
 
 def test_chunks_of_layers_of_ratio_1_have_compressed_rows():
@@ -135,19 +135,19 @@ def test_chunks_of_layers_of_ratio_1_have_compressed_rows():
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_an_indexer_of_each_ratio(place, ratio):
+def test_an_indexer_of_each_ratio(lab, ratio):
     """Rows that tokens see, and slots of the rows that they complete; pages cover compressed_block_size positions."""
-    builder = DeepseekV32IndexerMetadataBuilder(CONFIG, place.backend, compress_ratio=ratio)
+    builder = DeepseekV32IndexerMetadataBuilder(CONFIG, lab.backend, compress_ratio=ratio)
     assert copy.copy(builder).compress_ratio == ratio
     seq_lens, query_lens = [30, 1, 47, 33], [1, 1, 7, 20]
-    batch = make_batch(place, seq_lens, query_lens, padding=2)
+    batch = make_batch(lab, seq_lens, query_lens, padding=2)
     table = np.random.default_rng(3).permutation(4 * 3).reshape(4, 3).astype(np.int32)
-    metadata = builder.build(0, batch, block_table=place.put(table))
+    metadata = builder.build(0, batch, block_table=lab.put(table))
     slots = [compressed_slot(table, r, p, 16 // ratio, ratio) for r, p in tokens_of(seq_lens, query_lens)]
-    np.testing.assert_array_equal(place.get(metadata.slot_mapping), [*slots, -1, -1])
-    np.testing.assert_array_equal(place.get(metadata.decode.seq_lens), [30 // ratio, 1 // ratio])
+    np.testing.assert_array_equal(lab.get(metadata.slot_mapping), [*slots, -1, -1])
+    np.testing.assert_array_equal(lab.get(metadata.decode.seq_lens), [30 // ratio, 1 // ratio])
     (chunk,) = metadata.prefill.chunks
-    seen = np.subtract(place.get(chunk.cu_seqlen_ke), place.get(chunk.cu_seqlen_ks))
+    seen = np.subtract(lab.get(chunk.cu_seqlen_ke), lab.get(chunk.cu_seqlen_ks))
     np.testing.assert_array_equal(seen, [(p + 1) // ratio for r, p in tokens_of(seq_lens, query_lens) if r >= 2])
 
 
@@ -163,28 +163,28 @@ class Native(DeepseekV32IndexerMetadataBuilder):
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_native_rows_by_the_depth_of_the_batch(place, depth):
+def test_native_rows_by_the_depth_of_the_batch(lab, depth):
     """A draft of 3 may be cut to 1; padding requests have no rows."""
-    builder = Native(CONFIG, place.backend, compress_ratio=1)
-    batch = make_batch(place, [40, depth, 33, 0], [depth] * 3 + [0], padding=depth)
+    builder = Native(CONFIG, lab.backend, compress_ratio=1)
+    batch = make_batch(lab, [40, depth, 33, 0], [depth] * 3 + [0], padding=depth)
     decode = builder.build(0, batch).decode
     expected = [[max(s - depth + j + 1, 0) for j in range(depth)] for s in (40, depth, 33)] + [[0] * depth]
-    np.testing.assert_array_equal(place.get(decode.seq_lens), expected)
-    np.testing.assert_array_equal(place.get(decode.decode_lens), [depth] * 3 + [0])
+    np.testing.assert_array_equal(lab.get(decode.seq_lens), expected)
+    np.testing.assert_array_equal(lab.get(decode.decode_lens), [depth] * 3 + [0])
     assert not decode.block_table.shape[1] or decode.block_table.shape[0] == 4
 
 
-def test_native_rows_of_padded_requests(place):
+def test_native_rows_of_padded_requests(lab):
     """4 rows a request, of which 3 are in use: row j sees the sequence without the later ones of the 3."""
-    builder = Native(CONFIG, place.backend, compress_ratio=1)
+    builder = Native(CONFIG, lab.backend, compress_ratio=1)
     seq_lens, decode_lens = np.array([40, 2, 0], np.int32), np.array([3, 2, 0], np.int32)
-    arrays = [place.put(x) for x in (seq_lens, np.zeros((3, 70), np.int32), decode_lens)]
-    starts = place.put(np.array([0, 3, 5], np.int32))
+    arrays = [lab.put(x) for x in (seq_lens, np.zeros((3, 70), np.int32), decode_lens)]
+    starts = lab.put(np.array([0, 3, 5], np.int32))
     lens, _, _, batch_size, padded = builder._prepare_decode_tensors(
         *arrays, decode_lens, starts, 3, 5, use_native=True, next_n=4, max_decode_len=3
     )
     expected = [[min(max(s - 3 + j + 1, 0), s) for j in range(4)] for s in seq_lens.tolist()]
-    np.testing.assert_array_equal(place.get(lens), expected)
+    np.testing.assert_array_equal(lab.get(lens), expected)
     assert (batch_size, padded) == (3, True)
 
 
