@@ -174,6 +174,8 @@ def merge_shape(splits: int) -> tuple[int, int, int]:
     """Sizes of dense_decode_merge.cu for about `splits` parts: parts loaded together, sets of threads, MAX_SETS."""
     if splits <= 4:
         return 4, 1, 1
+    if splits > 64:
+        return 16, 5, 5  # five sets have registers for 16 parts each
     sets = min(-(-splits // 8), 8)
     return 8, sets, 1 if sets == 1 else 8
 

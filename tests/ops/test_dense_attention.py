@@ -334,7 +334,7 @@ def test_pages_of_every_size(lab, rng, block_size, page_pad):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100, 200])
 @pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
 def test_any_number_of_splits(device, rng, monkeypatch, splits):
     """Includes splits without keys, and requests that have only such splits."""

@@ -385,6 +385,7 @@ SOURCES = [
     ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
     ("common/dense_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0, "AT_ONCE": 8, "MAX_SETS": 1}),
     ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 8, "MAX_SETS": 8}),
+    ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 16, "MAX_SETS": 5}),
     ("common/window_metadata.cu", {"SLOT": "int64"}),
     ("common/window_metadata.cu", {"SLOT": "int"}),
 ]  # fmt: skip

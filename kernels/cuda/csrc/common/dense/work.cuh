@@ -19,8 +19,8 @@
 #include "common/latent.cuh"
 
 constexpr int BLOCK = 64;
-constexpr int TOKEN_COST = 4;  // in blocks: the start of a token, and storing its result
-constexpr int MIN_RANGE = 4;   // smallest number of blocks of a range: combining smaller parts takes longer than they save
+constexpr int TOKEN_COST = 6;  // in blocks: the start of a token, and storing its result
+constexpr int MIN_RANGE = 2;   // smallest number of blocks of a range
 constexpr int MIN_PART = 2;    // smallest number of blocks on either side of a boundary
 
 __device__ inline int blocks_of(int keys) { return keys / BLOCK + (keys % BLOCK > 0); }
