@@ -11,6 +11,7 @@ import cumla
 import cumla.layers
 import cumla.metadata
 import cumla.models
+import cumla.pages
 from cumla.__main__ import main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -92,7 +93,7 @@ def references():
 
 
 @pytest.mark.parametrize(
-    "module", [cumla, cumla.layers, cumla.metadata, cumla.models], ids=lambda module: module.__name__
+    "module", [cumla, cumla.layers, cumla.metadata, cumla.models, cumla.pages], ids=lambda module: module.__name__
 )
 def test_every_public_name_is_in_the_reference(module):
     modules = {"layers", "metadata"}

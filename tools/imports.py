@@ -33,6 +33,7 @@ LAYERS = (
     "cumla.metadata",
     "cumla.layers",
     "cumla.models",
+    "cumla.pages",
     "cumla.parallel",
     "cumla.specs",
     "cumla",

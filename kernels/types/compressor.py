@@ -2,7 +2,20 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .segments import Pages
+
+
+def first_state(tokens: Any, ratio: int, overlap: bool) -> Any:
+    """The first position whose state a request needs that goes on after `tokens` tokens: positions of the incomplete
+    row, and of the row before it if rows overlap.
+
+    Args:
+        tokens: a number, or an array of numbers
+    """
+    complete = tokens // ratio * ratio
+    return np.maximum(complete - ratio, 0) if overlap else complete
 
 
 class CompressorRows(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.types.compressor import first_state
 from .values import check_pages, check_positions, check_slots, checked_requests, host
 
 
@@ -26,10 +27,10 @@ def compress_and_insert(arguments: Any) -> None:
             f"state_slot_mapping of {prefix}state_cache", arguments.state_slots, num_states, positions, requests
         )
     window = ratio * arguments.compressors[0].kv_score.shape[1] // (2 * arguments.compressors[0].pages.layout.head_dim)
-    begin, end = np.full(num_reqs, np.iinfo(np.int64).max), np.zeros(num_reqs, np.int64)
-    for i in np.flatnonzero(at >= 0):  # rows that a step's first tokens complete also read states before the step
+    starts, overlap = host(arguments.query_start_loc)[:-1], window > ratio
+    begin, end = np.zeros(num_reqs, np.int64), np.zeros(num_reqs, np.int64)
+    for i in np.flatnonzero(at >= 0):  # also where the step completes no row: a later step reads the states then
         r = requests[i]
-        before = at[i] - (i - host(arguments.query_start_loc)[r])  # the step's first position
-        if (at[i] + 1) % ratio == 0 and i < len(slots) and host(slots)[i] >= 0:
-            begin[r], end[r] = min(begin[r], at[i] + 1 - window), before
+        end[r] = at[i] - (i - starts[r])  # the step's first position
+        begin[r] = first_state(end[r], ratio, overlap)
     check_pages("state_block_table", state_table, begin, end, states.shape[1], len(states))

@@ -1,0 +1,238 @@
+"""The page groups of a model, from its configuration and the sizes of its pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
+from ..layout import INDEXER_FP8, V32_NOPE_FP8, CacheLayout
+from ..metadata.slots import ring_capacity
+from ..models.caches import RING_VALUES, formats, v41_formats
+from ..models.layer_spec import LATENT, LayerSpec
+from ..models.registry import CONFIGS, config_from
+from ..models.step import STATE_BLOCK_SIZES
+from ..models.v41_config import DeepseekV41Config
+from .description import Description, Group, PagedCache
+
+ORDER = ("rows", "window", "compressed", "rank_rows", "states4", "states128", "rings")
+SHARDED = {"rows": "rows", "compressed": "compressed"}  # by group, the cache whose rows are sharded across ranks
+DRAFT = "draft_"
+FLOAT32_BYTES = 4
+
+
+class _Found(NamedTuple):
+    """A cache of a layer, and its group."""
+
+    group: str
+    cache: PagedCache
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Positions of pages, and rows of rings."""
+
+    block: int
+    compressed: int
+    states: Mapping[int, int]
+    speculative: int
+
+
+def describe(
+    config: Any,
+    ranks: int = 1,
+    *,
+    rank: int = 0,
+    interleave: int = 1,
+    layers: int | None = None,
+    drafts: int = 0,
+    cache_format: str | None = None,
+    key_format: str | None = None,
+    block_size: int = 64,
+    compressed_block_size: int = 256,
+    state_block_sizes: Mapping[int, int] = STATE_BLOCK_SIZES,
+    num_speculative_tokens: int = 0,
+    name: str | None = None,
+) -> Description:
+    """The page groups of a model: what their pages hold, how long they are needed, and what a prefix hit needs.
+
+    Args:
+        config: a model's configuration (`DeepseekV4Config`), or the contents of its config.json
+        ranks: ranks that the context is sharded across (`cumla.parallel`); the description is of one of them, `rank`
+        interleave: neighbouring rows that go to the same rank (`cumla.parallel.Shard`)
+        layers: number of layers; None: the configuration's. DeepseekV32Config has none
+        drafts: draft layers, numbered after the others
+        cache_format: of the caches, as of the model's layers; None: "fp8", for V4.1 "fp4"
+        key_format: of V4.1's index keys
+        block_size: positions of a page of latent rows or of window rows; compressed_block_size of compressed rows
+        state_block_sizes: positions of a page of V4's states, by compress ratio
+        num_speculative_tokens: draft tokens that a step verifies, by which rings grow
+        name: of the checkpoint, for the headers of `pack`; None: the configuration's type
+
+    Raises TypeError or ValueError for an argument that does not fit, and for the configuration of another model.
+    """
+    if isinstance(config, Mapping):
+        layers = config.get("num_hidden_layers") if layers is None else layers
+        config = config_from(config)
+    if type(config) not in set(CONFIGS.values()):
+        raise TypeError(f"config: got {type(config).__name__}, expected the configuration of a model")
+    check_integers(1, ranks=ranks)
+    check_integers(0, ranks - 1, rank=rank)
+    check_integers(1, interleave=interleave, block_size=block_size, compressed_block_size=compressed_block_size)
+    check_integers(0, drafts=drafts, num_speculative_tokens=num_speculative_tokens)
+    check_optional_size(layers=layers)
+    check_kind(Mapping, state_block_sizes=state_block_sizes)
+    of_v41 = isinstance(config, DeepseekV41Config)
+    if of_v41 and ranks > 1:
+        raise ValueError(f"ranks: got {ranks}, expected 1: layers of V4.1 are not sharded across ranks")
+    if key_format is not None and not of_v41:
+        raise ValueError(f"key_format: got {key_format!r}, expected None for {type(config).__name__}")
+    chosen = cache_format or ("fp4" if of_v41 else "fp8")
+    layouts = _layouts(chosen, key_format, of_v41)
+    count = _num_layers(config, layers)
+    sizes = _Sizes(block_size, compressed_block_size, state_block_sizes, num_speculative_tokens)
+    specs = [config.spec(layer) for layer in range(count + drafts)]
+    found = [
+        item._replace(group=DRAFT + item.group) if spec.layer >= count else item
+        for spec in specs
+        for item in _caches(spec, layouts, sizes)
+    ]
+    if ranks > 1:
+        found = [_sharded(item) for item in found]
+    window = max((spec.window for spec in specs), default=0)
+    names = sorted({item.group for item in found}, key=lambda x: (x.startswith(DRAFT), ORDER.index(_plain(x))))
+    groups = []
+    for group in names:
+        caches = _merged([item.cache for item in found if item.group == group])
+        groups.append(_group(group, caches, window, (int(rank), int(ranks), int(interleave))))
+    return Description(
+        model=name or type(config).__name__, digest=_digest(specs), layers=count, drafts=int(drafts),
+        groups=tuple(groups),
+    )  # fmt: skip
+
+
+def _num_layers(config: Any, layers: int | None) -> int:
+    known = getattr(config, "num_hidden_layers", None) or len(getattr(config, "compress_ratios", ())) or layers
+    if known is None:
+        raise ValueError(f"layers: got None, expected the number of layers, which {type(config).__name__} lacks")
+    if layers is not None and layers != known:
+        raise ValueError(f"layers: got {layers}, expected {known} as the configuration has, or None")
+    return int(known)
+
+
+def _layouts(cache_format: str, key_format: str | None, of_v41: bool) -> dict[str, CacheLayout]:
+    """The layout of each kind of rows."""
+    if of_v41:
+        found = v41_formats(cache_format, key_format)
+        return {"window": found.window, "compressed": found.compressed, "indexer": found.indexer}
+    known = formats(cache_format)
+    return {"rows": known.v32, "window": known.v4, "compressed": known.v4, "indexer": known.indexer}
+
+
+def _caches(spec: LayerSpec, layouts: Mapping[str, CacheLayout], sizes: _Sizes) -> Iterator[_Found]:
+    """The caches that a layer owns."""
+    layer = (spec.layer,)
+
+    def of_format(group: str, cache: str, rows: int, positions: int = 1, layout: CacheLayout | None = None) -> _Found:
+        layout = layout or layouts[cache]
+        tail = layout.scale_bytes if layout.scale_placement == "page_tail" else 0
+        return _Found(group, PagedCache(
+            cache=cache, layers=layer, layout=layout.name, positions=positions, rows=rows, row_bytes=layout.row_bytes,
+            tail_bytes=tail, page_bytes=rows * layout.token_bytes, stride=layout.page_bytes(rows),
+            alignment=math.lcm(layout.page_alignment, layout.stride_multiple),
+        ))  # fmt: skip
+
+    def of_numbers(group: str, cache: str, rows: int, width: int, kind: str = "float32", whole: bool = False) -> _Found:
+        size = FLOAT32_BYTES * width
+        return _Found(group, PagedCache(
+            cache=cache, layers=layer, layout=f"{kind} [{width}]", positions=1, rows=rows, row_bytes=size,
+            tail_bytes=0, page_bytes=rows * size, stride=rows * size, alignment=FLOAT32_BYTES, whole=whole,
+        ))  # fmt: skip
+
+    if spec.rows == "latent":
+        if spec.owns_rows:
+            layout = layouts["rows"]
+            if not spec.rope_dim and layout.num_scales:
+                layout = V32_NOPE_FP8
+            yield of_format("rows", "rows", sizes.block, layout=layout)
+        if spec.selects:
+            yield of_format("rows", "indexer", sizes.block)
+        return
+    yield of_format("window", "window", sizes.block)
+    if not spec.owns_rows:
+        return
+    rows = _divided("compressed_block_size", sizes.compressed, spec.ratio)
+    yield of_format("compressed", "compressed", rows, spec.ratio)
+    if spec.keys != "none":
+        yield of_format("compressed", "indexer", rows, spec.ratio)
+    width = (4 if spec.overlap else 2) * LATENT
+    if spec.states == "pages":
+        if spec.ratio not in sizes.states:
+            raise ValueError(f"state_block_sizes: got {dict(sizes.states)}, expected one for ratio {spec.ratio}")
+        block, group = sizes.states[spec.ratio], f"states{spec.ratio}"
+        check_integers(1, **{f"state_block_sizes[{spec.ratio}]": block})
+        yield of_numbers(group, "state", block, width)
+        if spec.keys == "compressor":
+            yield of_numbers(group, "indexer_state", block, 4 * INDEXER_FP8.head_dim)
+    elif spec.states == "ring":
+        yield of_numbers("rings", "ring", ring_capacity(sizes.speculative), RING_VALUES)
+        yield of_numbers("rings", "restart_rows", 1, RING_VALUES, whole=True)
+        yield of_numbers("rings", "restart_positions", 1, 1, "int32", whole=True)
+
+
+def _divided(name: str, size: int, ratio: int) -> int:
+    if size % ratio:
+        raise ValueError(f"{name}: got {size}, expected a multiple of {ratio}, the positions of a row")
+    return size // ratio
+
+
+def _sharded(item: _Found) -> _Found:
+    """A cache on one of several ranks: those of rows have a block table of the rank's own."""
+    if SHARDED.get(_plain(item.group)) != item.cache.cache:
+        return item
+    draft = DRAFT if item.group.startswith(DRAFT) else ""
+    return _Found(draft + "rank_rows", dataclasses.replace(item.cache, sharded=True))
+
+
+def _merged(caches: list[PagedCache]) -> tuple[PagedCache, ...]:
+    """Caches that are equal but for their layers, as one with all their layers."""
+    layers: dict[PagedCache, list[int]] = {}
+    for cache in caches:
+        layers.setdefault(dataclasses.replace(cache, layers=()), []).extend(cache.layers)
+    return tuple(dataclasses.replace(cache, layers=tuple(its)) for cache, its in layers.items())
+
+
+def _group(name: str, caches: tuple[PagedCache, ...], window: int, shard: tuple[int, int, int]) -> Group:
+    plain, first = _plain(name), caches[0]
+    tokens, lifetime, reach, overlap = first.rows * first.positions, "request", 0, False
+    if plain == "window":
+        # A block of drafts sees the whole window before its first token; other tokens are within their own windows.
+        lifetime, reach = "window", window if name.startswith(DRAFT) else window - 1
+    elif plain.startswith("states"):
+        lifetime, reach = "states", int(plain.removeprefix("states"))
+        overlap = any(cache.cache == "indexer_state" for cache in caches)
+    elif plain == "rings":
+        tokens, lifetime, reach = 0, "ring", 2
+    if any(cache.sharded for cache in caches):
+        tokens *= shard[1]
+    return Group(
+        name=name, tokens=tokens, lifetime=lifetime, reach=reach, overlap=overlap, caches=caches,
+        rank=shard[0], ranks=shard[1], interleave=shard[2],
+    )  # fmt: skip
+
+
+def _plain(group: str) -> str:
+    name = group.removeprefix(DRAFT)
+    check_choice(ORDER, group=name)
+    return name
+
+
+def _digest(specs: list[LayerSpec]) -> str:
+    """Identifies how layers compute with caches: weights are not part of it."""
+    text = json.dumps([dataclasses.asdict(spec) for spec in specs], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
