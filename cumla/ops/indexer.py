@@ -22,6 +22,7 @@ from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores, Que
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from .indices import pair
+from .norm_rope import head_factors
 
 HEAD_DIM = INDEXER_FP8.head_dim
 ROPE_DIM = 64
@@ -37,7 +38,7 @@ LEAST_EXPONENT, LEAST_EXPONENT_ROPE_FIRST = INDEXER_FP8.min_exponent, -42
 def fused_indexer_q_rope_quant(
     positions: Any,
     index_q: Any,
-    index_q_cos_sin_cache: Any,
+    index_q_cos_sin_cache: Any | None,
     index_weights: Any,
     index_weights_softmax_scale: float | None = None,
     index_weights_head_scale: float | None = None,
@@ -46,6 +47,9 @@ def fused_indexer_q_rope_quant(
     is_neox: bool = False,
     quantize: bool = True,
     q_format: QueryFormat = "fp8",
+    hadamard: bool = False,
+    ssmax_scale: Any | None = None,
+    ssmax_bias: Any | None = None,
     out: tuple[Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -55,7 +59,8 @@ def fused_indexer_q_rope_quant(
     Args:
         positions: [T] int64 or int32
         index_q: [T, H, 128] bfloat16, float16 or float32
-        index_q_cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines, then 32 sines of each position
+        index_q_cos_sin_cache: [P, 64] float32 or bfloat16: 32 cosines, then 32 sines of each position; None:
+            queries are not rotated (GLM-5.3-Flash)
         index_weights: [T, H] bfloat16, float16 or float32
         index_weights_softmax_scale, index_weights_head_scale: 128 ** -0.5 and H ** -0.5 if None
         rope_first: whether the first 64 values are rotated (V3.2) or the last 64 (V4)
@@ -63,13 +68,18 @@ def fused_indexer_q_rope_quant(
         quantize: False: the queries are not quantised after RoPE, and the weights do not contain their scales
         q_format: "fp8"; "mxfp4": MXFP4 values converted to e4m3, as the logits take them (DeepSeek V4.1); or
             "mxfp4_rows": MXFP4 as stored
+        hadamard: whether queries are rotated (Hadamard, Sylvester's order, times 128 ** -0.5) after RoPE, as the keys
+            in the cache are: the flag of indexer_knorm_rope_and_insert or indexer_kpool_and_insert
+        ssmax_scale, ssmax_bias: [H] float32, both or none: a head is multiplied by scale * ln(position + 1) + bias, in
+            float32 before RoPE (SSMax of Mistral Large 4); a negative position counts as 0
         out: (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
     [T, H] = index_weights * scale of q * softmax_scale * head_scale; subnormal factors and products (below 2^-126)
     count as 0. A head's scale is the smallest power of two with which the head's largest magnitude, at least 1e-4
     (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32, and its result is rounded to bfloat16 before
-    quantisation. Queries at a position outside the table are not rotated.
+    quantisation; before a Hadamard rotation, too, unless the results are float32. Queries at a position outside the
+    table are not rotated.
 
     In MXFP4, 32 values share a scale: the smallest power of two, at least 2^-126, with which their largest finite
     magnitude is at most 6. Values are rounded to nearest even, an infinity to 6; a NaN makes all 32 NaN. "mxfp4"
@@ -81,7 +91,7 @@ def fused_indexer_q_rope_quant(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
     """
-    check_flags(rope_first=rope_first, is_neox=is_neox, quantize=quantize)
+    check_flags(rope_first=rope_first, is_neox=is_neox, quantize=quantize, hadamard=hadamard)
     check_choice(Q_FORMATS, q_format=q_format)
     if not quantize and q_format != "fp8":
         raise ValueError(f"q_format: got {q_format!r} for queries that are not quantised")
@@ -92,9 +102,10 @@ def fused_indexer_q_rope_quant(
     call = Call(backend, stream)
     positions = call.array("positions", positions, SLOTS, ("T",))
     index_q = call.array("index_q", index_q, FLOATS, ("T", "H", HEAD_DIM))
-    table = call.array("index_q_cos_sin_cache", index_q_cos_sin_cache, TABLE, (-1, ROPE_DIM))
+    table = call.optional("index_q_cos_sin_cache", index_q_cos_sin_cache, TABLE, (-1, ROPE_DIM))
     index_weights = call.array("index_weights", index_weights, FLOATS, ("T", "H"))
     tokens, heads = index_weights.shape
+    ssmax = head_factors(call, ssmax_scale, ssmax_bias, heads)
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
     in_float32("index_weights_softmax_scale * index_weights_head_scale", scale)
@@ -109,7 +120,7 @@ def fused_indexer_q_rope_quant(
         with call.kernels("indexer") as kernels:
             kernels.fused_indexer_q_rope_quant(IndexQueries(
                 positions, index_q, table, index_weights, scale, bool(rope_first), bool(is_neox), least, q_format,
-                q_out, weights,
+                ssmax, bool(hadamard), q_out, weights,
             ))  # fmt: skip
     return call.results()
 

@@ -8,7 +8,7 @@ from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, check_optional_size, in_float32
-from ..kernels.types.segments import Insertion, Pages
+from ..kernels.types.segments import HeadFactors, Insertion, Pages, RopeKind
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from .indices import pair
 from .sparse_attention import check_heads
@@ -182,15 +182,18 @@ def indexer_knorm_rope_and_insert(
     k_cache: Any,
     slot_mapping: Any,
     positions: Any,
-    cos_sin_cache: Any,
+    cos_sin_cache: Any | None,
     *,
     eps: float = 1e-6,
+    rope_first: bool = True,
+    is_neox: bool = True,
+    hadamard: bool = False,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Fused LayerNorm, RoPE and insert of V3.2's indexer keys.
+    """Fused LayerNorm, RoPE and insert of an indexer's keys, one a token: V3.2, GLM-5.x, Mistral Large 4, Hy4.
 
     Args:
         k: [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
@@ -199,17 +202,23 @@ def indexer_knorm_rope_and_insert(
             with block_size given, or rows [num_blocks, block_size, 128]
         slot_mapping: [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
         positions: [T] int64 or int32
-        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first
-            rope_dim values, then sines. Positions outside the table are clamped to it
+        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs, then sines. Positions outside the table
+            are clamped to it; None: keys have no RoPE
         eps: of the norm, positive
+        rope_first: whether the first rope_dim values are rotated (V3.2) or the last ones (Hy4)
+        is_neox: whether value i is paired with value i + rope_dim / 2 (V3.2) or neighbours are paired (GLM-5.x)
+        hadamard: whether keys are rotated (Hadamard, Sylvester's order, times 128 ** -0.5) before they are stored;
+            fused_indexer_q_rope_quant needs the same flag
         layout: INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: inferred from the
             cache
 
-    Sums and products are float32; rows are rounded to bfloat16 before quantisation.
+    Sums and products are float32; rows are rounded to bfloat16 before quantisation, and before the Hadamard rotation.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
-    Source: k_norm, RoPE and indexer_k_quant_and_cache of vLLM's DeepSeek V3.2 indexer, as one operation.
+    Source: k_norm, RoPE and indexer_k_quant_and_cache of vLLM's DeepSeek V3.2 indexer, as one operation; the rotation
+    of SGLang's.
     """
     check_optional_size(block_size=block_size)
+    check_flags(rope_first=rope_first, is_neox=is_neox, hadamard=hadamard)
     call = Call(backend, stream)
     k = call.array("k", k, ROWS, ("T", INDEXER_FP8.head_dim))
     cache = call.borrow("k_cache", k_cache, writable=True)
@@ -218,46 +227,60 @@ def indexer_knorm_rope_and_insert(
     weight = call.array("weight", weight, ROWS, (layout.head_dim,))
     bias = call.array("bias", bias, (weight.dtype,), (layout.head_dim,))
     pages = cache_pages(call, cache, layout, block_size)
-    into = insertion(call, "k", pages, slot_mapping, positions, cos_sin_cache, eps)
+    into = insertion(call, "k", pages, slot_mapping, positions, cos_sin_cache, eps, needs_rope=False)
     if len(into.slots):
         with call.kernels("norm_rope") as kernels:
-            kernels.indexer_knorm_rope_and_insert(k, weight, bias, into)
+            kind = RopeKind(bool(rope_first), bool(is_neox))
+            kernels.indexer_knorm_rope_and_insert(k, weight, bias, into, kind, bool(hadamard))
 
 
 @launch_cached
 def apply_rope(
     x: Any,
     positions: Any,
-    cos_sin_cache: Any,
+    cos_sin_cache: Any | None,
     *,
     inverse: bool = False,
+    rope_first: bool = False,
+    is_neox: bool = False,
+    ssmax_scale: Any | None = None,
+    ssmax_bias: Any | None = None,
     out: Any = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """RoPE on the last values of each head; `inverse` undoes it, as V4 does in attention's output.
+    """RoPE on values of each head, and SSMax; `inverse` undoes RoPE, as V4 does in attention's output.
 
     Args:
         x: [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
         positions: [T] int64 or int32
-        cos_sin_cache: [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+        cos_sin_cache: [max_position, rope_dim] float32: cosines of the pairs, then sines. Positions outside the table
+            are clamped to it; None: no RoPE
+        rope_first: whether the first rope_dim values of a head are rotated or the last ones
+        is_neox: whether value i is paired with value i + rope_dim / 2 or neighbours are paired
+        ssmax_scale, ssmax_bias: [h] float32, both or none: a head is multiplied by scale * ln(position + 1) + bias
+            before RoPE (SSMax of Mistral Large 4); a negative position counts as 0
         out: [T, h, d] of x's dtype to write instead of allocating; may be x
 
     Returns x rotated by its position, or with `inverse` by the negative position. Products are float32, rounded once.
-    Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
+    Source: vLLM's inverse RoPE of DeepSeek V4's attention output; transformers' softmax scaling of Mistral Large 4.
     """
-    check_flags(inverse=inverse)
+    check_flags(inverse=inverse, rope_first=rope_first, is_neox=is_neox)
     call = Call(backend, stream)
     x = call.array("x", x, ROWS, ("T", "h", -1))
     call.check_float32("x", x.dtype.name)
     if x.shape[2] % 2:
         raise ValueError(f"x: got {x.shape[2]} values a head, expected an even number")
     positions = call.array("positions", positions, SLOTS, ("T",))
-    rotation = cos_sin(call, cos_sin_cache, x.shape[2])
+    rotation = None if cos_sin_cache is None else cos_sin(call, cos_sin_cache, x.shape[2])
+    ssmax = head_factors(call, ssmax_scale, ssmax_bias, x.shape[1])
+    if rotation is None and ssmax is None:
+        raise ValueError("cos_sin_cache: got None without ssmax_scale, expected at least one of the two")
     result = call.output("out", out, (x.dtype,), x.shape, may_be="x")
     if x.size:
         with call.kernels("norm_rope") as kernels:
-            kernels.apply_rope(x, positions, rotation, bool(inverse), result)
+            kind = RopeKind(bool(rope_first), bool(is_neox))
+            kernels.apply_rope(x, positions, rotation, bool(inverse), kind, ssmax, result)
     return call.results()
 
 
@@ -309,13 +332,15 @@ def inverse_rope_and_quantize(
 
 
 def insertion(
-    call: Call, rows_name: str, pages: Pages, slot_mapping: Any, positions: Any, cos_sin_cache: Any, eps: Any
-) -> Insertion:
+    call: Call, rows_name: str, pages: Pages, slot_mapping: Any, positions: Any, cos_sin_cache: Any, eps: Any,
+    needs_rope: bool = True,
+) -> Insertion:  # fmt: skip
     """Check the cache, slots and positions for inserting T rows after norm and RoPE."""
     call.check_float32("layout", pages.layout.value_type)
     slots = checked_slots(call, slot_mapping, rows_name)
     positions = call.array("positions", positions, SLOTS, ("T",))
-    rotation = cos_sin(call, cos_sin_cache, pages.layout.head_dim)
+    absent = cos_sin_cache is None and not needs_rope
+    rotation = None if absent else cos_sin(call, cos_sin_cache, pages.layout.head_dim)
     return Insertion(pages, slots, positions, rotation, check_epsilon(eps))
 
 
@@ -329,6 +354,17 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
             f"columns up to {head_dim}"
         )
     return table
+
+
+def head_factors(call: Call, scale: Any, bias: Any, heads: int) -> HeadFactors | None:
+    """Check the arrays of SSMax; None without them."""
+    if (scale is None) != (bias is None):
+        raise ValueError("ssmax_bias: got one of ssmax_scale and ssmax_bias, expected both or none")
+    if scale is None:
+        return None
+    return HeadFactors(
+        call.array("ssmax_scale", scale, FLOAT32, (heads,)), call.array("ssmax_bias", bias, FLOAT32, (heads,))
+    )
 
 
 def check_epsilon(eps: float) -> float:

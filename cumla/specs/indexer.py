@@ -38,13 +38,15 @@ KV_SCALES = Array((*FLOAT32, *BYTES), packed=True)
 
 
 def queries(
-    x: Inputs, quantize: bool = True, q_format: str = "fp8", dtype: Any = BFLOAT16, rotated: bool = True
-) -> dict[str, Any]:
-    """rotated: positions are in RoPE's table, but for the last one."""
+    x: Inputs, quantize: bool = True, q_format: str = "fp8", dtype: Any = BFLOAT16, rotated: bool = True,
+    hadamard: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """rotated: positions are in RoPE's table, but for the last one; hadamard: with SSMax and a rotation of keys."""
     rows, heads = x.size.rows, x.size.heads
     positions = x.positions(rows) if rotated else x.put(np.full(rows, -1))
     positions[-1:] = 2 * x.size.context
-    return {
+    factors = {"hadamard": True, "ssmax_scale": x.floats(heads), "ssmax_bias": x.floats(heads)} if hadamard else {}
+    return factors | {
         "positions": positions, "index_q": x.rows(rows, heads, HEAD_DIM, dtype=x.choose(dtype, np.float16, np.float32)),
         "index_q_cos_sin_cache": x.rotation(x.size.context), "index_weights": x.floats(rows, heads),
         "rope_first": x.choose(False, True), "is_neox": x.choose(False, True), "quantize": quantize,
@@ -127,9 +129,11 @@ SPECS = (
         {
             "positions": Array(SLOTS, holds="positions"), "index_q": Array(FLOATS),
             "index_q_cos_sin_cache": Array(TABLE), "index_weights": Array(FLOATS),
+            "ssmax_scale": Array(FLOAT32), "ssmax_bias": Array(FLOAT32),
         },
         (
             Variant("not quantised", functools.partial(queries, quantize=False)),
+            Variant("ssmax_scale", functools.partial(queries, quantize=False, hadamard=True)),
             # Not rotated: a rounding to bfloat16 would give other codes.
             Variant("mxfp4_rows", functools.partial(queries, q_format="mxfp4_rows", rotated=False), (EQUAL, SCORES)),
         ),

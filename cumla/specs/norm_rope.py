@@ -64,17 +64,24 @@ def latent_rows(x: Inputs, layout: CacheLayout, beyond: bool = False) -> dict[st
     return {"kv": x.rows(x.size.rows, 512), **into(x, layout, beyond), "weight": weight}
 
 
-def index_keys(x: Inputs, layout: CacheLayout) -> dict[str, Any]:
+def index_keys(x: Inputs, layout: CacheLayout, hadamard: bool = False) -> dict[str, Any]:
+    """hadamard: keys are rotated so, and not by RoPE."""
     weight, bias = x.floats(128), x.floats(128)
-    return {"k": x.floats(x.size.rows, 128), "weight": weight, "bias": bias, **into(x, layout)}
+    arguments = {"k": x.floats(x.size.rows, 128), "weight": weight, "bias": bias, **into(x, layout)}
+    if hadamard:
+        return arguments | {"hadamard": True, "cos_sin_cache": None}
+    return arguments | {"rope_first": x.choose(True, False), "is_neox": x.choose(True, False)}
 
 
-def rope(x: Inputs, inverse: bool = False, dim: int = 192) -> dict[str, Any]:
-    rows = x.size.rows
-    return {
-        "x": x.rows(rows, x.size.heads, dim), "positions": x.positions(rows),
-        "cos_sin_cache": x.rotation(x.size.context), "inverse": inverse,
+def rope(x: Inputs, inverse: bool = False, dim: int = 192, is_neox: bool = False) -> dict[str, Any]:
+    rows, heads = x.size.rows, x.size.heads
+    arguments = {
+        "x": x.rows(rows, heads, dim), "positions": x.positions(rows), "cos_sin_cache": x.rotation(x.size.context),
+        "inverse": inverse, "is_neox": is_neox, "rope_first": x.choose(is_neox, False, True),
     }  # fmt: skip
+    if is_neox:
+        arguments |= {"ssmax_scale": x.floats(heads), "ssmax_bias": x.floats(heads)}
+    return arguments
 
 
 def quantised_output(x: Inputs) -> dict[str, Any]:
@@ -119,13 +126,24 @@ SPECS = (
     OperationSpec(
         indexer_knorm_rope_and_insert, "norm_rope",
         {"k": Array(ROWS), "weight": Array(ROWS), "bias": Array(ROWS), **INTO},
-        (Variant("INDEXER_BF16", functools.partial(index_keys, layout=INDEXER_BF16)),),
+        (
+            Variant("INDEXER_BF16", functools.partial(index_keys, layout=INDEXER_BF16)),
+            Variant("hadamard", functools.partial(index_keys, layout=INDEXER_BF16, hadamard=True)),
+        ),
         checks.indexer_knorm_rope_and_insert,
     ),
     OperationSpec(
         apply_rope, "norm_rope",
-        {"x": Array(ROWS), "positions": Array(SLOTS, holds="positions"), "cos_sin_cache": Array(FLOAT32)},
-        (Variant("", rope), Variant("inverse", functools.partial(rope, inverse=True))), checks.apply_rope,
+        {
+            "x": Array(ROWS), "positions": Array(SLOTS, holds="positions"), "cos_sin_cache": Array(FLOAT32),
+            "ssmax_scale": Array(FLOAT32), "ssmax_bias": Array(FLOAT32),
+        },
+        (
+            Variant("", rope),
+            Variant("inverse", functools.partial(rope, inverse=True)),
+            Variant("ssmax_scale", functools.partial(rope, is_neox=True)),
+        ),
+        checks.apply_rope,
         results=functools.partial(rotated_results, name="x"), bounds=(ROUNDED,), outputs=("out",),
     ),
     OperationSpec(

@@ -28,6 +28,7 @@ from ..reference.indexer import (
 from ..reference.rows import flush_subnormals
 from ..types.indexer import IndexQueries, PackedScores, PagedScores
 from ..types.segments import Pages
+from .norm_rope import NO_FACTORS, NO_TABLE, hadamard, head_factor
 from .rows import E4M3_VALUES, largest_finite, lookup_slot
 from .sparse_cache import TO_QUANTIZE
 from .threads import parallel_for
@@ -50,7 +51,7 @@ PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, *_, q_out, weights = queries
     with np.errstate(invalid="ignore"):  # signalling NaN
         q = index_q.astype(np.float32)
     first = 0 if rope_first else q.shape[2] - ROPE_DIM
@@ -59,8 +60,8 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
     stored = q_out if quantize else np.empty((0, 0, 0), np.uint8)
     parallel_for(
         len(q), q[:1].size * TO_QUANTIZE, _rotate_and_quantize,
-        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least, q_format != "fp8", stored,
-        weights,
+        positions, q, NO_TABLE if table is None else table.astype(np.float32), np.float32(scale), first, is_neox, least,
+        q_format != "fp8", queries.hadamard, q_out.dtype != np.float32, *(queries.ssmax or NO_FACTORS), stored, weights,
     )  # fmt: skip
     if not quantize:
         q_out[:] = q
@@ -68,19 +69,26 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
 
 @compiled(nogil=True)
 def _rotate_and_quantize(
-    first_token, end_token, positions, q, table, scale, first, is_neox, least_exponent, is_mxfp4, q_out, weights
-):
+    first_token, end_token, positions, q, table, scale, first, is_neox, least_exponent, is_mxfp4, rotates, rounded,
+    scales, biases, q_out, weights,
+):  # fmt: skip
     half = ROPE_DIM // 2
     for token in range(first_token, end_token):
         position = np.int64(positions[token])
         for head in range(q.shape[1]):
             x = q[token, head]
+            if len(scales) > 0:
+                factor = head_factor(scales[head], biases[head], position)
+                for i in range(len(x)):
+                    x[i] *= factor
             for i in range(half if 0 <= position < len(table) else 0):
                 low = first + (i if is_neox else 2 * i)
                 high = low + (half if is_neox else 1)
                 cosine, sine = table[position, i], table[position, half + i]
                 a, b = x[low], x[high]
                 x[low], x[high] = a * cosine - b * sine, b * cosine + a * sine
+            if rotates:
+                hadamard(x, rounded)
             q_scale = np.float32(1)
             if len(q_out):
                 for i in range(len(x)):

@@ -7,12 +7,13 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_byte, float32_bits, power_of_two, scale_exponent
-from ..types.segments import Insertion
+from ..types.segments import HeadFactors, Insertion, RopeKind
 from .rows import GROUPS, float32_of_bfloat16, geometry_of, group_of, round_to_bfloat16, write_row
 from .threads import parallel_for
 
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
+NO_TABLE, NO_FACTORS = np.empty((0, 0), np.float32), HeadFactors(np.empty(0, np.float32), np.empty(0, np.float32))
 HADAMARD_SCALE = np.float32(128**-0.5)
 
 # Approximate nanoseconds per value.
@@ -83,44 +84,65 @@ def _rotate_and_insert(first_group, end_group, rows, pages, g, slots, positions,
             insert_row(pages, slot, rows[token], bits[first_group], g, round_rows)
 
 
-def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
+def indexer_knorm_rope_and_insert(
+    k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion, kind: RopeKind, hadamard: bool
+) -> None:
     rows = float32(k[: len(into.slots)])
     nanoseconds = rows.size * (TO_NORM + TO_ROTATE + TO_QUANTIZE) // GROUPS
+    if into.cos_sin is None:
+        into = into._replace(cos_sin=NO_TABLE)
     parallel_for(
         GROUPS, nanoseconds, _norm_rotate_and_insert,
         rows, weight.astype(np.float32), bias.astype(np.float32), into.eps, *_place(into), row_bits(rows.shape[1]),
+        *kind, hadamard,
     )  # fmt: skip
 
 
 @compiled(nogil=True)
-def _norm_rotate_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin, bits):
-    half = cos_sin.shape[1] // 2
+def _norm_rotate_and_insert(
+    first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin, bits, rope_first, halves,
+    rotates,
+):  # fmt: skip
     for token in range(len(slots)):
         slot, row = slots[token], rows[token]
         if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
             continue
         layer_norm(row, weight, bias, eps)
-        rotation = cos_sin[nearest(positions[token], len(cos_sin))]
-        for i in range(half):
-            x, y = row[i], row[half + i]
-            row[i] = x * rotation[i] - y * rotation[half + i]
-            row[half + i] = y * rotation[i] + x * rotation[half + i]
+        if len(cos_sin) > 0:
+            rotation = cos_sin[nearest(positions[token], len(cos_sin))]
+            rotate_kind(row, rotation, np.float32(1), rope_first, halves)
+        if rotates:
+            hadamard(row, not g.float32_values)
         insert_row(pages, slot, row, bits[first_group], g, True)
 
 
-def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
+def apply_rope(
+    x: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray | None,
+    inverse: bool,
+    kind: RopeKind,
+    ssmax: HeadFactors | None,
+    out: np.ndarray,
+) -> None:
     rotated = float32(x)
     direction = np.float32(-1 if inverse else 1)
-    parallel_for(len(x), x[0].size * TO_ROTATE, _rotate_heads, rotated, positions, cos_sin, direction)
+    table, factors = NO_TABLE if cos_sin is None else cos_sin, NO_FACTORS if ssmax is None else ssmax
+    parallel_for(len(x), x[0].size * TO_ROTATE, _rotate_heads, rotated, positions, table, direction, *kind, *factors)
     out[...] = rotated
 
 
 @compiled(nogil=True)
-def _rotate_heads(first, end, x, positions, cos_sin, direction):
+def _rotate_heads(first, end, x, positions, cos_sin, direction, rope_first, halves, scales, biases):
     for token in range(first, end):
-        rotation = cos_sin[nearest(positions[token], len(cos_sin))]
-        for head in range(x.shape[1]):
-            rotate(x[token, head], rotation, direction)
+        for head in range(x.shape[1] if len(scales) > 0 else 0):
+            factor = head_factor(scales[head], biases[head], positions[token])
+            for i in range(x.shape[2]):
+                x[token, head, i] *= factor
+        if len(cos_sin) > 0:
+            rotation = cos_sin[nearest(positions[token], len(cos_sin))]
+            for head in range(x.shape[1]):
+                rotate_kind(x[token, head], rotation, direction, rope_first, halves)
 
 
 def inverse_rope_and_quantize(
@@ -131,8 +153,8 @@ def inverse_rope_and_quantize(
     values: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    back = float32(o)
-    parallel_for(len(o), o[0].size * TO_ROTATE, _rotate_heads, back, positions, cos_sin, np.float32(-1))
+    back, kind = float32(o), (*RopeKind(), *NO_FACTORS)
+    parallel_for(len(o), o[0].size * TO_ROTATE, _rotate_heads, back, positions, cos_sin, np.float32(-1), *kind)
     groups, tokens, width = values.shape
     if o.dtype == ml_dtypes.bfloat16:
         back = float32(back.astype(o.dtype))
@@ -227,6 +249,26 @@ def rotate(row, rotation, direction):
         x, y = row[first + 2 * pair], row[first + 2 * pair + 1]
         row[first + 2 * pair] = x * cos - y * sin
         row[first + 2 * pair + 1] = y * cos + x * sin
+
+
+@compiled
+def rotate_kind(row, rotation, direction, first, halves):
+    """`rotate` for any kind of RoPE: the first or last values, in neighbours or in halves."""
+    half = len(rotation) // 2
+    begin = 0 if first else len(row) - 2 * half
+    for pair in range(half):
+        low = begin + (pair if halves else 2 * pair)
+        high = low + (half if halves else 1)
+        cos, sin = rotation[pair], rotation[half + pair] * direction
+        x, y = row[low], row[high]
+        row[low] = x * cos - y * sin
+        row[high] = y * cos + x * sin
+
+
+@compiled
+def head_factor(scale, bias, position):
+    """SSMax's factor of a head at a position."""
+    return scale * np.log(np.float32(max(np.int64(position), np.int64(0)) + np.int64(1))) + bias
 
 
 @compiled

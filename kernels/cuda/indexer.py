@@ -26,14 +26,18 @@ KEY_THREADS = constant("common/indexer_keys.cu", "THREADS")
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, *_, q_out, weights = queries
     tokens, heads = weights.shape
+    rotation = (0, 0, 0) if table is None else (table, strides(table)[0], len(table))
+    factors = queries.ssmax or (0, 0)
     kernel(
         "common/indexer_queries.cu",
         "fused_indexer_q_rope_quant",
         INPUT=C_NAMES[index_q.dtype.name],
         WEIGHT=C_NAMES[index_weights.dtype.name],
-        TABLE=C_NAMES[table.dtype.name],
+        TABLE="float" if table is None else C_NAMES[table.dtype.name],
+        SSMAX=int(queries.ssmax is not None),
+        HADAMARD=int(queries.hadamard),
         POSITION=C_NAMES[positions.dtype.name],
         OUTPUT=VALUES[q_out.dtype.name],
         Q_FORMAT=q_format.upper(),
@@ -42,9 +46,9 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
         (-(-tokens * heads * LANES_PER_HEAD // QUERY_THREADS),),
         (QUERY_THREADS,),
         (
-            positions, index_q, *strides(index_q)[:2], table, strides(table)[0], len(table),
-            index_weights, strides(index_weights)[0], scale, rope_first, is_neox, least, tokens, heads,
-            q_out, *strides(q_out)[:2], weights, strides(weights)[0],
+            positions, index_q, *strides(index_q)[:2], *rotation, *factors, index_weights,
+            strides(index_weights)[0], scale, rope_first, is_neox, least, tokens, heads, q_out, *strides(q_out)[:2],
+            weights, strides(weights)[0],
         ),
         overlap=True,
     )  # fmt: skip

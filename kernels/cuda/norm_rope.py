@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..types.segments import Insertion
+from ..types.segments import HeadFactors, Insertion, Pages, RopeKind
 from .compile import kernel
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
@@ -14,7 +14,7 @@ FILE = "common/norm_rope.cu"
 # Macros that a kernel of the file does not use.
 DEFAULTS: dict[str, str | int] = {
     "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "UNIT": 2, "ROUND_ROWS": 1,
-    "ALIGNED": 0,
+    "IN_HALVES": 0, "SSMAX": 0, "ALIGNED": 0,
 }  # fmt: skip
 
 
@@ -49,9 +49,15 @@ def insertion_macros(into: Insertion) -> dict[str, str | int]:
 
 def insertion_arguments(into: Insertion) -> tuple[Any, ...]:
     """Arguments after the slots: positions, their rotation, and the cache."""
-    table, pages = into.cos_sin, into.pages
-    rotation = into.positions, table, strides(table)[0], len(table), table.shape[1], into.eps
-    return *rotation, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size
+    return into.positions, *rotation_arguments(into.cos_sin), into.eps, *pages_arguments(into.pages)
+
+
+def rotation_arguments(table: Any | None) -> tuple[Any, ...]:
+    return (0, 0, 0, 0) if table is None else (table, strides(table)[0], len(table), table.shape[1])
+
+
+def pages_arguments(pages: Pages) -> tuple[Any, ...]:
+    return pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size
 
 
 def qnorm_rope_and_insert(q: Any, kv: Any, into: Insertion, q_out: Any) -> None:
@@ -80,39 +86,58 @@ def norm_rope_and_insert(kv: Any, weight: Any | None, into: Insertion) -> None:
     )
 
 
-def indexer_knorm_rope_and_insert(k: Any, weight: Any, bias: Any, into: Insertion) -> None:
+def indexer_knorm_rope_and_insert(
+    k: Any, weight: Any, bias: Any, into: Insertion, kind: RopeKind, hadamard: bool
+) -> None:
     rows = len(into.slots)
     kernel(
         "common/indexer_norm_rope.cu",
         "indexer_knorm_rope_and_insert",
         INPUT=C_NAMES[k.dtype.name],
         WEIGHT=C_NAMES[weight.dtype.name],
+        HADAMARD=int(hadamard),
         ALIGNED=int(is_aligned(into.pages.bytes)),
         **insertion_macros(into),
     )(
         (-(-rows // WARPS),),
         (32 * WARPS,),
-        (k, strides(k)[0], weight, bias, rows, into.slots, *insertion_arguments(into)),
+        (
+            k, strides(k)[0], weight, bias, rows, into.slots, into.positions, *rotation_arguments(into.cos_sin),
+            into.eps, kind.first, kind.halves, *pages_arguments(into.pages),
+        ),
         overlap=True,
-    )
+    )  # fmt: skip
 
 
-def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
+def apply_rope(
+    x: Any, positions: Any, cos_sin: Any | None, inverse: bool, kind: RopeKind, ssmax: HeadFactors | None, out: Any
+) -> None:
     tokens, heads, dim = x.shape
-    rope_dim = cos_sin.shape[1]
-    in_place = x.data.ptr == out.data.ptr and x.strides == out.strides
-    first = dim - rope_dim if in_place else 0
+    rotation = rotation_arguments(cos_sin)
+    rope_dim = rotation[3]
+    in_place = x.data.ptr == out.data.ptr and x.strides == out.strides and ssmax is None
+    stays = 0 if in_place else dim - rope_dim
     x_token, x_head, _ = strides(x)
     out_token, out_head, _ = strides(out)
-    aligned = is_aligned(x, out, cos_sin) and (dim | rope_dim | first) % 8 == 0
-    unit = 8 if aligned else 2
-    blocks = -(-heads * (dim - first) // (unit * THREADS))
-    _kernel("apply_rope", POSITION=C_NAMES[positions.dtype.name], UNIT=unit, ALIGNED=int(aligned))(
+    halves = kind.halves and rope_dim > 0
+    at_once = rope_dim // 2 if halves else rope_dim  # neighbouring values that are rotated alike
+    aligned = is_aligned(x, out, *(() if cos_sin is None else (cos_sin,))) and (dim | rope_dim | at_once) % 8 == 0
+    unit = 8 if aligned else 1 if halves and at_once % 2 else 2
+    rotations = rope_dim // (unit * (1 + halves))
+    blocks = -(-heads * (rotations + stays // unit) // THREADS)
+    _kernel(
+        "apply_rope",
+        POSITION=C_NAMES[positions.dtype.name],
+        UNIT=unit,
+        IN_HALVES=int(halves),
+        SSMAX=int(ssmax is not None),
+        ALIGNED=int(aligned),
+    )(
         (tokens, min(blocks, MOST_Y)),
         (THREADS,),
         (
-            x, x_token, x_head, out, out_token, out_head, heads, dim, first, positions, cos_sin, strides(cos_sin)[0],
-            len(cos_sin), rope_dim, -1.0 if inverse else 1.0,
+            x, x_token, x_head, out, out_token, out_head, heads, dim, stays // unit, positions, *rotation,
+            -1.0 if inverse else 1.0, kind.first, *(ssmax or (0, 0)),
         ),
         overlap=True,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 from ...layout import INDEXER_MXFP4
 from ..numba_common.geometry import geometry_of
 from ..numba_common.numbers import (
+    FLOAT32,
     KINDS,
     bfloat16_bits,
     bfloat16_value,
@@ -29,91 +30,113 @@ from ..reference.indexer import MXFP4_SHIFT
 from ..types.indexer import IndexQueries, PackedScores, PagedScores
 from ..types.segments import Pages
 from .compiler import cuda
-from .launch import MAX_BLOCKS, NO_SCALE, kind_of, launch
+from .launch import MAX_BLOCKS, NO_PARTS, NO_SCALE, NO_VECTOR, kind_of, launch
+from .norm_rope import HADAMARD_SCALE, head_factor
 from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128
-ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
+DIM, ROPE_DIM, TILE = 128, 64, INDEXER_MXFP4.scale_tile
 MXFP4_GONE = 30  # a tile whose scale is 2^-30 of its head's scale or less is 0 in e4m3
 E4M3 = -1  # instead of a floating-point kind
 PLAIN_KEYS, E4M3_KEYS, E2M1_KEYS = 0, 1, 2
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
-    is_mxfp4 = q_format != "fp8"
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, *_, q_out, weights = queries
+    is_mxfp4, table = q_format != "fp8", NO_PARTS if table is None else table
+    scales, biases = queries.ssmax or (NO_VECTOR, NO_VECTOR)
     launch(
         mxfp4_queries_kernel if is_mxfp4 else queries_kernel, min(weights.size, MAX_BLOCKS), 32,
         positions, index_q, kind_of(index_q), table, kind_of(table), index_weights, kind_of(index_weights),
-        np.float32(scale), 0 if rope_first else index_q.shape[2] - ROPE_DIM, is_neox, least,
-        q_out, E4M3 if q_out.dtype == np.uint8 else kind_of(q_out), weights,
+        np.float32(scale), 0 if rope_first else index_q.shape[2] - ROPE_DIM, is_neox, scales, biases, queries.hadamard,
+        least, q_out, E4M3 if q_out.dtype == np.uint8 else kind_of(q_out), weights,
     )  # fmt: skip
 
 
 @cuda.jit(device=True)
-def rotated(q, kind, table, table_kind, position, first, is_neox, i):
-    """Value i of a head after RoPE; `position` is -1 outside the table."""
-    half = ROPE_DIM // 2
-    x = to_float32(np.int64(q[i]), kind)
-    j = i - first
-    if position < 0 or j < 0 or j >= ROPE_DIM:
-        return x
-    angle = j % half if is_neox else j // 2
-    second = j >= half if is_neox else j % 2 == 1
-    other = (half if is_neox else 1) * (-1 if second else 1)
-    y = to_float32(np.int64(q[i + other]), kind)
-    cosine = to_float32(np.int64(table[position, angle]), table_kind)
-    sine = to_float32(np.int64(table[position, half + angle]), table_kind)
-    return x * cosine + (y if second else -y) * sine
+def prepare(x, q, kind, table, table_kind, position, first, is_neox, scales, biases, head, rotates, rounded):
+    """Write a head, times SSMax's factor, after RoPE and Hadamard rotation, into `x`, of this thread.
+
+    Args:
+        rounded: whether values are rounded to bfloat16 before the Hadamard rotation
+    """
+    half, factor = ROPE_DIM // 2, np.float32(1)
+    if len(scales):
+        factor = head_factor(scales[head], biases[head], position)
+    for i in range(len(q)):
+        x[i] = to_float32(np.int64(q[i]), kind)
+        if len(scales):
+            x[i] = x[i] * factor
+    for i in range(half if position >= 0 and position < len(table) else 0):
+        low = first + (i if is_neox else 2 * i)
+        high = low + (half if is_neox else 1)
+        cosine = to_float32(np.int64(table[position, i]), table_kind)
+        sine = to_float32(np.int64(table[position, half + i]), table_kind)
+        a, b = x[low], x[high]
+        x[low], x[high] = a * cosine - b * sine, b * cosine + a * sine
+    if not rotates:
+        return
+    for i in range(len(q) if rounded else 0):
+        x[i] = bfloat16_value(bfloat16_bits(x[i]))
+    step = 1
+    while step < len(q):
+        for pair in range(len(q) // 2):
+            i = pair // step * 2 * step + pair % step
+            a, b = x[i], x[i + step]
+            x[i], x[i + step] = a + b, a - b
+        step *= 2
+    for i in range(len(q)):
+        x[i] = x[i] * HADAMARD_SCALE
 
 
 def queries_kernel(
-    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
-    out_kind, weights,
+    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, scales, biases, rotates,
+    least_exponent, q_out, out_kind, weights,
 ):  # fmt: skip
-    """A thread takes a head, in two passes: it finds the largest value, then writes the output."""
+    """A thread takes a head: it finds the largest value, then writes the output."""
+    values = cuda.local.array(DIM, np.float32)
     for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
         token, head = number // weights.shape[1], number % weights.shape[1]
-        position = np.int64(positions[token])
-        if position >= len(table):
-            position = np.int64(-1)
-        q_scale = np.float32(1)
-        for writes in range(out_kind != E4M3, 2):
-            amax = np.float32(0)
+        prepare(
+            values, q[token, head], kind, table, table_kind, np.int64(positions[token]), first, is_neox, scales, biases,
+            head, rotates, out_kind != FLOAT32,
+        )  # fmt: skip
+        q_scale, amax = np.float32(1), np.float32(0)
+        if out_kind == E4M3:
             for i in range(q.shape[2]):
-                x = rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
-                if out_kind == E4M3:
-                    x = bfloat16_value(bfloat16_bits(x))
-                if writes:
-                    q_out[token, head, i] = quantized(x, q_scale) if out_kind == E4M3 else from_float32(x, out_kind)
-                elif abs(x) > amax and abs(x) < np.inf:
-                    amax = np.float32(abs(x))
-            if not writes:
-                q_scale = power_of_two(scale_exponent(amax, least_exponent))
+                values[i] = bfloat16_value(bfloat16_bits(values[i]))
+                if abs(values[i]) > amax and abs(values[i]) < np.inf:
+                    amax = np.float32(abs(values[i]))
+            q_scale = power_of_two(scale_exponent(amax, least_exponent))
+        for i in range(q.shape[2]):
+            x = values[i]
+            q_out[token, head, i] = quantized(x, q_scale) if out_kind == E4M3 else from_float32(x, out_kind)
         weight = flushed(to_float32(np.int64(index_weights[token, head]), weight_kind))
         weights[token, head] = float32_bits(flushed(flushed(weight * q_scale) * flushed(scale)))
 
 
 def mxfp4_queries_kernel(
-    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
-    out_kind, weights,
+    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, scales, biases, rotates,
+    least_exponent, q_out, out_kind, weights,
 ):  # fmt: skip
     """A thread takes a head. For e4m3 bytes it first finds the largest scale of its tiles."""
+    values = cuda.local.array(DIM, np.float32)
     dims = q.shape[2]
     rows = q_out.shape[2] != dims
     for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
         token, head = number // weights.shape[1], number % weights.shape[1]
-        position = np.int64(positions[token])
-        if position >= len(table):
-            position = np.int64(-1)
+        prepare(
+            values, q[token, head], kind, table, table_kind, np.int64(positions[token]), first, is_neox, scales, biases,
+            head, rotates, True,
+        )  # fmt: skip
+        for i in range(dims):
+            values[i] = bfloat16_value(bfloat16_bits(values[i]))
         largest = np.int64(least_exponent)
         for writes in range(rows, 2):
             for tile in range(dims // TILE):
                 amax = np.float32(0)
                 for i in range(tile * TILE, (tile + 1) * TILE):
-                    x = bfloat16_value(bfloat16_bits(
-                        rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
-                    ))  # fmt: skip
+                    x = values[i]
                     if x != x or (abs(x) > amax and abs(x) < np.inf):
                         amax = np.float32(abs(x))
                 tile_scale = e2m1_scale(amax, True, least_exponent, np.float32(0))
@@ -128,10 +151,7 @@ def mxfp4_queries_kernel(
                     q_out[token, head, dims // 2 + tile] = exponent + 127
                 low = np.int64(0)
                 for i in range(tile * TILE, (tile + 1) * TILE):
-                    x = bfloat16_value(bfloat16_bits(
-                        rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
-                    ))  # fmt: skip
-                    code = e2m1_quantized(x, tile_scale)
+                    code = e2m1_quantized(values[i], tile_scale)
                     if not rows:
                         q_out[token, head, i] = e4m3_byte(e2m1_value(code) * factor)
                     elif i % 2:

@@ -21,9 +21,9 @@ from ..numba_common.numbers import (
     scale_exponent,
     to_float32,
 )
-from ..types.segments import Insertion
+from ..types.segments import HeadFactors, Insertion, RopeKind
 from .compiler import cuda
-from .launch import NO_VECTOR, kind_of, launch
+from .launch import NO_PARTS, NO_VECTOR, kind_of, launch
 from .rows import counts_for_scale, scale_of_tile, store, store_scales
 
 THREADS = 128
@@ -134,52 +134,80 @@ def norm_rope_insert_kernel(kv, kind, weight, weight_kind, round_rows, slots, po
     insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, round_rows)
 
 
-def indexer_knorm_rope_and_insert(k: Any, weight: Any, bias: Any, into: Insertion) -> None:
-    rows = (k, kind_of(k), weight, bias, kind_of(weight))
+def indexer_knorm_rope_and_insert(
+    k: Any, weight: Any, bias: Any, into: Insertion, kind: RopeKind, hadamard: bool
+) -> None:
+    rows = (k, kind_of(k), weight, bias, kind_of(weight), *kind, hadamard)
+    if into.cos_sin is None:
+        into = into._replace(cos_sin=NO_PARTS)
     launch(knorm_rope_insert_kernel, len(into.slots), THREADS, *rows, *arguments(into))
 
 
-def knorm_rope_insert_kernel(k, kind, weight, bias, weight_kind, slots, positions, cos_sin, eps, pages, g):
+def knorm_rope_insert_kernel(
+    k, kind, weight, bias, weight_kind, rope_first, halves, rotates, slots, positions, cos_sin, eps, pages, g
+):
     """A thread block takes a row."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)
-    token, half = cuda.blockIdx.x, cos_sin.shape[1] // 2
+    token, half = cuda.blockIdx.x, cos_sin.shape[1] // 2 if len(cos_sin) else 0
     slot = np.int64(slots[token])
     if slot < 0 or slot >= pages.shape[0] * g.block_size:
         return
     layer_norm(row, k[token], kind, weight, bias, weight_kind, total, eps)
-    at = nearest(positions[token], len(cos_sin))
+    at, begin = nearest(positions[token], len(cos_sin)), 0 if rope_first else k.shape[1] - 2 * half
     for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
+        low = begin + (i if halves else 2 * i)
+        high = low + (half if halves else 1)
         cos, sin = float32_value(cos_sin[at, i]), float32_value(cos_sin[at, half + i])
-        a, b = row[i], row[half + i]
-        row[i] = a * cos - b * sin
-        row[half + i] = b * cos + a * sin
+        a, b = row[low], row[high]
+        row[low] = a * cos - b * sin
+        row[high] = b * cos + a * sin
     cuda.syncthreads()
+    if rotates:
+        hadamard(row, k.shape[1])
     insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, True)
 
 
-def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
+def apply_rope(
+    x: Any, positions: Any, cos_sin: Any | None, inverse: bool, kind: RopeKind, ssmax: HeadFactors | None, out: Any
+) -> None:
+    scales, biases = (NO_VECTOR, NO_VECTOR) if ssmax is None else ssmax
     launch(
         rope_kernel, x.shape[0] * x.shape[1], THREADS,
-        x, kind_of(x), positions, cos_sin, np.float32(-1 if inverse else 1), out,
+        x, kind_of(x), positions, NO_PARTS if cos_sin is None else cos_sin, np.float32(-1 if inverse else 1), *kind,
+        scales, biases, out,
     )  # fmt: skip
 
 
-def rope_kernel(x, kind, positions, cos_sin, direction, out):
+def rope_kernel(x, kind, positions, cos_sin, direction, rope_first, halves, scales, biases, out):
     """A thread block takes a head, a thread every blockDim.x-th pair of it."""
     token, head = cuda.blockIdx.x // x.shape[1], cuda.blockIdx.x % x.shape[1]
-    at, half = nearest(positions[token], len(cos_sin)), cos_sin.shape[1] // 2
-    start = x.shape[2] - 2 * half
-    for i in range(cuda.threadIdx.x, x.shape[2] // 2, cuda.blockDim.x):
-        if 2 * i < start:
-            out[token, head, 2 * i], out[token, head, 2 * i + 1] = x[token, head, 2 * i], x[token, head, 2 * i + 1]
-            continue
-        pair = i - start // 2
-        cos, sin = float32_value(cos_sin[at, pair]), float32_value(cos_sin[at, half + pair]) * direction
-        a, b = to_float32(x[token, head, 2 * i], kind), to_float32(x[token, head, 2 * i + 1], kind)
-        out[token, head, 2 * i] = from_float32(a * cos - b * sin, kind)
-        out[token, head, 2 * i + 1] = from_float32(b * cos + a * sin, kind)
+    half = cos_sin.shape[1] // 2 if len(cos_sin) else 0
+    at, begin = nearest(positions[token], len(cos_sin)), 0 if rope_first else x.shape[2] - 2 * half
+    factor = np.float32(1)
+    if len(scales):
+        factor = head_factor(scales[head], biases[head], positions[token])
+    for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
+        low = begin + (i if halves else 2 * i)
+        high = low + (half if halves else 1)
+        cos, sin = float32_value(cos_sin[at, i]), float32_value(cos_sin[at, half + i]) * direction
+        a, b = to_float32(x[token, head, low], kind) * factor, to_float32(x[token, head, high], kind) * factor
+        out[token, head, low] = from_float32(a * cos - b * sin, kind)
+        out[token, head, high] = from_float32(b * cos + a * sin, kind)
+    for i in range(cuda.threadIdx.x, x.shape[2] - 2 * half, cuda.blockDim.x):
+        j = i + 2 * half if rope_first else i
+        if len(scales):
+            out[token, head, j] = from_float32(to_float32(x[token, head, j], kind) * factor, kind)
+        else:
+            out[token, head, j] = x[token, head, j]
+
+
+@cuda.jit(device=True)
+def head_factor(scale, bias, position):
+    """SSMax's factor of a head at a position; float32 values as bits."""
+    logarithm = np.float32(math.log(np.float32(max(np.int64(position), np.int64(0)) + 1)))
+    return np.float32(float32_value(scale) * logarithm + float32_value(bias))
 
 
 def inverse_rope_and_quantize(

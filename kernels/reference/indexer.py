@@ -7,6 +7,7 @@ from ...layout import INDEXER_MXFP4
 from ..types.indexer import IndexQueries, PackedScores, PagedScores
 from ..types.segments import Pages
 from . import rows as token_rows
+from .norm_rope import hadamard_rotated, head_factors
 from .rows import (
     flush_subnormals,
     lookup_slot,
@@ -23,10 +24,17 @@ MXFP4_SHIFT = 6  # 6 * 2^6 is below 448; 0.5 * 2^6 * 2^-14 is the smallest numbe
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, *_, q_out, weights = queries
     q = index_q.astype(np.float32)
-    part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
-    rotate(part, positions, table.astype(np.float32), is_neox)
+    if queries.ssmax is not None:
+        q *= head_factors(queries.ssmax, positions).astype(np.float32)[:, :, None]
+    if table is not None:
+        part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
+        rotate(part, positions, table.astype(np.float32), is_neox)
+    if queries.hadamard:
+        if q_out.dtype != np.float32:
+            q = q.astype(ml_dtypes.bfloat16)
+        q = hadamard_rotated(q.astype(np.float64)).astype(np.float32)
     head_weights, factor = flush_subnormals(index_weights.astype(np.float32)), flush_subnormals(np.float32(scale))
     if q_out.dtype != np.uint8:
         q_out[:], weights[:] = q, flush_subnormals(head_weights * factor)

@@ -4,14 +4,13 @@ import numpy as np
 
 from ..types.compressor import KeyPools
 from .compressor import pooled
-from .norm_rope import hadamard_rotated, layer_normed, write_rows
-from .rows import PLAIN_TYPES
+from .norm_rope import hadamard_rotated, layer_normed, rounded_to, write_rows
 
 DIM = 128
 
 
 def indexer_kpool_and_insert(rows: KeyPools) -> None:
-    state, pool, plain = rows.state, len(rows.ape), PLAIN_TYPES[rows.pages.layout.value_type]
+    state, pool = rows.state, len(rows.ape)
     capacity, most = state.shape[1], len(state) * state.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):
         keys = layer_normed(rows.k, rows.weight, rows.bias, rows.eps)
@@ -32,7 +31,7 @@ def indexer_kpool_and_insert(rows: KeyPools) -> None:
             key = pooled(window)[None]
             with np.errstate(invalid="ignore", over="ignore"):
                 if rows.hadamard:
-                    key = hadamard_rotated(key.astype(np.float32).astype(plain).astype(np.float64))
+                    key = hadamard_rotated(rounded_to(rows.pages, key))
                 write_rows(rows.pages, np.array([slot], np.int64), key)
         if start in here:
             if rows.restart_positions is not None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..types.segments import Insertion, Pages
+from ..types.segments import HeadFactors, Insertion, Pages, RopeKind
 from .rows import E4M3_MAX, PLAIN_TYPES, scale_exponent, to_e4m3, write_tokens
 
 GROUP = 128
@@ -35,13 +35,30 @@ def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insert
     insert_rows(into, rotated(rows, at_positions(into.cos_sin, into.positions)))
 
 
-def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
+def indexer_knorm_rope_and_insert(
+    k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion, kind: RopeKind, hadamard: bool
+) -> None:
     rows = layer_normed(k, weight, bias, into.eps)
-    insert_rows(into, rotated_halves(rows, at_positions(into.cos_sin, into.positions)))
+    if into.cos_sin is not None:
+        rows = rotated_by(kind, rows, at_positions(into.cos_sin, into.positions))
+    insert_rows(into, hadamard_rotated(rounded_to(into.pages, rows)) if hadamard else rows)
 
 
-def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
-    out[...] = rotated(x.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse)
+def apply_rope(
+    x: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray | None,
+    inverse: bool,
+    kind: RopeKind,
+    ssmax: HeadFactors | None,
+    out: np.ndarray,
+) -> None:
+    rows = x.astype(np.float64)
+    if ssmax is not None:
+        rows = rows * head_factors(ssmax, positions)[:, :, None]
+    if cos_sin is not None:
+        rows = rotated_by(kind, rows, at_positions(cos_sin, positions)[:, None], inverse)
+    out[...] = rows
 
 
 def inverse_rope_and_quantize(
@@ -108,11 +125,33 @@ def rotated(x: np.ndarray, rotation: np.ndarray, inverse: bool = False) -> np.nd
     return result
 
 
-def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """x [T, d] with the first n values of each row rotated; the two values of a pair are n / 2 apart."""
-    half = rotation.shape[1] // 2
-    cos, sin, first, second = rotation[:, :half], rotation[:, half:], x[:, :half], x[:, half : 2 * half]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
+def rotated_by(kind: RopeKind, x: np.ndarray, rotation: np.ndarray, inverse: bool = False) -> np.ndarray:
+    """x with the values of its last axis that `kind` names rotated."""
+    rope_dim = rotation.shape[-1]
+    begin = 0 if kind.first else x.shape[-1] - rope_dim
+    part, result = x[..., begin : begin + rope_dim], x.copy()
+    if kind.halves:  # as neighbours
+        part = np.stack(np.split(part, 2, axis=-1), axis=-1).reshape(part.shape)
+    part = rotated(part, rotation, inverse)
+    if kind.halves:
+        part = np.concatenate([part[..., ::2], part[..., 1::2]], axis=-1)
+    result[..., begin : begin + rope_dim] = part
+    return result
+
+
+def head_factors(ssmax: HeadFactors, positions: np.ndarray) -> np.ndarray:
+    """The factor of each token's head, float64 [T, h]."""
+    logarithms = np.log(np.maximum(positions, 0).astype(np.float64) + 1)
+    factors: np.ndarray = ssmax.scale.astype(np.float64) * logarithms[:, None] + ssmax.bias
+    return factors
+
+
+def rounded_to(pages: Pages, rows: np.ndarray) -> np.ndarray:
+    """Rows in the type that a cache stores before quantisation, float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = rows.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
+        values: np.ndarray = stored.astype(np.float64)
+    return values
 
 
 def insert_rows(into: Insertion, rows: np.ndarray) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-from .segments import Pages
+from .segments import HeadFactors, Pages
 
 QueryFormat = Literal["fp8", "mxfp4", "mxfp4_rows"]
 
@@ -28,10 +28,12 @@ class IndexQueries(NamedTuple):
     """The arguments of `cumla.fused_indexer_q_rope_quant`, and the arrays of its results.
 
     Attributes:
-        table: cosines, then sines
+        table: cosines, then sines; or None: queries are not rotated
         scale: factor of the weights
         least_exponent: smallest exponent of a query's scale
         q_format: format of quantised queries
+        ssmax: factors of the heads, by position; None: 1
+        hadamard: whether queries are rotated as the keys in the cache
     """
 
     positions: Any
@@ -43,6 +45,8 @@ class IndexQueries(NamedTuple):
     is_neox: bool
     least_exponent: int
     q_format: QueryFormat
+    ssmax: HeadFactors | None
+    hadamard: bool
     q_out: Any
     weights: Any
 

@@ -31,6 +31,29 @@ class Pages(NamedTuple):
         return int(self.bytes.shape[0]) * self.block_size
 
 
+class HeadFactors(NamedTuple):
+    """SSMax: a token's head is multiplied by scale * ln(position + 1) + bias; a negative position counts as 0.
+
+    Attributes:
+        scale, bias: float32 [h]
+    """
+
+    scale: Any
+    bias: Any
+
+
+class RopeKind(NamedTuple):
+    """Which values of a row RoPE rotates.
+
+    Attributes:
+        first: the first values, else the last ones
+        halves: the two values of a pair are half of the rotated values apart, else they are neighbours
+    """
+
+    first: bool = False
+    halves: bool = False
+
+
 class Insertion(NamedTuple):
     """Where T tokens' rows are inserted after RoPE.
 
@@ -38,7 +61,7 @@ class Insertion(NamedTuple):
         pages: the cache
         slots: int32 or int64 [N], N <= T: slot of each row; out of range skips its row
         positions: int32 or int64 [T], clamped to the table
-        cos_sin: float32 [max_position, rope_dim]: cosines, then sines
+        cos_sin: float32 [max_position, rope_dim]: cosines, then sines; None: no RoPE (only index keys)
         eps: epsilon of the norm before RoPE
         round_rows: whether rows are rounded to bfloat16 before they are quantised
     """

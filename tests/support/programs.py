@@ -11,7 +11,7 @@ from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
-QUERIES = {"INPUT": "bf16", "WEIGHT": "float", "TABLE": "float", "POSITION": "int64"}
+QUERIES = {"INPUT": "bf16", "WEIGHT": "float", "TABLE": "float", "POSITION": "int64", "SSMAX": 0, "HADAMARD": 0}
 MHA = {
     "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1,
     "ACCUMULATE": 0,
@@ -109,6 +109,10 @@ SOURCES = [
     ("sm80/prompt_scores.cu", {"QUERY": "uint8", "LAYOUT": "INDEXER_FP8", "HEADS": 64, "ALIGNED": 1}),
     *(("common/candidate_logits.cu", {"LAYOUT": layout}) for layout in ("INDEXER_MXFP4", "INDEXER_F32")),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "Q_FORMAT": "MXFP4_ROWS", "ALIGNED": 0}),
+    (
+        "common/indexer_queries.cu",
+        {**QUERIES, "OUTPUT": "uint8", "Q_FORMAT": "FP8", "SSMAX": 1, "HADAMARD": 1, "ALIGNED": 1},
+    ),
     *(
         ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": output, "Q_FORMAT": q_format, "ALIGNED": aligned})
         for output, q_format, aligned in (("uint8", "FP8", 1), ("float", "FP8", 0), ("uint8", "MXFP4", 1))
@@ -220,7 +224,8 @@ SOURCES = [
             "common/norm_rope.cu",
             {
                 "LAYOUT": layout, "SLOT": slot, "POSITION": "int64", "WEIGHT": weight, "UNIT": unit,
-                "ROUND_ROWS": int(unit == 8), "ALIGNED": aligned,
+                "ROUND_ROWS": int(unit == 8), "IN_HALVES": int("FP4" in layout), "SSMAX": int("41" in layout),
+                "ALIGNED": aligned,
             },
         )
         for layout, slot, weight, unit, aligned in (
@@ -235,7 +240,10 @@ SOURCES = [
     *(
         (
             "common/indexer_norm_rope.cu",
-            {"LAYOUT": layout, "INPUT": value, "WEIGHT": value, "SLOT": "int64", "POSITION": "int", "ALIGNED": aligned},
+            {
+                "LAYOUT": layout, "INPUT": value, "WEIGHT": value, "SLOT": "int64", "POSITION": "int",
+                "HADAMARD": aligned, "ALIGNED": aligned,
+            },
         )
         for layout, value, aligned in (("INDEXER_FP8", "float", 1), ("INDEXER_BF16", "bf16", 0))
     ),

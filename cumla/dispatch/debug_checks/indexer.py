@@ -11,7 +11,7 @@ from .values import check_cached, check_positions, check_range
 
 
 def fused_indexer_q_rope_quant(arguments: Any) -> None:
-    if len(arguments.table):  # without rows, queries are not rotated
+    if arguments.table is not None and len(arguments.table):  # without rows, queries are not rotated
         check_positions(arguments, arguments.table, name="index_q_cos_sin_cache")
     if arguments.scale <= 0:
         name = "index_weights_softmax_scale * index_weights_head_scale"

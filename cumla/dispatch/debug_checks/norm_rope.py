@@ -18,12 +18,14 @@ def norm_rope_and_insert(arguments: Any) -> None:
 
 
 def indexer_knorm_rope_and_insert(arguments: Any) -> None:
-    check_positions(arguments, arguments.cos_sin, arguments.slots, all_read=False)
+    if arguments.cos_sin is not None:
+        check_positions(arguments, arguments.cos_sin, arguments.slots, all_read=False)
     check_slots("slot_mapping", arguments.slots, arguments.pages.num_slots, arguments.positions)
 
 
 def apply_rope(arguments: Any) -> None:
-    check_positions(arguments, arguments.cos_sin)
+    if arguments.cos_sin is not None:
+        check_positions(arguments, arguments.cos_sin)
 
 
 def inverse_rope_and_quantize(arguments: Any) -> None:

@@ -1,8 +1,8 @@
-// Keys of V3.2's indexer: LayerNorm, RoPE (in halves) on the first values, insert.
+// Keys of an indexer: LayerNorm, RoPE, Hadamard rotation, insert.
 //
 // Grid: a warp per row. Block: 128 threads. Shared memory: a row per warp, for RoPE's partners.
 //
-// Macros: LAYOUT, INPUT and WEIGHT (float or bf16), SLOT and POSITION (int64 or int), ALIGNED.
+// Macros: LAYOUT, INPUT and WEIGHT (float or bf16), SLOT and POSITION (int64 or int), HADAMARD, ALIGNED.
 #include "common/device.cuh"
 #include "common/warp_row.cuh"
 
@@ -12,7 +12,7 @@ using Row = WarpRow<4>;
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weight, const WEIGHT* bias, int rows, const SLOT* slots,
                                   const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
-                                  float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
+                                  float eps, int rope_first, int halves, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
     __shared__ float before[WARPS][Row::DIM];  // RoPE
     pdl_wait();
     int warp = threadIdx.x / 32, token = blockIdx.x * WARPS + warp;
@@ -32,13 +32,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     __syncwarp();
     const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
-    int half = rope_dim / 2;
+    int half = rope_dim / 2, begin = rope_first ? 0 : Row::DIM - rope_dim;  // without RoPE, rope_dim is 0
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        int at = first + i, pair = at < half ? at : at - half;
-        if (at >= rope_dim) continue;
+        int at = first + i - begin;
+        if (at < 0 || at >= rope_dim) continue;
+        int pair = !halves ? at / 2 : at < half ? at : at - half;
+        bool second = halves ? at >= half : at % 2;
+        int step = halves ? half : 1, other = begin + (second ? at - step : at + step);
         float cos = rotation[pair], sin = rotation[half + pair];
-        row.x[i] = row.x[i] * cos + before[warp][at < half ? at + half : pair] * (at < half ? -sin : sin);
+        row.x[i] = row.x[i] * cos + before[warp][other] * (second ? sin : -sin);
     }
+    if (HADAMARD) row.rotate_hadamard();
     row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
 }

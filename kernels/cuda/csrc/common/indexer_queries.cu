@@ -4,9 +4,11 @@
 // neighbouring lanes; the partner of a value is its neighbour, or 4 lanes away. Four lanes hold a tile of MXFP4.
 //
 // Macros: INPUT, WEIGHT and TABLE (types of queries, weights and cosines), POSITION (int64 or int), OUTPUT (uint8 for
-// quantised queries, else float or bf16), Q_FORMAT of quantised queries (FP8, MXFP4 in e4m3 bytes, MXFP4_ROWS), ALIGNED.
+// quantised queries, else float or bf16), Q_FORMAT of quantised queries (FP8, MXFP4 in e4m3 bytes, MXFP4_ROWS), SSMAX
+// (heads are multiplied by factors of their positions), HADAMARD, ALIGNED.
 #include "common/pages.cuh"
 #include "common/device.cuh"
+#include "common/head_transforms.cuh"
 
 enum { FP8, MXFP4, MXFP4_ROWS };
 constexpr int DIM = 128, ROPE = 64, LANES = DIM / 8, THREADS = 128;
@@ -70,9 +72,9 @@ __device__ inline void store_row(uint8* row, uint32 codes, const E2m1Scale& scal
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     fused_indexer_q_rope_quant(const POSITION* positions, const INPUT* q, int64 q_stride, int64 q_head_stride, const TABLE* table,
-                               int64 table_stride, int table_rows, const WEIGHT* weights, int64 weights_stride, float scale, int rope_first,
-                               int is_neox, int least_exponent, int64 tokens, int heads, OUTPUT* q_out, int64 out_stride,
-                               int64 out_head_stride, float* weights_out, int64 weights_out_stride) {
+                               int64 table_stride, int table_rows, const float* ssmax_scale, const float* ssmax_bias, const WEIGHT* weights,
+                               int64 weights_stride, float scale, int rope_first, int is_neox, int least_exponent, int64 tokens, int heads,
+                               OUTPUT* q_out, int64 out_stride, int64 out_head_stride, float* weights_out, int64 weights_out_stride) {
     pdl_wait();
     int lane = threadIdx.x % LANES;
     int64 number = int64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
@@ -81,6 +83,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float x[8];
     unpack8(load_raw8(q + token * q_stride + head * q_head_stride + 8 * lane), x);
     int64 position = positions[token];
+    if constexpr (SSMAX) {
+        float factor = head_factor(ssmax_scale[head], ssmax_bias[head], position);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] *= factor;
+    }
     int rotated = lane - (rope_first ? 0 : (DIM - ROPE) / 8);  // which of the 8 rotated lanes
     float partner[8];
 #pragma unroll
@@ -104,6 +111,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 x[i] = low * cosine - high * sine, x[i + 1] = high * cosine + low * sine;
             }
         }
+    }
+    if constexpr (HADAMARD) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = sizeof(OUTPUT) == 4 ? x[i] : to_bf16_and_back(x[i]);
+        hadamard<LANES>(x, lane);
     }
     float q_scale = 1.0f;
     OUTPUT* to = q_out + token * out_stride + head * out_head_stride;

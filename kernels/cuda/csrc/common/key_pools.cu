@@ -111,7 +111,7 @@ __device__ inline void pool_and_insert(const Tokens& tokens, const Before& befor
     row.lane = tokens.lane;
 #pragma unroll
     for (int j = 0; j < 4; ++j) row.x[j] = mean.total.x[j] == 0.0f ? 0.0f : div(mean.sum.x[j], mean.total.x[j]);
-    if (HADAMARD) row.hadamard();
+    if (HADAMARD) row.rotate_hadamard();
     row.insert<LAYOUT>(to);
 }
 

@@ -11,7 +11,7 @@
 //
 // Shared memory: only in fused_q_kv_rmsnorm, a float per warp.
 //
-// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ROUND_ROWS (rows are rounded
+// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, 2, or 1 for halves), IN_HALVES and SSMAX (apply_rope), ROUND_ROWS (rows are rounded
 // before they are quantised: norm_rope_and_insert), ALIGNED. Rows are bf16.
 #include "common/device.cuh"
 #include "common/warp_row.cuh"
@@ -187,30 +187,60 @@ extern "C" __global__ void __launch_bounds__(1024)
 #endif
 }
 
-// Grid: (tokens, CTAs that stride over the token's heads). A thread takes UNIT neighbouring values from `first` on: if x is
-// rotated in place, the values before `first` stay.
+// Grid: (tokens, CTAs that stride over the token's heads). A thread takes UNIT neighbouring values that are not rotated, or
+// are rotated in neighbours; or, in IN_HALVES, UNIT values of each half. Values that stay are not written if x is rotated in
+// place (copies 0).
 extern "C" __global__ void __launch_bounds__(256)
-    apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim, int first,
-               const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, float direction) {
+    apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim, int copies,
+               const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, float direction,
+               int rope_first, const float* ssmax_scale, const float* ssmax_bias) {
     pdl_wait();
-    int units = (dim - first) / UNIT, start = dim - rope_dim;
-    int64 token = blockIdx.x;
-    const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
+    int half = rope_dim / 2, rotations = rope_dim / (UNIT * (IN_HALVES + 1)), units = rotations + copies;
+    int64 token = blockIdx.x, position = positions[token];
+    const float* rotation = rotation_at(cos_sin, cos_stride, max_position, position);
     for (int64 item = int64(blockIdx.y) * blockDim.x + threadIdx.x; item < int64(heads) * units; item += int64(gridDim.y) * blockDim.x) {
         int64 head = item / units;
-        int at = first + UNIT * int(item % units), pair = (at - start) / 2;
+        int unit = int(item % units), at = UNIT * unit;
+        bool rotates = unit < rotations;
+        if (rotates) at += rope_first ? 0 : dim - rope_dim;
+        else at += rope_first ? rope_dim - UNIT * rotations : -UNIT * rotations;
         const bf16* source = x + token * x_token + head * x_head + at;
         bf16* target = out + token * out_token + head * out_head + at;
+        float factor = SSMAX ? head_factor(ssmax_scale[head], ssmax_bias[head], position) : 1.0f;
 #if UNIT == 8
         Raw8<bf16> raw = load_raw8(source);
-        if (at < start) {
+        if (!rotates && !SSMAX) {
             store_raw8(target, raw);
             continue;
         }
         float values[8];
         unpack8(raw, values);
+        if (SSMAX)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) values[i] *= factor;
+        if (!rotates) {
+            store_values8(target, values);
+            continue;
+        }
+#if IN_HALVES
+        float others[8], cosines[8], sines[8];
+        unpack8(load_raw8(source + half), others);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            *reinterpret_cast<float4*>(cosines + i) = *reinterpret_cast<const float4*>(rotation + UNIT * unit + i);
+            *reinterpret_cast<float4*>(sines + i) = *reinterpret_cast<const float4*>(rotation + half + UNIT * unit + i);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float a = values[i], b = SSMAX ? others[i] * factor : others[i], sine = sines[i] * direction;
+            values[i] = a * cosines[i] - b * sine, others[i] = b * cosines[i] + a * sine;
+        }
+        store_values8(target, values);
+        store_values8(target + half, others);
+#else
+        int pair = UNIT / 2 * unit;
         float4 cos = *reinterpret_cast<const float4*>(rotation + pair);
-        float4 sin = *reinterpret_cast<const float4*>(rotation + rope_dim / 2 + pair);
+        float4 sin = *reinterpret_cast<const float4*>(rotation + half + pair);
         float cosines[4] = {cos.x, cos.y, cos.z, cos.w}, sines[4] = {sin.x, sin.y, sin.z, sin.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -219,17 +249,22 @@ extern "C" __global__ void __launch_bounds__(256)
             values[2 * i + 1] = b * cosines[i] + a * sine;
         }
         store_values8(target, values);
+#endif
 #else
-        bf16 low = source[0], high = source[1];
-        if (at >= start) {
-            float cos = rotation[pair], sin = rotation[rope_dim / 2 + pair] * direction;
-            float a = to_float(low), b = to_float(high);
+        int other = IN_HALVES ? half : 1, pair = IN_HALVES ? UNIT * unit : unit;
+#pragma unroll
+        for (int i = 0; i < (IN_HALVES ? UNIT : 1); ++i) {
+            if (!rotates) break;
+            float cos = rotation[pair + i], sin = rotation[half + pair + i] * direction;
+            float a = to_float(source[i]), b = to_float(source[other + i]);
+            if (SSMAX) a *= factor, b *= factor;
             uint32 both = pack(bf16{}, a * cos - b * sin, b * cos + a * sin);
-            low = bf16{uint16(both)};
-            high = bf16{uint16(both >> 16)};
+            target[i] = bf16{uint16(both)};
+            target[other + i] = bf16{uint16(both >> 16)};
         }
-        target[0] = low;
-        target[1] = high;
+        if (!rotates)
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) target[i] = SSMAX ? bf16{uint16(pack(bf16{}, to_float(source[i]) * factor, 0.0f))} : source[i];
 #endif
     }
 }

@@ -1,6 +1,7 @@
 // A row of float32 values in the registers of a warp, or of WARPS warps: lane l of warp w has the values [(32 w + l) *
 // VALUES, (32 w + l + 1) * VALUES).
 #pragma once
+#include "common/head_transforms.cuh"
 #include "common/pages.cuh"
 
 template <int VALUES, int WARPS = 1> struct WarpRow {
@@ -39,27 +40,11 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         normalize(squares(), eps);
     }
 
-    // The orthonormal Hadamard transform in Sylvester's order, of a row in one warp, rounded to bfloat16 before.
-    __device__ void hadamard() {
-        static_assert(WARPS == 1 && DIM == 128);
+    // Hadamard rotation of a row in one warp, rounded to bfloat16 before.
+    __device__ void rotate_hadamard() {
+        static_assert(WARPS == 1);
         round(bf16{});
-#pragma unroll
-        for (int step = 1; step < VALUES; step *= 2)
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-                if (i & step) continue;
-                float a = x[i], b = x[i + step];
-                x[i] = a + b, x[i + step] = a - b;
-            }
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2)
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) {
-                float other = __shfl_xor_sync(~0u, x[i], lanes);
-                x[i] = lane & lanes ? other - x[i] : x[i] + other;
-            }
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) x[i] = mul(x[i], 0.08838834764831845f);
+        hadamard<32>(x, lane);
     }
 
     // Rotate the last `rope_dim` values in pairs of neighbours; `direction` -1 is inverse RoPE. rotation: cosines, then sines.
