@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ class Fresh(NamedTuple):
         result_file: the file for the result; None if it cannot be kept
         layout: the cache format that it was compiled for; "" for none
         kernel: the object that launches it, to see whether a case did; None: every case does
+        file: its source
+        macros: with which the source was compiled
     """
 
     what: str
@@ -46,6 +49,8 @@ class Fresh(NamedTuple):
     result_file: Path | None
     layout: str = ""
     kernel: Any = None
+    file: str = ""
+    macros: Mapping[str, str | int] = {}
 
 
 class RunningCall(NamedTuple):
@@ -55,11 +60,13 @@ class RunningCall(NamedTuple):
         op: its name
         fresh: what was compiled or loaded for it without a result so far
         is_test: whether it is part of a self-test
+        tested: what this self-test tests
     """
 
     op: str
     fresh: list[Fresh]
     is_test: bool = False
+    tested: Sequence[Fresh] = ()
 
 
 # The call of this thread; worker threads take it over. A kernel is tested by the call that it was compiled for: another
@@ -136,6 +143,15 @@ def note_unsaved(reason: str) -> None:
 def _count(what: str) -> None:
     with _counting:
         RESULTS[what] += 1
+
+
+def macros_under_test(file: str) -> Mapping[str, str | int] | None:
+    """The macros of the tested program of this source; None if this is no self-test of one.
+
+    Launchers whose programs depend on a call's size choose the tested program for the small case.
+    """
+    running = RUNNING.get()
+    return None if running is None else next((x.macros for x in running.tested if x.file == file), None)
 
 
 def check_not_failed(backend: str) -> None:

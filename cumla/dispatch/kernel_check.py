@@ -73,7 +73,7 @@ def tested(function: Callable[..., Any], op: str, arguments: Sequence[Any], keyw
     running = RUNNING.get()
     in_test = running is not None and running.is_test
     fresh: list[Fresh] = []
-    token = RUNNING.set(RunningCall(op, fresh, in_test))
+    token = RUNNING.set(RunningCall(op, fresh, in_test, () if running is None else running.tested))
     try:
         result = function(*arguments, **keywords)
     finally:
@@ -118,7 +118,7 @@ def _run(pending: collections.deque[Test]) -> None:
 
 
 def _run_test(test: Test) -> None:
-    token = RUNNING.set(RunningCall(test.op, [], is_test=True))
+    token = RUNNING.set(RunningCall(test.op, [], is_test=True, tested=test.fresh))
     try:
         with debug.unchecked():
             for backend in dict.fromkeys(x.backend for x in test.fresh):

@@ -257,4 +257,4 @@ def _note(made: Kernel, name: str, file: str, defines: dict[str, str | int], res
     )
     what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())
     compiler = f"NVRTC {nvrtc_version()} for compute capability {_arch() / 10}"
-    note(Fresh(what, "cuda", compiler, remedy, result_file, str(defines.get("LAYOUT", "")), made))
+    note(Fresh(what, "cuda", compiler, remedy, result_file, str(defines.get("LAYOUT", "")), made, file, defines))

@@ -14,6 +14,7 @@ from .compile import kernel
 from .device import device_sms
 from .launch import C_NAMES, Kernel, int32, is_aligned, pointer, strides
 from .sparse import kernels as sparse_kernels
+from .sparse import under_test
 from .sparse import work as sparse_work
 from .sparse.division import Division
 from .sparse.work import AttentionCall
@@ -53,6 +54,7 @@ def sparse_mla_prefill(args: SparsePrefill) -> None:
     work = work._replace(tile_heads=fast.tile_heads)
     division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
     problem = work.packed_arguments(None, division)
+    fast.start(division, work)
     fast.launch(division, work, problem)
     if not fast.recomputes:
         sparse_kernels.launch_epilogue(work, problem)
@@ -84,10 +86,11 @@ def _prefill_in_fp8(work: AttentionCall, workspace: Any) -> None:
     (segment,) = work.segments
     pages, count = segment.pages, segment.pages.num_slots
     e4m3, scales = type(pages.bytes)((count, V_DIM), "uint8", workspace.data), workspace.data.ptr + count * V_DIM
+    fast = sparse_kernels.prefill_fp8(work.q.device.id, scales)
+    division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
+    fast.start(division, work)
     function = kernel("sm90/prefill_fp8_rows.cu", "rows_to_e4m3", arch="sm_90a", LAYOUT=pages.layout.name)
     _convert(function, pages, e4m3, scales)
-    fast = sparse_kernels.prefill_fp8(work.q.device.id, pages.layout, scales)
-    division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
     converted = segment._replace(pages=Pages(e4m3, 1, DSV4_BF16))
     fast.launch(division, work, work._replace(segments=[converted]).packed_arguments(None, division))
     sparse_kernels.launch_epilogue(work, work.packed_arguments(None, division))
@@ -108,7 +111,10 @@ def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> No
         sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
     work = work._replace(tile_heads=fast.tile_heads)
-    division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
+    division = under_test.division(work.tiles, work.most_blocks, fast.max_ranges) if may_split else None
+    if division is None:
+        division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
+    fast.start(division, work)
     if plan is None:
         with workspace_of_call(work.q) as workspace:
             _attend_by_plan(work, fast, division, DecodePlan(workspace), may_split)

@@ -35,8 +35,8 @@ def layout_macros(formats: Formats) -> dict[str, str | int]:
     return {"LAYOUT": first.name, **({"EXTRA_LAYOUT": second.name} if second.name != first.name else {})}
 
 
-def exact_macros(formats: Formats, aligned: bool, heads: int) -> dict[str, Any]:
-    """The macros for csrc/common/sparse/exact.cu."""
+def exact_macros(formats: Formats, aligned: bool, heads: int, combines: bool) -> dict[str, Any]:
+    """The macros for csrc/common/sparse/exact.cu; `combines`: whether calls may have split tiles."""
     follows = all(has_whole_slices(x) and not x.has_fine_scales for x in formats)
-    float64 = {} if follows else {"FLOAT64_ONLY": 1}
-    return {**layout_macros(formats), "ALIGNED": int(aligned), "TILE_HEADS": heads, **float64}
+    more = {"COMBINES": int(combines), **({} if follows else {"FLOAT64_ONLY": 1})}
+    return {**layout_macros(formats), "ALIGNED": int(aligned), "TILE_HEADS": heads, **more}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ..device import Limits, cached_by_capability, capability, device_sms, has_c
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
+from . import under_test
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
 from .formats import HOPPER, HOPPER_BF16, Formats, exact_macros, has_whole_slices, layout_macros
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
@@ -38,20 +38,34 @@ KERNELS = ("hopper", "portable", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
 
 
+class Program(NamedTuple):
+    """A kernel of csrc/, and the macros with which it is compiled.
+
+    Attributes:
+        arch: a target instead of the device's own, or None
+        macros: names and values
+    """
+
+    file: str
+    name: str
+    arch: str | None
+    macros: tuple[tuple[str, Any], ...]
+
+
 class FastKernel(NamedTuple):
     """A kernel for values inside its range.
 
     Attributes:
+        program_for: the program for a cluster size, 1 without clusters; compiled at first use
         tile_heads: heads of a tile of its work
         max_ranges: CTAs that run at a time
         costs: costs of the cost model that divides its work
         maps: arguments in addition to the problem: the words of tensor maps
         clusters: sizes of clusters that may split a tile, and the number of such clusters that run at a time
-        of_cluster: the function for a cluster size, instead of `function`; compiled at first use
         recomputes: whether the kernel recomputes the tiles that it flags, so that no epilogue kernel has to follow
     """
 
-    function: Any
+    program_for: Callable[[int], Program]
     threads: int
     shared_bytes: int
     tile_heads: int
@@ -59,14 +73,40 @@ class FastKernel(NamedTuple):
     costs: Costs = COSTS
     maps: Callable[[AttentionCall], Words] = lambda work: ()
     clusters: tuple[tuple[int, int], ...] = ()
-    of_cluster: Callable[[int], Kernel] | None = None
     recomputes: bool = False
 
+    def program(self, division: Division) -> Program:
+        """The program for a division."""
+        return self.program_for(division.parts if division.cluster else 1)
+
+    def start(self, division: Division, work: AttentionCall) -> None:
+        """Begin to compile the programs that this call launches, in threads."""
+        epilogue = None if self.recomputes else work.formats
+        _start(work.q.device.id, self.program(division), epilogue, self.tile_heads, division.split, division.planned)
+
     def launch(self, division: Division, work: AttentionCall, problem: tuple[Any, ...]) -> None:
-        function, arguments = self.function, (*problem, *self.maps(work))
-        if self.of_cluster is not None:
-            function = self.of_cluster(division.parts if division.cluster else 1)
+        function, arguments = _function(self.program(division), self.shared_bytes), (*problem, *self.maps(work))
         function((division.ranges,), (self.threads,), arguments, shared_mem=self.shared_bytes, overlap=True)
+
+
+@cached_by_capability
+def _function(program: Program, shared_bytes: int) -> Kernel:
+    function = kernel(program.file, program.name, arch=program.arch, **dict(program.macros))
+    function.max_dynamic_shared_size_bytes = shared_bytes
+    return function
+
+
+@cached_by_capability
+def _start(
+    device: int, program: Program, epilogue: Formats | None, tile_heads: int, combines: bool, planned: bool
+) -> None:
+    """Begin to compile, on the current device, `device`: a fast kernel, the epilogue kernel for these formats if one
+    follows, and the kernel that plans."""
+    start(program.file, program.arch, **dict(program.macros))
+    if epilogue is not None:
+        start("common/sparse/exact.cu", **exact_macros(epilogue, True, tile_heads, combines))
+    if planned:
+        start("common/sparse/plan.cu")
 
 
 @contextlib.contextmanager
@@ -99,7 +139,8 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     if name == "hopper" and formats[0] in HOPPER_BF16:
         return _hopper(device, formats, HEADS)
     if name == "hopper":
-        return _hopper(device, formats, tile_heads(work, may_split, device_sms(device), _clusters(device)))
+        heads = under_test.tile_heads() or tile_heads(work, may_split, device_sms(device), _clusters(device))
+        return _hopper(device, formats, heads)
     return _portable(device, formats, _portable_heads(work, may_split and _forced.get() is None))
 
 
@@ -133,14 +174,13 @@ def kernel_for_prefill(device: int) -> str:
 @cached_by_capability
 def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     """The kernel for tiles of `heads` heads. Below HEADS, q needs a tensor map."""
-    if heads == HEADS:
-        function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
-    else:
-        macros = {"LAYOUT": layout.name, "TILE_HEADS": heads}
-        function = kernel("sm90/few_heads/prefill.cu", "sparse_mla_prefill_few_heads", arch="sm_90a", **macros)
-    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    macros: tuple[tuple[str, Any], ...] = (("LAYOUT", layout.name),)
+    program = Program("sm90/prefill/prefill.cu", "sparse_mla_prefill", "sm_90a", macros)
+    if heads != HEADS:
+        macros += (("TILE_HEADS", heads),)
+        program = Program("sm90/few_heads/prefill.cu", "sparse_mla_prefill_few_heads", "sm_90a", macros)
     return FastKernel(
-        function, PREFILL_THREADS if heads == HEADS else FEW_HEADS_THREADS, HOPPER_SHARED_BYTES, heads,
+        lambda parts: program, PREFILL_THREADS if heads == HEADS else FEW_HEADS_THREADS, HOPPER_SHARED_BYTES, heads,
         device_sms(device), maps=lambda work: map_of_queries(work, heads), recomputes=True,
     )  # fmt: skip
 
@@ -152,20 +192,14 @@ def takes_fp8(work: AttentionCall, workspace: Any) -> bool:
     return fast and width == V_DIM and heads > PREFILL_HEADS[-2]
 
 
-def prefill_fp8(device: int, layout: CacheLayout, scales: int) -> FastKernel:
-    """The kernel for e4m3 rows with scales at address `scales`; `layout` is the rows' format before conversion."""
-    start("common/sparse/exact.cu", **exact_macros((layout, layout), True, HEADS))
-    function = _prefill_fp8_function(device)
+def prefill_fp8(device: int, scales: int) -> FastKernel:
+    """The kernel for e4m3 rows with scales at address `scales`."""
+    macros = (("LAYOUT", "DSV4_BF16"),)
+    program = Program("sm90/prefill_fp8/prefill.cu", "sparse_mla_prefill_fp8", "sm_90a", macros)
     return FastKernel(
-        function, FP8_PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device), maps=lambda work: (scales,)
-    )
-
-
-@cached_by_capability
-def _prefill_fp8_function(device: int) -> Kernel:
-    function = kernel("sm90/prefill_fp8/prefill.cu", "sparse_mla_prefill_fp8", arch="sm_90a", LAYOUT="DSV4_BF16")
-    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return function
+        lambda parts: program, FP8_PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device),
+        maps=lambda work: (scales,),
+    )  # fmt: skip
 
 
 def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
@@ -186,31 +220,14 @@ def kernel_for_decode(device: int, layout: CacheLayout, heads: int) -> str:
 
 @cached_by_capability
 def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
-    of_cluster = functools.partial(_hopper_function, formats, heads)
-    start("sm90/decode/decode.cu", arch="sm_90a", **_hopper_macros(formats, heads, 1))
-    _start_others(formats, heads)
+    def program(parts: int) -> Program:
+        macros = {**layout_macros(formats), "TILE_HEADS": heads, "PARTS": parts}
+        return Program("sm90/decode/decode.cu", "sparse_mla_decode", "sm_90a", tuple(macros.items()))
+
     return FastKernel(
-        None, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
-        clusters=() if formats[0] in HOPPER_BF16 else _clusters(device), of_cluster=of_cluster,
+        program, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
+        clusters=() if formats[0] in HOPPER_BF16 else _clusters(device),
     )  # fmt: skip
-
-
-def _start_others(formats: Formats, heads: int) -> None:
-    """Begin to compile the kernels launched before and after a fast kernel with tiles of `heads` heads."""
-    start("common/sparse/exact.cu", **exact_macros(formats, True, heads))
-    start("common/sparse/plan.cu")
-
-
-def _hopper_macros(formats: Formats, heads: int, parts: int) -> dict[str, Any]:
-    return {**layout_macros(formats), "TILE_HEADS": heads, "PARTS": parts}
-
-
-@cached_by_capability
-def _hopper_function(formats: Formats, heads: int, parts: int) -> Kernel:
-    macros = _hopper_macros(formats, heads, parts)
-    function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", **macros)
-    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return function
 
 
 @cached_by_capability
@@ -237,6 +254,9 @@ def portable_size(device: int, formats: Formats, heads: int) -> sparse_portable.
 def _portable_heads(work: AttentionCall, may_split: bool) -> int:
     """Heads of a tile: a small number if all blocks of all tiles then still run at a time."""
     device, heads = work.q.device.id, int(work.q.shape[2])
+    tested_heads = under_test.tile_heads()
+    if tested_heads is not None:
+        return tested_heads
     if may_split:
         blocks = int(work.q.shape[0]) * int(work.q.shape[1]) * work.most_blocks
         for height in sorted(sparse_portable.SIZES):
@@ -249,11 +269,9 @@ def _portable_heads(work: AttentionCall, may_split: bool) -> int:
 @cached_by_capability
 def _portable_within(limits: Limits, device: int, formats: Formats, heads: int) -> FastKernel:
     size = sparse_portable.choose(formats, heads, limits.shared_bytes, limits.sm_shared_bytes)
-    _start_others(formats, size.heads)
-    function = kernel(size.file, size.function, **sparse_portable.macros(formats, size))
+    program = Program(size.file, size.function, None, tuple(sparse_portable.macros(formats, size).items()))
     shared_bytes = sparse_portable.shared_bytes(formats, size)
-    function.max_dynamic_shared_size_bytes = shared_bytes
-    return FastKernel(function, size.threads, shared_bytes, size.heads, size.blocks * device_sms(device))
+    return FastKernel(lambda parts: program, size.threads, shared_bytes, size.heads, size.blocks * device_sms(device))
 
 
 def epilogue_ctas(units: int, device: int) -> int:
@@ -288,7 +306,7 @@ def launch_epilogue(
         combined = division.parts or division.ranges // work.tiles + 2  # combined parts of a split tile: rarely more
         pieces = min(work.tiles, division.ranges) * work.tile_heads * V_DIM // COMBINE_VALUES
         units = max(units, pieces // 2)  # occupies all SMs, even for a single tile
-    macros = exact_macros(work.formats, aligned, work.tile_heads)
+    macros = exact_macros(work.formats, aligned, work.tile_heads, division.split)
     function = kernel("common/sparse/exact.cu", "attention_epilogue", **macros)
     grid = (epilogue_ctas(units, device),)
     function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts, combined), overlap=True)

@@ -84,20 +84,24 @@ template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const Spar
     const float* lse = problem.partial_lse + partial_slot(first, false) * HEADS + row;
     const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART_VECTORS +
                            partial_at(row, 8 * octet) + lane / 16 * PLANE;
-    PartsOfPiece<AT_ONCE, WIDE> parts;
-    parts.load(lse, values, partial_slot(0, true), count);
-    // Prepared while the loads are in flight: where the result goes.
-    bool is_unsafe = problem.unsafe[split.tile];
-    TileCoord to(problem, split.tile);
-    int head = to.first_head + row;
-    bool exists = head < problem.heads, has_sink = exists && problem.attn_sink;
-    float sink = has_sink ? problem.attn_sink[head] : 0.0f;
-    bf16* out = problem.out + to.b * problem.out_stride_b + to.s * problem.out_stride_s + head * problem.out_stride_h;
-    float* out_lse = problem.lse + to.b * problem.lse_stride_b + head * problem.lse_stride_h + to.s * problem.lse_stride_s;
+    // Where the result goes; prepared while the first loads are in flight.
+    bool is_unsafe, exists, has_sink;
+    float sink, *out_lse;
+    bf16* out;
     PartSum<WIDE> sum;
-    sum.add(parts);
-    for (int next = AT_ONCE; next < count; next += AT_ONCE) {
-        parts.load(lse + 2 * next * HEADS, values + 2 * next * PART_VECTORS, partial_slot(0, false), count - next);
+#pragma unroll 1
+    for (int next = 0; next < count; next += AT_ONCE) {
+        PartsOfPiece<AT_ONCE, WIDE> parts;
+        parts.load(lse + 2 * next * HEADS, values + 2 * next * PART_VECTORS, partial_slot(0, next == 0), count - next);
+        if (next == 0) {
+            is_unsafe = problem.unsafe[split.tile];
+            TileCoord to(problem, split.tile);
+            int head = to.first_head + row;
+            exists = head < problem.heads, has_sink = exists && problem.attn_sink;
+            sink = has_sink ? problem.attn_sink[head] : 0.0f;
+            out = problem.out + to.b * problem.out_stride_b + to.s * problem.out_stride_s + head * problem.out_stride_h;
+            out_lse = problem.lse + to.b * problem.lse_stride_b + head * problem.lse_stride_h + to.s * problem.lse_stride_s;
+        }
         sum.add(parts);
     }
     if (!exists || is_unsafe) return;

@@ -19,11 +19,15 @@
 // leave clears the flags and counters for the next call.
 //
 // Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), ALIGNED, FLOAT64_ONLY: compute in float64 alone, as for
-// formats whose scales change within a slice (common/sparse/exact_mma_scores.cuh), and for two formats.
+// formats whose scales change within a slice (common/sparse/exact_mma_scores.cuh), and for two formats. COMBINES: whether calls
+// may have split tiles; combining them is a third of the compile time.
 #include "common/sparse/combine.cuh"
 #include "common/sparse/exact_unit.cuh"
 #include "common/device.cuh"
 
+#ifndef COMBINES
+#define COMBINES 0
+#endif
 constexpr int WAITING = 8, CTAS = 2;  // on an SM
 
 union Memory {
@@ -160,12 +164,13 @@ template <class Wanted> struct WantedItems {
 // parts     memory for `most_slots` parts, at most `most_parts` for a unit; unused without `unsafe`
 // counters  zeros between calls: the participants, then one counter for each slot, the next item, the word that says whether
 //           any tile is flagged, and the flags
-// combined  0, or the approximate number of splits of each split tile
+// combined  0, or the approximate number of splits of each split tile; 0 without COMBINES
 extern "C" __global__ void __launch_bounds__(EXACT_THREADS, CTAS)
     attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots,
                        int most_parts, int combined) {
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
+    if constexpr (!COMBINES) combined = 0;
     pdl_release();
     if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(load_relaxed(marks - 1))) return;
     pdl_wait();
@@ -173,7 +178,8 @@ extern "C" __global__ void __launch_bounds__(EXACT_THREADS, CTAS)
     if (combined && problem.starts && !problem.starts[SPLITS_AT]) combined = 0;
     int marked = marks ? load_relaxed(marks - 1) : 0;  // in flight while tiles are combined
     if (marks && !combined && !__syncthreads_or(marked)) return;  // the usual case, within the first few instructions
-    if (combined) combine_tiles(problem, combined, memory.split_tiles);
+    if constexpr (COMBINES)
+        if (combined) combine_tiles(problem, combined, memory.split_tiles);
     int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
     if (marks && combined && !__syncthreads_or(marked)) return;
     Participants participants{counters, marks - 2, combined != 0};

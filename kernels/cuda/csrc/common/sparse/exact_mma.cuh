@@ -123,6 +123,7 @@ struct WideAttention {
     __device__ double least_score(const Keys& keys) const {
         int row = exact_thread() / 16;
         double least = shared.top[row];
+#pragma unroll 1
         for (int key = exact_thread() % 16; key < BLOCK; key += 16)
             if (keys.rows[key]) least = fmax(least, shared.scores[row][key] - shared.doubts[row][key]);
         return over_head(least, [](double x, double y) { return fmax(x, y); }) - BEATEN;

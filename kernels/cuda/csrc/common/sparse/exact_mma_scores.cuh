@@ -77,8 +77,7 @@ struct WideScores {
         if (!__any_sync(~0u, row != nullptr)) return;
         float per_product = float(fabs(scale)) * ERROR;
         for (int i = 0; i < 4; ++i) x[i] = 0.0f, doubts[i] = 1e-30f, exact[i] = 0.0;
-        if (careful) add_slices<true>(per_product);
-        else add_slices<false>(per_product);
+        add_slices(per_product, careful);
         for (int i = 0; i < 4; ++i) {
             int key = 8 * warp + 2 * c + i % 2;
             shared.scores[g + i / 2 * 8][key] = (to_double(x[i]) + exact[i]) * scale;
@@ -88,23 +87,23 @@ struct WideScores {
 
     // Slices in order, with the values of two slices in flight. The e4m3 and bfloat16 cases are separate loops without
     // a branch between them: dependent steps bound the time.
-    template <bool CAREFUL> __device__ void add_slices(float per_product) {
+    __device__ void add_slices(float per_product, bool careful) {
         Raw<false> values = load<false>(FP8_SLICES);
         Raw<true> codes = load<true>(0), next = load<true>(1);
 #pragma unroll 1
         for (int slice = FP8_SLICES; slice < SLICES; ++slice) {
             Raw<false> current = values;
             if (SLICES - FP8_SLICES > 1) values = load<false>(slice + 1);
-            add<false, CAREFUL>(current, slice, per_product);
+            add<false>(current, slice, per_product, careful);
         }
 #pragma unroll 1
         for (int slice = 0; slice < FP8_SLICES; ++slice) {
-            add<true, CAREFUL>(codes, slice, per_product);
+            add<true>(codes, slice, per_product, careful);
             codes = next, next = load<true>(slice + 2);
         }
     }
 
-    template <bool FP8, bool CAREFUL> __device__ void add(const Raw<FP8>& raw, int slice, float per_product) {
+    template <bool FP8> __device__ void add(const Raw<FP8>& raw, int slice, float per_product, bool careful) {
         float first = 1.0f, second = 1.0f, of_row = 1.0f, first_most, second_most;
         if constexpr (FP8) {
             const float* scales = keys.scales[slice / SLICES_PER_SCALE] + 8 * warp;
@@ -123,7 +122,7 @@ struct WideScores {
         // Products too small for float32 count as well.
         float low = shared.q_sums[g][slice] + 1e-30f, high = shared.q_sums[g + 8][slice] + 1e-30f;
         float more[4] = {low * first_most, low * second_most, high * first_most, high * second_most};
-        if constexpr (CAREFUL) {
+        if (careful) {
             float coarsest = fmaxf(fmaxf(more[0], more[1]), fmaxf(more[2], more[3]));
             bool all_precise = coarsest * per_product <= PRECISE / (2 * SLICES) && more[0] + more[1] + more[2] + more[3] < infinity();
             if (__any_sync(~0u, !all_precise)) {
