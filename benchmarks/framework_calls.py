@@ -1,8 +1,9 @@
 """Host time of a call by the framework of its arrays: on a device, until all is queued.
 
 `launch` is the driver's part: the same kernels launched again with arguments that are packed already. Under jax.jit the
-call is one of a jitted function that does nothing else; `jax.jit, identity` hands the same arrays through. A decode is
-a layer's, with lengths; FlashMLA makes it too, with the same tensors.
+call is one of a jitted function that does nothing else; `jax.jit, identity` hands the same arrays through.
+`JAX operator` is the same function outside of jax.jit, `JAX` cumla's own function. A decode is a layer's, with lengths;
+FlashMLA makes it too, with the same tensors.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class FrameworkCall:
         impls: dict[str, tuple[str, Calls]] = {name: ("", [call]) for name, call in found.items()}
         return Problem(
             self.op, str(self), impls, moved, check=_check(x.inputs), clear=x.inputs.clear if x.inputs else None,
-            functions=functions, unchecked=("launch", "jax.jit", "jax.jit, identity", "JAX"), from_host=True,
+            functions=functions, unchecked=("launch", "jax.jit", "jax.jit, identity", "JAX operator", "JAX"),
+            from_host=True,
         )  # fmt: skip
 
     def operands(self, sizes: Sizes) -> tuple[Operands, int]:
@@ -162,7 +164,8 @@ def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Thunk]:
 
     jitted = jax.jit(functools.partial(call, operations), donate_argnums=0)
     identity = jax.jit(lambda donated, arrays: donated.get("1", arrays["0"]), donate_argnums=0)
-    found = {"jax.jit, identity": threaded(identity), "jax.jit": threaded(jitted)}
+    eager = threaded(functools.partial(call, operations))
+    found = {"jax.jit, identity": threaded(identity), "jax.jit": threaded(jitted), "JAX operator": eager}
     return found if donated else {"JAX": functools.partial(call, cumla, donated, arrays), **found}
 
 

@@ -1,4 +1,4 @@
-"""cumla's operations inside jax.jit, on CPU and GPU.
+"""cumla's operations for JAX, inside and outside of jax.jit, on CPU and GPU.
 
     import cumla
     import cumla.interop.jax as ops
@@ -18,6 +18,9 @@ results of cumla's operation, and then the arrays that it writes, in the order o
 XLA updates an array in place if it is donated to the jitted function, and copies it first if it is not. Arguments other
 than arrays are static. Nothing else is copied, and all work stays on XLA's stream. JAX arrays have no strides: V4's
 padded pages are raw pages [num_blocks, page_bytes], as above.
+
+A call outside of jax.jit runs a jitted program for its static arguments, shapes and dtypes: the first such call traces
+it. The last MOST_PROGRAMS programs are kept. Such a call donates nothing, so a cache that it writes is copied.
 
 NumPy's and other frameworks' arrays, and lists of numbers, are copied to JAX first. Without jax_enable_x64, 64-bit
 integers become 32-bit ones, as everywhere in JAX; a value that does not fit is an OverflowError.
@@ -54,21 +57,32 @@ from . import jax_arguments, jax_exit
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
+Described = tuple[tuple[str, tuple[int, ...], Any], ...]  # name, shape and dtype of each array
+MOST_PROGRAMS = 256  # of eager calls; the program used longest ago is dropped
 
 
 def _traceable(op: Op) -> Callable[..., Any]:
     """`op` as a function of JAX arrays and tracers."""
 
+    names = list(op.signature.parameters)
+    defaults = {name: parameter.default for name, parameter in op.signature.parameters.items()}
+    bindable = set[tuple[int, tuple[str, ...]]]()  # numbers of positional arguments, and keywords, that bind
+
+    def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, in the order of the signature."""
+        form = len(args), tuple(kwargs)
+        if form not in bindable:
+            try:
+                op.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{op.name}: {error}, expected {op.name}({', '.join(names)})") from None
+            bindable.add(form)
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
     @functools.wraps(op.function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = op.with_pair_apart(args, kwargs)
-        try:
-            bound = op.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{op.name}: {error}, expected {op.name}({', '.join(op.signature.parameters)})") from None
-        bound.apply_defaults()
         arrays, static = {}, []
-        for name, value in bound.arguments.items():
+        for name, value in bound(*op.with_pair_apart(args, kwargs)).items():
             if name in op.arrays and value is not None and not isinstance(value, (numbers.Number, np.generic)):
                 arrays[name] = jax_arguments.array_of(name, value)
             elif isinstance(value, jax.core.Tracer):
@@ -76,12 +90,14 @@ def _traceable(op: Op) -> Callable[..., Any]:
             else:
                 static.append((name, value))
         jax_arguments.check_devices(arrays)
-        _check(op, tuple((name, x.shape, x.dtype) for name, x in arrays.items()), tuple(static))
         jax_exit.wait_at_exit()
-        inputs = _without_derivatives(op.name)(*arrays.values())
-        results = jax_arguments.varying_as(inputs, _function_of(op, tuple(arrays), tuple(static))(*inputs))
-        written = sum(name in arrays for name in op.writes)
-        results = (*results[written:], *results[:written])
+        described, fixed = tuple([(name, x.shape, x.dtype) for name, x in arrays.items()]), tuple(static)
+        if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+            _check(op, described, fixed)
+            results = _results(op, tuple(arrays), fixed, *arrays.values())
+        else:
+            _check_static(op, described, fixed)
+            results = _program_of(op, described, fixed, _types_of(fixed))(*arrays.values())
         return results[0] if len(results) == 1 else results
 
     del call.__wrapped__  # the wrapped signature has parameters that this function lacks
@@ -147,25 +163,57 @@ def _without_derivatives(name: str) -> Callable[..., Any]:
     return same
 
 
-def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
+def _results(op: Op, names: tuple[str, ...], static: Static, *arrays: Any) -> tuple[Any, ...]:
+    """The operation's results, then the arrays that it writes."""
+    inputs = _without_derivatives(op.name)(*arrays)
+    results = jax_arguments.varying_as(inputs, _function_of(op, names, static)(*inputs))
+    written = sum(name in names for name in op.writes)
+    return (*results[written:], *results[:written])
+
+
+@functools.lru_cache(maxsize=MOST_PROGRAMS)
+def _program_of(op: Op, arrays: Described, static: Static, types: tuple[type, ...]) -> Callable[..., tuple[Any, ...]]:
+    """The program that eager calls with arrays of these shapes and dtypes share: they are not traced again.
+
+    Raises the operation's errors for such arrays.
+    """
+    _checked(op, arrays, static, types)
+    names = tuple(name for name, _, _ in arrays)
+
+    def program(*inputs: Any) -> tuple[Any, ...]:
+        return _results(op, names, static, *inputs)
+
+    program.__name__ = op.name
+    return jax.jit(program)
+
+
+def _types_of(static: Static) -> tuple[type, ...]:
+    """The values' types, for cache keys, because True equals 1 and 64.0 equals 64."""
+    return tuple([value.__class__ for _, value in static])
+
+
+def _check(op: Op, arrays: Described, static: Static) -> None:
     """Raise the operation's errors for arrays of these shapes and dtypes when it is traced, not when it runs."""
+    _check_static(op, arrays, static)
+    _checked(op, arrays, static, _types_of(static))
+
+
+def _check_static(op: Op, arrays: Described, static: Static) -> None:
+    """Raise the operation's errors for static values that cannot be hashed."""
     try:
         hash(static)
     except TypeError:
         _dry_run(op, arrays, static)  # raises for a value of this kind, unless the operation takes it
         raise TypeError(f"{op.name}: got {shown(dict(static))}, expected values that can be hashed") from None
-    _checked(op, arrays, static, tuple(type(value) for _, value in static))
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked(
-    op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static, types: tuple[type, ...]
-) -> None:
-    """`_dry_run`, cached by arguments and their types, because True equals 1 and 64.0 equals 64."""
+def _checked(op: Op, arrays: Described, static: Static, types: tuple[type, ...]) -> None:
+    """`_dry_run`, cached by arguments and their types."""
     _dry_run(op, arrays, static)
 
 
-def _dry_run(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
+def _dry_run(op: Op, arrays: Described, static: Static) -> None:
     with dry_run.dry_running():
         fake_arrays = {name: dry_run.fake_array(shape, _seen_as(name, dtype)) for name, shape, dtype in arrays}
         op.function(**dict(static), **fake_arrays)
