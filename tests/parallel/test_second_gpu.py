@@ -43,6 +43,8 @@ class Torch:
 
 def each(value, function):
     """The value with its arrays, of any library, replaced."""
+    if hasattr(value, "_fields"):  # a named tuple, such as a Shard
+        return type(value)(*(each(x, function) for x in value))
     if isinstance(value, list | tuple):
         return type(value)(each(x, function) for x in value)
     return function(value) if hasattr(value, "dtype") and getattr(value, "shape", ()) else value
