@@ -1,5 +1,7 @@
 """The README is correct: its example runs, its commands, extras and files exist, and it stays short."""
 
+import collections
+import contextlib
 import os
 import pathlib
 import re
@@ -7,8 +9,10 @@ import subprocess
 import sys
 import tomllib
 
+import numpy as np
 import pytest
 
+import cumla
 from cumla.layout import BUILT_IN
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,6 +29,51 @@ def test_example():
 def test_example_on_a_gpu():
     (example,) = EXAMPLES
     exec(compile(example.replace("import numpy as xp", "import cupy as xp"), "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        ("cumla.sparse_mla_decode(q, cache, indices, plan=plan)", 25),
+        ("cumla.sparse_mla_decode(q, cache, indices)", 25),
+        ("cumla.sparse_mla_decode(q, cache, indices, plan=plan, out=out, lse=lse)", 25),
+        ("cumla.quantize_and_insert_k_cache(k, cache, slot_mapping)", 15),
+    ],
+    ids=["as the example types it", "without a plan", "with outputs", "insert"],
+)
+@pytest.mark.usefixtures("emulated")
+def test_a_repeated_call_takes_few_python_calls(call, most):
+    """Calls of the package's functions, which the host's time consists of. A call in full takes hundreds."""
+    import cupy
+
+    (example,) = EXAMPLES
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    names |= {name: cupy.array(x) for name, x in names.items() if isinstance(x, np.ndarray)}
+    names |= {"plan": cumla.DecodePlan(), "slot_mapping": cupy.array(np.arange(1000))}
+    repeated = compile(call, "README.md", "eval")
+    for _ in range(3):
+        eval(repeated, names)
+    with recorded_calls() as calls:
+        eval(repeated, names)
+    assert len(calls) <= most, collections.Counter(calls).most_common(10)
+
+
+@contextlib.contextmanager
+def recorded_calls():
+    """The Python functions of the package that are called within the context."""
+    package, found = str(pathlib.Path(cumla.__file__).parent.parent), []
+
+    def profile(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith((f"{package}/cumla/", f"{package}/kernels/")):
+            found.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
 
 
 def test_it_fits_a_visit():

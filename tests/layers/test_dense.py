@@ -2,12 +2,14 @@
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from cumla.kernels.cuda.launch import recorded_launches
 from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl
 from cumla.layers.weights import dequantized
 from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
@@ -237,6 +239,22 @@ def test_decodes_of_several_tokens(lab, rng):
     metadata = model.metadata(num_speculative_tokens=2)
     assert (metadata.num_decode_tokens, metadata.num_prefill_tokens) == (9, 2)
     model.check(metadata)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["metadata with a plan", "metadata without"])
+def test_the_layers_of_a_step_share_a_division(here, rng, shared):
+    """Without a plan in the metadata each layer divides; either way the next step divides again."""
+    model = Model(here, rng, [250, 9, 200], [1, 1, 1])
+    for _ in range(2):
+        metadata = model.metadata()
+        if not shared:
+            metadata = replace(metadata, decode_plan=None)
+        with recorded_launches() as launches:
+            for _ in range(3):
+                model.check(metadata)
+        names = [launch.kernel.raw.name for launch in launches]
+        assert names.count("plan_dense_decode") == (1 if shared else 3)
+        assert names.count("mla_decode_sm90") == 3
 
 
 def test_decodes_are_of_one_token_unless_the_metadata_say_otherwise(lab, rng):

@@ -6,6 +6,7 @@ from ops.test_dense_attention import Paged, want_decode
 
 import cumla
 from cumla.kernels.cuda import dense_attention
+from cumla.kernels.cuda.device import assumed
 from cumla.kernels.cuda.launch import recorded_launches
 from support.bounds import assert_decode
 from support.lab import BF16
@@ -55,6 +56,17 @@ def test_contexts_that_grow_without_renew(step):
     for _ in range(6):
         step.check(lens.tolist(), plan)
         lens += 90
+
+
+@pytest.mark.parametrize("ranges", [3, 10])
+def test_lengths_that_a_plan_of_the_portable_kernel_was_not_made_for(device, rng, monkeypatch, ranges):
+    monkeypatch.setattr(dense_attention, "range_count", lambda *_: ranges)
+    step, plan = Step(device, rng), cumla.DenseDecodePlan()
+    with assumed(80), recorded_launches() as launches:
+        for lens in (LENS, [60, 1, 500, 0, 127], [1088] * 5, [0] * 5):
+            step.check(lens, plan)
+    names = [launch.kernel.raw.name for launch in launches]
+    assert (names.count("plan_dense_decode"), names.count("mla_decode")) == (1, 4)
 
 
 def test_a_plan_made_for_no_keys(step):
