@@ -8,15 +8,16 @@ import numpy as np
 
 from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.indexer import PackedScores, PagedScores, Rows, Slots
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width, rows_of_table
-from .indices import pair
+from .indices import check_pool, pair, pooled_width
 
 WORKSPACE_BYTES = 64 << 20
 INDEX_LIMIT = 2**31 - 1
 CANDIDATE_BLOCK = 8  # positions of a candidate block in V4.1
+BY_TOKEN = ("indices", "lens", "is_valid", "positions")  # of Slots
 ALIGNMENT = 16  # bytes to which rows of logits are aligned in a workspace
 
 
@@ -109,6 +110,10 @@ def indexer_topk(
     out: Any = None,
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any | None = None,
+    slot_block_table: Any | None = None,
+    slot_block_size: int | None = None,
+    pool: int = 1,
+    positions: Any | None = None,
     candidate_blocks: Any | None = None,
     candidate_block_size: int = CANDIDATE_BLOCK,
     early_release: bool = True,
@@ -131,11 +136,16 @@ def indexer_topk(
         workspace: uint8 [bytes] to use instead of allocating; its size is the bound
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: to write instead of allocating
-        slots: (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the selected
-            rows in a cache with the same pages and block size, and their count. Bit-identical to
-            compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table; on GPUs without a
-            further launch. context_lens must count complete rows only
+        slots: (slots [M, topk * pool + pool - 1] int32, lens [M] int32) to write as well, for a paged cache only: slots
+            of the selected rows, and their count. Bit-identical to compute_global_topk_indices_and_lens(...,
+            compact=True) of the result; on GPUs without a further launch. context_lens must count complete rows only
         is_valid_token: [M] bool, with slots: a padding token's length is 0; None: no token is padding
+        slot_block_table: [>= B, C'] int32, with slots: pages of the rows that the slots are for; None: block_table
+        slot_block_size: rows of such a page, a multiple of pool; None: the keys of a page times pool
+        pool: with slots: rows of a key (GLM-5.3-Flash): slots has those of the rows of each selected pool, then of the
+            open pool
+        positions: [M] int32, of each query, for the open pool's rows; with pool above 1 only. context_lens must then be
+            (position + 1) // pool
         candidate_blocks: [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
             as select_candidate_blocks selects them from the same logits. A workspace includes memory for the blocks'
             scores; max_workspace_bytes does not count it. Not together with max_seqlen_k
@@ -147,7 +157,8 @@ def indexer_topk(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)
-    check_integers(1, candidate_block_size=candidate_block_size)
+    check_integers(1, candidate_block_size=candidate_block_size, pool=pool)
+    check_optional_size(slot_block_size=slot_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
     if candidate_blocks is not None and max_seqlen_k:
         raise ValueError(f"max_seqlen_k: got {max_seqlen_k} together with candidate_blocks, expected only one of them")
@@ -165,6 +176,8 @@ def indexer_topk(
     else:
         of_pages = {"context_lens": context_lens, "schedule_metadata": schedule_metadata, "layout": layout}
         of_pages |= {"max_context_len": max_context_len, "slots": slots, "is_valid_token": is_valid_token}
+        of_pages |= {"slot_block_table": slot_block_table, "slot_block_size": slot_block_size, "positions": positions}
+        of_pages |= {"pool": pool if pool > 1 else None}
         for name, value in of_pages.items():
             if value is not None:
                 raise ValueError(f"{name}: got a value without block_table, expected both or none")
@@ -173,11 +186,23 @@ def indexer_topk(
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
         tokens, next_n, width = len(q), 1, max_seqlen_k or len(k)
     indices = call.output("out", out, INT32, (tokens, int(topk)))
-    mapped = checked_slots(call, slots, is_valid_token, tokens, int(topk)) if paged else None
+    mapped = None
+    if paged:
+        of_slots = {
+            "is_valid_token": is_valid_token, "slot_block_table": slot_block_table, "slot_block_size": slot_block_size,
+            "positions": positions, "pool": pool if pool > 1 else None,
+        }  # fmt: skip
+        if slots is None:
+            for name, value in of_slots.items():
+                if value is not None:
+                    what = "a value" if isinstance(value, int) else "an array"
+                    raise ValueError(f"{name}: got {what} without slots, expected both or none")
+        else:
+            mapped = _slots_of_rows(call, slots, pages, table, tokens, next_n, int(topk), of_slots)
     blocks = call.optional("candidate_blocks", candidate_blocks, INT32, (tokens, "K"), writable=True)
     if not indices.size:
         if mapped is not None:
-            mapped[1][...] = 0
+            mapped.lens[...] = 0
         if blocks is None or not blocks.size:
             return call.results()
     row_bytes = logits_row_bytes(width)
@@ -201,8 +226,10 @@ def indexer_topk(
                     score_with_blocks(call, scores, candidate_block_size, maxima, blocks[part])
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
-                    found, found_lens, is_valid = (None if array is None else array[part] for array in mapped)
-                    places = Slots(found, found_lens, table[entries], pages.block_size, is_valid)
+                    places = mapped._replace(
+                        block_table=mapped.block_table[entries],
+                        **{name: x[part] for name, x in mapped._asdict().items() if name in BY_TOKEN and x is not None},
+                    )
             else:
                 compressed = max_seqlen_k > 0
                 kernels.mqa_logits(PackedScores(
@@ -224,18 +251,29 @@ def score_with_blocks(call: Call, scores: PagedScores, block: int, maxima: Any, 
         kernels.paged_logits_and_blocks(scores, block, maxima, candidates)
 
 
-def checked_slots(
-    call: Call, slots: tuple[Any, Any] | None, is_valid_token: Any | None, tokens: int, topk: int
-) -> tuple[Any, Any, Any] | None:
-    """Slots [tokens, topk], lengths [tokens] and is_valid_token [tokens] or None; None without slots."""
-    if slots is None:
-        if is_valid_token is not None:
-            raise ValueError("is_valid_token: got an array without slots, expected both or none")
-        return None
+def _slots_of_rows(
+    call: Call, slots: tuple[Any, Any], pages: Any, table: Any, tokens: int, next_n: int, topk: int,
+    given: dict[str, Any],
+) -> Slots:  # fmt: skip
+    """Check the arrays that slots are written to, and the rows that they are for."""
+    pool = given["pool"] or 1
+    block_size = given["slot_block_size"] or pages.block_size * pool
+    if pool > 1:
+        check_pool(pool, "slot_block_size", block_size, given["positions"])
+        if not topk:
+            raise ValueError(f"topk: got 0 with pool {pool}, expected at least 1")
+    elif given["positions"] is not None:
+        raise ValueError("positions: got an array without pool, expected both or none")
     indices, lens = pair("slots", slots)
-    indices = call.array("slots[0] (slots)", indices, INT32, (tokens, topk), writable=True)
+    indices = call.array("slots[0] (slots)", indices, INT32, (tokens, pooled_width(topk, pool)), writable=True)
     lens = call.array("slots[1] (lens)", lens, INT32, (tokens,), writable=True)
-    return indices, lens, call.optional("is_valid_token", is_valid_token, BOOL, (tokens,))
+    is_valid = call.optional("is_valid_token", given["is_valid_token"], BOOL, (tokens,))
+    if given["slot_block_table"] is not None:
+        table = call.array("slot_block_table", given["slot_block_table"], INT32, (-1, -1))
+        if len(table) * next_n < tokens:
+            raise ValueError(f"slot_block_table: got {len(table)} rows, expected at least {tokens // next_n}")
+    positions = call.optional("positions", given["positions"], INT32, (tokens,))
+    return Slots(indices, lens, table, block_size, is_valid, int(pool), positions)
 
 
 def logits_row_bytes(width: Any) -> Any:

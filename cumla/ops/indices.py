@@ -80,6 +80,7 @@ def compute_global_topk_indices_and_lens(
     compact: bool = False,
     positions: Any | None = None,
     compress_ratio: int = 1,
+    pool: int = 1,
     out: tuple[Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -97,13 +98,21 @@ def compute_global_topk_indices_and_lens(
         positions: [>= T] int32, of each token in its sequence. If given, a token sees only the rows complete at its
             position, below (position + 1) // compress_ratio; other entries are absent
         compress_ratio: positions of a row
+        pool: positions of a pooled index key (GLM-5.3-Flash): entries are pools, and the slots of the positions of each
+            are written, then those of the open pool's positions, from (position + 1) // pool * pool to the token's own.
+            With positions and compact, without compress_ratio; a divisor of block_size
         out: (global_topk_indices, topk_lens) to write instead of allocating
 
-    Returns global_topk_indices [T, K] int32 and topk_lens [T] int32.
+    Returns global_topk_indices [T, K * pool + pool - 1] int32 and topk_lens [T] int32.
     Source: vLLM compute_global_topk_indices_and_lens; compaction and bounds as in its later releases.
     """
-    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
+    check_integers(1, block_size=block_size, compress_ratio=compress_ratio, pool=pool)
     check_flags(compact=compact)
+    if pool > 1:
+        check_pool(pool, "block_size", block_size, positions)
+        if not compact or compress_ratio != 1:
+            name, value, one = ("compact", compact, True) if not compact else ("compress_ratio", compress_ratio, 1)
+            raise ValueError(f"{name}: got {value} with pool {pool}, expected {one}")
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
     num_tokens, topk = topk_indices.shape
@@ -112,15 +121,30 @@ def compute_global_topk_indices_and_lens(
     is_valid_token = per_token(call, "is_valid_token", is_valid_token, BOOL, num_tokens)
     positions = None if positions is None else per_token(call, "positions", positions, INT32, num_tokens)
     outputs = pair("out", out)
-    global_topk_indices = call.output("out[0] (global_topk_indices)", outputs[0], INT32, (num_tokens, topk))
+    global_topk_indices = call.output(
+        "out[0] (global_topk_indices)", outputs[0], INT32, (num_tokens, pooled_width(topk, pool))
+    )
     topk_lens = call.output("out[1] (topk_lens)", outputs[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
             kernels.compute_global_topk_indices_and_lens(TopkSlots(
-                topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, positions, compress_ratio,
-                global_topk_indices, topk_lens, bool(compact),
+                topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, positions,
+                compress_ratio * pool, global_topk_indices, topk_lens, bool(compact), int(pool),
             ))  # fmt: skip
     return call.results()
+
+
+def check_pool(pool: int, name: str, block_size: int, positions: Any) -> None:
+    """Raise ValueError unless pools of `pool` positions fit into pages of block_size, the argument `name`."""
+    if positions is None:
+        raise ValueError(f"positions: got None with pool {pool}, expected the position of each token")
+    if block_size % pool:
+        raise ValueError(f"{name}: got {block_size}, expected a multiple of pool = {pool}")
+
+
+def pooled_width(topk: Any, pool: int) -> Any:
+    """Slots of `topk` pools and of the open pool."""
+    return topk * pool + pool - 1
 
 
 @launch_cached

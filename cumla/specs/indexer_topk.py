@@ -15,6 +15,7 @@ from ..dispatch.debug_checks import candidates, indexer
 from ..dispatch.debug_checks import indexer_topk as checks
 from ..layout import INDEXER_FP8, CacheLayout
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes, top_k_per_row
+from ..ops.indices import pooled_width
 from .indexer import KV_SCALES, LENGTHS, PACKED, PAGED, STARTS, packed, packed_width, paged, paged_width
 from .inputs import Inputs
 from .spec import Array, OperationSpec, Result, Variant, shape
@@ -44,15 +45,25 @@ def over_keys(x: Inputs, blocks: int = 0) -> dict[str, Any]:
 
 
 def over_pages(
-    x: Inputs, layout: CacheLayout = INDEXER_FP8, next_n: int = 2, blocks: int = 0, with_slots: bool = False
-) -> dict[str, Any]:
-    """blocks: candidate blocks to write as well; with_slots: slots of the rows, too."""
+    x: Inputs, layout: CacheLayout = INDEXER_FP8, next_n: int = 2, blocks: int = 0, with_slots: bool = False,
+    pool: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """blocks: candidate blocks to write as well; with_slots: slots of the rows, too; pool: rows of a key."""
     scores, topk = paged(x, layout, next_n), topk_of(x)
     rows = len(scores["weights"])
     scores |= {"kv": scores.pop("kv_cache"), "topk": topk, **blocks_of(x, rows, blocks)}
     if with_slots:
-        slots = x.unwritten(rows, topk, dtype=np.int32), x.unwritten(rows, dtype=np.int32)
+        topk = scores["topk"] = max(topk, 1) if pool > 1 else topk
+        slots = x.unwritten(rows, pooled_width(topk, pool), dtype=np.int32), x.unwritten(rows, dtype=np.int32)
         scores |= {"slots": slots, "is_valid_token": x.valid(rows)}
+    if pool > 1:
+        requests, next_n = scores["q"].shape[:2]
+        ends = np.maximum(x.rng.integers(-1, x.size.context * pool, (requests, next_n)), -1)
+        scores |= {
+            "context_lens": x.put((ends + 1) // pool, np.int32), "positions": x.put(ends.reshape(-1), np.int32),
+            "slot_block_table": x.table(requests, x.size.context), "slot_block_size": pool * x.size.block_size,
+            "pool": pool,
+        }  # fmt: skip
     return scores
 
 
@@ -93,17 +104,23 @@ SPECS = (
         {
             **PACKED, "kv_scales": KV_SCALES, "context_lens": PAGED["context_lens"],
             "block_table": PAGED["block_table"], "schedule_metadata": STARTS, "slots": WRITTEN,
-            "is_valid_token": Array(BOOL), "candidate_blocks": WRITTEN,
+            "is_valid_token": Array(BOOL), "slot_block_table": PAGED["block_table"],
+            "positions": Array(INT32, holds="positions"), "candidate_blocks": WRITTEN,
         },
         (
             Variant("", over_pages), Variant("candidate_blocks", functools.partial(over_pages, blocks=2)),
-            Variant("slots", functools.partial(over_pages, with_slots=True)), Variant("cu_seqlen_ks", over_keys),
+            Variant("slots", functools.partial(over_pages, with_slots=True)),
+            Variant("pool", functools.partial(over_pages, with_slots=True, pool=4)), Variant("cu_seqlen_ks", over_keys),
         ),
         (
             indexer.paged_mqa_logits, indexer.mqa_logits, candidates.paged_logits_and_blocks,
             candidates.select_candidate_blocks, checks.top_k_per_row,
         ),
         results=topk_results, bounds=(EQUAL,), outputs=("out",),
-        eager=("slots", "is_valid_token", "candidate_blocks", "candidate_block_size"), scratch=topk_scratch, plan=None,
+        eager=(
+            "slots", "is_valid_token", "slot_block_table", "slot_block_size", "pool", "positions", "candidate_blocks",
+            "candidate_block_size",
+        ),
+        scratch=topk_scratch, plan=None,
     ),
 )  # fmt: skip

@@ -16,6 +16,7 @@ from ..ops.indices import (
     combine_topk_swa_indices,
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
+    pooled_width,
 )
 from .inputs import Inputs
 from .spec import Array, OperationSpec, Result, Variant, shape
@@ -44,6 +45,18 @@ def global_topk(x: Inputs, compact: bool = False) -> dict[str, Any]:
         "token_to_req_indices": x.put(step.requests, np.int32),
         "block_table": x.table(size.requests, x.longest(visible)), "block_size": size.block_size,
         "is_valid_token": x.valid(step.num_tokens), "compact": compact,
+    }  # fmt: skip
+
+
+def pooled_topk(x: Inputs, pool: int = 4) -> dict[str, Any]:
+    """Pools that tokens selected, in pages of a cache that has a row for each position."""
+    step, size = x.step, x.size
+    return {
+        "topk_indices": x.selected((step.positions + 1) // pool, size.topk),
+        "token_to_req_indices": x.put(step.requests, np.int32),
+        "block_table": x.table(size.requests, x.longest(step.seq_lens)), "block_size": pool * size.block_size,
+        "is_valid_token": x.valid(step.num_tokens), "positions": x.put(step.positions, np.int32), "compact": True,
+        "pool": pool,
     }  # fmt: skip
 
 
@@ -87,7 +100,7 @@ def windows_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 def global_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, topk = shape(arguments, "topk_indices", "T", "K")
-    return Result((tokens, topk), "int32"), Result((tokens,), "int32")
+    return Result((tokens, pooled_width(topk, arguments.get("pool", 1))), "int32"), Result((tokens,), "int32")
 
 
 def padded(count: Any, multiple: int) -> Any:
@@ -124,7 +137,10 @@ SPECS = (
             "topk_indices": ENTRIES, "token_to_req_indices": REQUESTS, "block_table": PAGES,
             "is_valid_token": Array(BOOL), "positions": Array(INT32, holds="positions"),
         },
-        (Variant("", global_topk), Variant("compact", functools.partial(global_topk, compact=True))),
+        (
+            Variant("", global_topk), Variant("compact", functools.partial(global_topk, compact=True)),
+            Variant("positions", pooled_topk),
+        ),
         checks.compute_global_topk_indices_and_lens, results=global_topk_results, bounds=(EQUAL, EQUAL),
         outputs=("out",),
     ),

@@ -51,21 +51,29 @@ def compute_global_topk_indices_and_lens(args: TopkSlots):
 
 @compiled(nogil=True)
 def _map_topk(first_token, end_token, args):
-    slots = args.global_topk_indices
+    slots, pool, block_size = args.global_topk_indices, args.pool, args.block_size // args.pool
     for token in range(first_token, end_token):
         request = args.token_to_req_indices[token]
         complete = complete_rows(args.positions, token, args.compress_ratio)
         count = 0
-        for j in range(slots.shape[1]):
+        for j in range(args.topk_indices.shape[1]):
             local = np.int64(args.topk_indices[token, j])
-            slot = lookup_slot(args.block_table, request, local, args.block_size) if local < complete else -1
-            if args.compact:
-                slots[token, j] = -1
-                if slot >= 0:
-                    slots[token, count] = slot
-            else:
+            slot = lookup_slot(args.block_table, request, local, block_size) if local < complete else -1
+            if not args.compact:
                 slots[token, j] = slot
-            count += slot >= 0
+                count += slot >= 0
+            elif 0 <= slot < 2**31 // pool:
+                for i in range(pool):
+                    slots[token, count + i] = slot * pool + i
+                count += pool
+        if pool > 1:
+            slot = lookup_slot(args.block_table, request, complete, block_size)  # of the open pool
+            if 0 <= slot < 2**31 // pool:
+                for i in range(max(np.int64(args.positions[token]) + 1, 0) % pool):
+                    slots[token, count] = slot * pool + i
+                    count += 1
+        if args.compact:
+            slots[token, count:] = -1
         args.topk_lens[token] = count if args.is_valid_token[token] else 0
 
 

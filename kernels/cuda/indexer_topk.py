@@ -38,12 +38,13 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     num_rows, width = logits.shape
     lens = rows.lens
     output: tuple[Any, ...] = (indices, strides(indices)[0])
-    kind = "ToColumns"
+    kind: dict[str, str | int] = {"OUTPUT": "ToColumns"}
     if slots is not None:
-        table, kind = slots.block_table, "ToSlots"
+        table, kind = slots.block_table, {"OUTPUT": "ToSlots", "POOL": slots.pool}
         output += (
             slots.indices, strides(slots.indices)[0], slots.lens, pointer(slots.is_valid),
-            table, strides(table)[0], table.shape[1], *division(slots.block_size),
+            table, strides(table)[0], table.shape[1], *division(slots.block_size // slots.pool),
+            pointer(slots.positions),
         )  # fmt: skip
     arguments = (
         logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
@@ -54,11 +55,11 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     most_blocks = 8 if has_clusters(device) else 1
     name, size = kernel_for_rows(num_rows, width, topk, device_sms(device), most_blocks, aligned, lens is not None)
     if name == "wide":
-        run, blocks, shared_bytes = kernel(WIDE, "top_k_per_row_wide", THREADS=size.threads, OUTPUT=kind), num_rows, 0
+        run, blocks, shared_bytes = kernel(WIDE, "top_k_per_row_wide", THREADS=size.threads, **kind), num_rows, 0
     else:
         file, function = KERNELS[name]
         blocks, shared_bytes = num_rows * size.blocks, size.shared_bytes
-        macros = {**size.macros, "ALIGNED": int(aligned), "OUTPUT": kind}
+        macros = {**size.macros, "ALIGNED": int(aligned), **kind}
         run = large_kernel(device, shared_bytes, file, function, **macros)
     run((min(blocks, MAX_GRID_X),), (size.threads,), arguments, shared_mem=shared_bytes, overlap=True)
 

@@ -44,12 +44,15 @@ def compute_global_topk_indices_and_lens(args: TopkSlots) -> None:
     local, slots = args.topk_indices, args.global_topk_indices
     tokens, topk = local.shape
     name = "compute_compact_topk_indices_and_lens" if args.compact else "compute_global_topk_indices_and_lens"
+    pool: tuple[int, ...] = ()
+    if args.pool > 1:
+        name, pool = "compute_pooled_topk_indices_and_lens", (args.pool,)
     launch(
         name, tokens, not args.compact and topk % 4 == 0 and is_aligned(local, slots),
         (
             tokens, local, strides(local)[0], topk, args.token_to_req_indices, *table_arguments(args.block_table),
-            *division(args.block_size), args.is_valid_token, pointer(args.positions), args.compress_ratio,
-            slots, strides(slots)[0], args.topk_lens,
+            *division(args.block_size // args.pool), args.is_valid_token, pointer(args.positions), args.compress_ratio,
+            slots, strides(slots)[0], args.topk_lens, *pool,
         ),
     )  # fmt: skip
 

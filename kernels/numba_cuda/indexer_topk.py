@@ -25,8 +25,12 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     if slots is not None:
         table = slots.block_table, slots.block_size
         map_compact(
-            TopkSlots(indices, None, *table, slots.is_valid, None, 1, slots.indices, slots.lens, True), rows.next_n
-        )
+            TopkSlots(
+                indices, None, *table, slots.is_valid, slots.positions, slots.pool, slots.indices, slots.lens, True,
+                slots.pool,
+            ),
+            rows.next_n,
+        )  # fmt: skip
 
 
 @cuda.jit(device=True)

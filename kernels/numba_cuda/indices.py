@@ -86,14 +86,15 @@ def compact_topk_kernel(next_n, args):
     requests = args.token_to_req_indices
     request = np.int64(requests[token]) if len(requests) else np.int64(token // next_n)
     complete = complete_rows(args.positions, token, args.compress_ratio)
-    table, block_size, local = args.block_table, args.block_size, args.topk_indices
-    topk = local.shape[1]
+    table, pool, local, slots = args.block_table, args.pool, args.topk_indices, args.global_topk_indices
+    topk, block_size = local.shape[1], args.block_size // args.pool
     piece = (topk + cuda.blockDim.x - 1) // cuda.blockDim.x
     first = cuda.threadIdx.x * piece
     end = min(first + piece, topk)
     count = 0
     for j in range(first, end):
-        count += lookup_slot(table, request, seen_row(local[token, j], complete), block_size) >= 0
+        slot = lookup_slot(table, request, seen_row(local[token, j], complete), block_size)
+        count += slot >= 0 and slot < 2**31 // pool
     found[cuda.threadIdx.x] = count
     cuda.syncthreads()
 
@@ -104,11 +105,20 @@ def compact_topk_kernel(next_n, args):
         total += found[thread]
     for j in range(first, end):
         slot = lookup_slot(table, request, seen_row(local[token, j], complete), block_size)
-        if slot >= 0:
-            args.global_topk_indices[token, to] = slot
+        if slot >= 0 and slot < 2**31 // pool:
+            for i in range(pool):
+                slots[token, to * pool + i] = slot * pool + i
             to += 1
-    for j in range(total + cuda.threadIdx.x, topk, cuda.blockDim.x):
-        args.global_topk_indices[token, j] = -1
+    total *= pool
+    if pool > 1:
+        slot = lookup_slot(table, request, complete, block_size)  # of the open pool
+        if slot >= 0 and slot < 2**31 // pool:
+            tail = max(np.int64(args.positions[token]) + 1, 0) % pool
+            for i in range(cuda.threadIdx.x, tail, cuda.blockDim.x):
+                slots[token, total + i] = slot * pool + i
+            total += tail
+    for j in range(total + cuda.threadIdx.x, slots.shape[1], cuda.blockDim.x):
+        slots[token, j] = -1
     if cuda.threadIdx.x == 0:
         args.topk_lens[token] = total if len(args.is_valid_token) == 0 or args.is_valid_token[token] else 0
 

@@ -19,10 +19,8 @@ def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Sl
     if slots is not None:
         requests = np.arange(len(logits)) // rows.next_n
         is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
-        table = slots.block_table, slots.block_size
-        compute_global_topk_indices_and_lens(
-            TopkSlots(indices, requests, *table, is_valid, None, 1, slots.indices, slots.lens, True)
-        )
+        of_rows = slots.block_table, slots.block_size, is_valid, slots.positions, slots.pool, slots.indices, slots.lens
+        compute_global_topk_indices_and_lens(TopkSlots(indices, requests, *of_rows, compact=True, pool=slots.pool))
 
 
 def columns_of(rows: Rows, m: int, width: int) -> tuple[int, int]:

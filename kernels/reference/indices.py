@@ -30,6 +30,12 @@ def compute_global_topk_indices_and_lens(args: TopkSlots) -> None:
     for token, local in enumerate(args.topk_indices):
         request = int(args.token_to_req_indices[token])
         table, block_size = args.block_table, args.block_size
+        if args.pool > 1:
+            slots = _slots_of_pools(args, token, request)
+            args.global_topk_indices[token] = -1
+            args.global_topk_indices[token, : len(slots)] = slots
+            args.topk_lens[token] = len(slots) if args.is_valid_token[token] else 0
+            continue
         slots = np.array([lookup_slot(table, request, int(i), block_size) for i in local], np.int32)
         if args.positions is not None:
             slots[local >= (int(args.positions[token]) + 1) // args.compress_ratio] = -1
@@ -38,6 +44,18 @@ def compute_global_topk_indices_and_lens(args: TopkSlots) -> None:
             slots = np.concatenate([slots[valid], slots[~valid]])
         args.global_topk_indices[token] = slots
         args.topk_lens[token] = valid.sum() if args.is_valid_token[token] else 0
+
+
+def _slots_of_pools(args: TopkSlots, token: int, request: int) -> np.ndarray:
+    """Slots of the positions of the selected pools, then of the open pool, without absent pages."""
+    pool, end = args.pool, max(int(args.positions[token]) + 1, 0)
+    selected = [(int(p), pool) for p in args.topk_indices[token] if 0 <= p < end // pool] + [(end // pool, end % pool)]
+    slots: list[int] = []
+    for p, count in selected:
+        place = lookup_slot(args.block_table, request, p, args.block_size // pool)
+        if 0 <= place < 2**31 // pool:
+            slots += range(place * pool, place * pool + count)
+    return np.array(slots, np.int32)
 
 
 def combine_topk_swa_indices(args: CombinedIndices) -> None:

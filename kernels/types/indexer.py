@@ -112,6 +112,9 @@ class Slots(NamedTuple):
         block_table: [M / next_n, C] int32, row b is for the rows of logits from b * next_n on
         block_size: rows of a page
         is_valid: [M] bool, or None: all are
+        pool: rows of a column: `indices` has their slots, then those of the open pool, [M, topk * pool + pool - 1];
+            block_size is a multiple of it
+        positions: [M] int32, of each query, where pool is not 1
     """
 
     indices: Any
@@ -119,3 +122,5 @@ class Slots(NamedTuple):
     block_table: Any
     block_size: int
     is_valid: Any = None
+    pool: int = 1
+    positions: Any = None

@@ -19,7 +19,12 @@ class WindowSlots(NamedTuple):
 
 
 class TopkSlots(NamedTuple):
-    """The arguments of `cumla.compute_global_topk_indices_and_lens`, and the arrays of its results."""
+    """The arguments of `cumla.compute_global_topk_indices_and_lens`, and the arrays of its results.
+
+    Attributes:
+        pool: positions of an entry, a divisor of block_size; 1, or compress_ratio in the compact form, where the slots
+            of an entry's positions and then of the open pool's are written
+    """
 
     topk_indices: Any
     token_to_req_indices: Any
@@ -31,6 +36,7 @@ class TopkSlots(NamedTuple):
     global_topk_indices: Any
     topk_lens: Any
     compact: bool
+    pool: int = 1
 
 
 class CombinedIndices(NamedTuple):

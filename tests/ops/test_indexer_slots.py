@@ -19,6 +19,17 @@ class Cache(NamedTuple):
     table: np.ndarray
     block_size: int
     is_valid: np.ndarray | None
+    pool: int = 1
+    positions: np.ndarray | None = None
+
+    def of_pools(self, rng, rows, pool, width):
+        """The same pages, of `pool` rows for each column, and queries at any of the positions that see the columns."""
+        from cumla.kernels.reference.indexer import row_lens
+
+        complete = np.clip(row_lens(rows.lens, rows.next_n), 0, width).reshape(-1).astype(np.int64)
+        positions = (complete * pool + rng.integers(0, pool, len(complete)) - 1).astype(np.int32)
+        table = np.where(self.table < 2**31 // self.block_size // pool, self.table, self.table // pool)
+        return self._replace(table=table, block_size=self.block_size * pool, pool=pool, positions=positions)
 
     @classmethod
     def random(cls, rng, requests, next_n, width, block_size, absent=0.0, columns=None):
@@ -35,14 +46,23 @@ class Cache(NamedTuple):
         is_valid = np.ones(len(chosen), bool) if self.is_valid is None else self.is_valid
         requests = (np.arange(len(chosen)) // next_n).astype(np.int32)
         return cumla.compute_global_topk_indices_and_lens(
-            chosen, requests, self.table, self.block_size, is_valid, compact=True, backend="reference"
+            chosen,
+            requests,
+            self.table,
+            self.block_size,
+            is_valid,
+            compact=True,
+            backend="reference",
+            pool=self.pool,
+            positions=self.positions,
         )
 
     def slots(self, lab, rows, topk):
         """Calls the kernels' interface, with arrays to write."""
         is_valid = None if self.is_valid is None else lab.put(self.is_valid)
-        written = lab.put(np.full((rows, topk), 7, np.int32)), lab.put(np.full(rows, 7, np.int32))
-        return Slots(*written, lab.put(self.table), self.block_size, is_valid)
+        shape = rows, topk * self.pool + self.pool - 1
+        written = lab.put(np.full(shape, 7, np.int32)), lab.put(np.full(rows, 7, np.int32))
+        return Slots(*written, lab.put(self.table), self.block_size, is_valid, self.pool, lab.put(self.positions))
 
 
 def odd_rows(rng, rows, width):
@@ -158,6 +178,111 @@ def test_slots_of_more_than_fits_in_a_thread_block(lab, rng, monkeypatch):
     lens = np.array([9_000, 8_400], np.int32)
     for absent in (0, 0.1):
         check(lab, x, Rows(lens=lens, next_n=2), 8_500, Cache.random(rng, 2, 2, 9_000, 64, absent))
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize(
+    ("kernel", "size", "width", "topk"),
+    [
+        (few, (1024, 1, 2), 8192, 512), (few, (128, 2, 4), 900, 70), (few, (256, 8, 1), 700, 512),
+        (held, (512, 1, 2), 900, 512), (held, (512, 4, 2), 3000, 64), (many, (256,), 900, 100),
+        (many, (512,), 9000, 8500),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("absent", [0, 0.05], ids=["pages", "absent-pages"])
+def test_slots_of_pools_on_every_kernel(lab, rng, monkeypatch, kernel, size, width, topk, absent):
+    kernel(monkeypatch, *size)
+    x = odd_rows(rng, 4, width)
+    for pool, lens in ((4, [[width, width - 3], [5, 0]]), (3, [[width // 2, 1], [width, 70]])):
+        rows = Rows(lens=np.array(lens, np.int32), next_n=2)
+        check(lab, x, rows, topk, Cache.random(rng, 2, 2, width + 1, 16, absent).of_pools(rng, rows, pool, width))
+
+
+@pytest.mark.parametrize("pool", [2, 4, 16])
+@pytest.mark.parametrize("absent", [0, 0.3], ids=["pages", "absent-pages"])
+def test_slots_of_pools(lab, rng, pool, absent):
+    """Around topk pools, no pool, more pools than topk; the open pool with and without a page; next_n 1 and 3."""
+    width, topk = (20, 5) if lab.tiny else (300, 33)
+    for next_n, lens in ((1, [topk - 1, topk, topk + 1, 0, width]), (3, [topk + 1, 2, width])):
+        rows = Rows(lens=np.array(lens, np.int32), next_n=next_n)
+        x = odd_rows(rng, len(lens) * next_n, width)
+        for columns in (None, 2):
+            cache = Cache.random(rng, len(lens), next_n, width + 1, 8, absent, columns)
+            check(lab, x, rows, topk, cache.of_pools(rng, rows, pool, width))
+
+
+def test_the_open_pool_is_always_selected(lab):
+    """Lengths 1 to 2 P + 1 of a request: P 4, topk 1. The last token of a pool that is not chosen is not attended."""
+    tokens = 9
+    x = np.tile(np.array([[3, 1, 2]], np.float32), (tokens, 1))  # pool 0 is the best one
+    positions = np.arange(tokens, dtype=np.int32)
+    written = lab.put(np.full((tokens, 7), 9, np.int32)), lab.put(np.zeros(tokens, np.int32))
+    table = np.tile(np.array([[5]], np.int32), (tokens, 1))
+    kernels = importlib.import_module(f"cumla.kernels.{lab.backend}.indexer_topk")
+    slots = Slots(*written, lab.put(table), 16, None, 4, lab.put(positions))
+    kernels.top_k_per_row(
+        lab.put(x), Rows(lens=lab.put((positions + 1) // 4)), lab.put(np.zeros((tokens, 1), np.int32)), slots
+    )
+    for token, (row, length) in enumerate(zip(*map(lab.get, written), strict=True)):
+        want = ([0, 1, 2, 3] if token >= 3 else []) + [*range((token + 1) // 4 * 4, token + 1)]
+        assert row.tolist() == [80 + i for i in want] + [-1] * (7 - len(want))
+        assert length == len(want)
+
+
+def test_pools_over_a_cache_with_pages_of_their_own(lab, rng):
+    """Pages of 8 keys, and smaller and larger pages of rows; the same slots as of two calls."""
+    pool, columns, topk, next_n = 4, 2 if lab.tiny else 9, 5, 2
+    given = paged_call(lab, rng, 3, next_n, columns)
+    positions = np.array([columns * 32 - 3, columns * 32 - 1, 40, 41, -1, 1], np.int32)
+    given["context_lens"] = ((positions + 1) // pool).reshape(3, 2).astype(np.int32)
+    arguments = {name: lab.put(array) for name, array in given.items()}
+    arguments |= {"topk": topk, "layout": cumla.INDEXER_F32, "backend": lab.backend}
+    want = lab.get(cumla.indexer_topk(**arguments))
+    for block_size in (None, 8, 64):
+        table = given["block_table"]
+        if block_size is not None:
+            table = rng.permutation(3 * 5 * columns).reshape(3, -1).astype(np.int32)
+        mapped = cumla.compute_global_topk_indices_and_lens(
+            want, np.repeat(np.arange(3), next_n).astype(np.int32), table, block_size or 32, np.ones(6, bool),
+            compact=True, pool=pool, positions=positions, backend="reference",
+        )  # fmt: skip
+        on = {} if block_size is None else {"slot_block_table": lab.put(table), "slot_block_size": block_size}
+        slots, lens = lab.put(np.full((6, topk * pool + pool - 1), 7, np.int32)), lab.put(np.full(6, 7, np.int32))
+        got = cumla.indexer_topk(**arguments, slots=(slots, lens), pool=pool, positions=lab.put(positions), **on)
+        np.testing.assert_array_equal(lab.get(got), want)
+        for found, expected in zip((slots, lens), mapped, strict=True):
+            np.testing.assert_array_equal(lab.get(found), expected)
+
+
+def test_wrong_pools_are_refused(rng):
+    given = paged_call(Lab("cpu", False), rng, 3, 1, 2) | {"topk": 4, "layout": cumla.INDEXER_F32}
+    slots, at = (np.full((3, 19), 7, np.int32), np.full(3, 7, np.int32)), np.zeros(3, np.int32)
+    right = {"slots": slots, "pool": 4, "positions": at}
+    for wrong, message in (
+        ({"positions": None}, "positions: got None with pool 4"),
+        ({"positions": at[1:]}, "positions: got shape"),
+        ({"pool": 1, "slots": (slots[0][:, :4], slots[1])}, "positions: got an array without pool"),
+        ({"pool": 0}, "pool: got 0"),
+        ({"slot_block_size": 6}, "slot_block_size: got 6, expected a multiple of pool = 4"),
+        ({"slot_block_table": np.zeros((2, 3), np.int32)}, "slot_block_table: got 2 rows, expected at least 3"),
+        ({"slots": (slots[0][:, :16], slots[1])}, r"slots\[0\] \(slots\): got shape"),
+        ({"slots": None}, "positions: got an array without slots"),
+        ({"topk": 0, "slots": (slots[0][:, :3], slots[1])}, "topk: got 0 with pool 4"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            cumla.indexer_topk(**(given | right | wrong))
+    assert (slots[0] == 7).all()
+    cumla.indexer_topk(**given, **right)
+    mapped = (np.zeros((2, 3), np.int32), at[:2], np.zeros((1, 2), np.int32))
+    for options, message in (
+        ({"positions": at}, "compact: got False with pool 4"),
+        ({"compact": True}, "positions: got None with pool 4"),
+        ({"compact": True, "positions": at, "compress_ratio": 4}, "compress_ratio: got 4 with pool 4"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            cumla.compute_global_topk_indices_and_lens(*mapped, 8, np.ones(2, bool), pool=4, **options)
+    with pytest.raises(ValueError, match=r"^block_size: got 6, expected a multiple of pool = 4"):
+        cumla.compute_global_topk_indices_and_lens(*mapped, 6, np.ones(2, bool), pool=4, compact=True, positions=at)
 
 
 @pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])

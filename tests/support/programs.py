@@ -501,6 +501,15 @@ COMPILATIONS += [
         (1024, 8, 8, "sm_120"),
     ))
 ]  # fmt: skip
+COMPILATIONS += [  # slots of pools
+    (f"common/indexer_topk_{name}.cu", {**macros, "OUTPUT": "ToSlots", "POOL": 4}, "sm_90a")
+    for name, macros in (
+        ("registers", {"THREADS": 1024, "BLOCKS": 8, "READS": 4, "ALIGNED": 1}),
+        ("bound", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
+        ("stream", {"THREADS": 512, "ALIGNED": 1}),
+        ("wide", {"THREADS": 512}),
+    )
+]
 LISTED = {file for file, _, _ in COMPILATIONS}
 PLAIN = sorted({path.relative_to(compiler.CSRC).as_posix() for path in compiler.CSRC.rglob("*.cu")} - LISTED)
 COMPILATIONS += [

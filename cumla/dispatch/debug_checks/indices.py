@@ -47,7 +47,7 @@ def compute_global_topk_indices_and_lens(arguments: Any) -> None:
         requests,
         "block_table",
         arguments.block_table,
-        arguments.block_size,
+        arguments.block_size // arguments.pool,
     )
 
 

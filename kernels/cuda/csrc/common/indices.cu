@@ -61,23 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (lane_id() == 0) topk_lens[token] = valid ? found : 0;
 }
 
-// The same with the present entries compacted to the left of each row, in order. ALIGNED is 0: a lane has one entry at
-// a time.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
-                                          const int* token_to_req_indices, const int* block_table, int64 table_stride, int table_rows,
-                                          int table_columns, int block_size, uint32 block_multiplier, int block_shift,
-                                          const bool* is_valid_token, const int* positions, int compress_ratio, int* global_topk_indices,
-                                          int64 global_stride, int* topk_lens) {
-    pdl_wait();
-    int token = warp_id();
-    if (token >= num_tokens) return;
-    bool valid = is_valid_token[token];
-    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
-                   {block_size, block_multiplier, block_shift});
-    if (positions) table.see(complete_rows(positions[token], compress_ratio));
-    const int* local = topk_indices + token * topk_stride;
-    int* row = global_topk_indices + token * global_stride;
+// Entries as slots, the present ones compacted to the left of the row, in order; POOLED: an entry is `pool` positions, whose
+// slots are written, and table.block_size counts such entries. Returns the number of slots. Called by a warp.
+template <bool POOLED> __device__ inline int compact_slots(const int* local, int topk, TableRow table, int* row, int pool) {
     int written = 0;
     for (int first = 0; first < topk; first += 32 * AT_ONCE) {
         LoadedIndices entries[AT_ONCE];  // one per lane; all are loaded before the first is used
@@ -91,13 +77,59 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             int slot = entries[i].at[0];
+            if (POOLED && slot >= int((INT32_LIMIT + 1ll) / pool)) slot = -1;
             uint32 present = __ballot_sync(~0u, slot >= 0);
-            if (slot >= 0) row[written + __popc(present & (1u << lane_id()) - 1)] = slot;
+            int to = written + __popc(present & (1u << lane_id()) - 1);
+            if (slot >= 0)
+                for (int k = 0; k < (POOLED ? pool : 1); ++k) row[POOLED ? to * pool + k : to] = POOLED ? slot * pool + k : slot;
             written += __popc(present);
         }
     }
+    return POOLED ? written * pool : written;
+}
+
+// ALIGNED is 0: a lane has one entry at a time.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                          const int* token_to_req_indices, const int* block_table, int64 table_stride, int table_rows,
+                                          int table_columns, int block_size, uint32 block_multiplier, int block_shift,
+                                          const bool* is_valid_token, const int* positions, int compress_ratio, int* global_topk_indices,
+                                          int64 global_stride, int* topk_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
+    if (positions) table.see(complete_rows(positions[token], compress_ratio));
+    int* row = global_topk_indices + token * global_stride;
+    int written = compact_slots<false>(topk_indices + token * topk_stride, topk, table, row, 1);
     for (int j = written + lane_id(); j < topk; j += 32) row[j] = -1;
     if (lane_id() == 0) topk_lens[token] = valid ? written : 0;
+}
+
+// Slots of the positions of pools, then of the open pool; rows of the table's blocks are pools.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    compute_pooled_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                         const int* token_to_req_indices, const int* block_table, int64 table_stride, int table_rows,
+                                         int table_columns, int block_size, uint32 block_multiplier, int block_shift,
+                                         const bool* is_valid_token, const int* positions, int compress_ratio, int* global_topk_indices,
+                                         int64 global_stride, int* topk_lens, int pool) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
+    int seen = max(positions[token], -1) + 1, complete = seen / pool;
+    LoadedIndices open;
+    open.at[0] = complete;
+    int open_slot = table.slots(open).at[0], tail = open_slot >= 0 && open_slot < (INT32_LIMIT + 1ll) / pool ? seen % pool : 0;
+    table.see(complete);
+    int* row = global_topk_indices + token * global_stride;
+    int written = compact_slots<true>(topk_indices + token * topk_stride, topk, table, row, pool);
+    for (int j = lane_id(); j < topk * pool + pool - 1 - written; j += 32) row[written + j] = j < tail ? open_slot * pool + j : -1;
+    if (lane_id() == 0) topk_lens[token] = valid ? written + tail : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_topk_swa_indices(CombinedRows rows) {

@@ -17,7 +17,10 @@ __device__ inline void write_chunk(Scratch& shared, ColumnsOfRow out, bool keep,
 __device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written, int& mapped) {
     write_chunk(shared, ColumnsOfRow{out.columns}, keep, column, written, mapped);
     int slot = keep ? out.slot_of(column) : -1;
-    write_chunk(shared, ColumnsOfRow{out.slots}, slot >= 0, slot, mapped, mapped);
+    int total, to = mapped + sum_before(shared, slot >= 0, total);
+    if (slot >= 0) out.write_slots(to, slot);
+    mapped += total;
+    __syncthreads();
 }
 
 __device__ inline void clear_from(ColumnsOfRow out, int written, int, int topk) {
@@ -25,7 +28,7 @@ __device__ inline void clear_from(ColumnsOfRow out, int written, int, int topk) 
 }
 __device__ inline void clear_from(const SlotsOfRow& out, int written, int mapped, int topk) {
     clear_from(ColumnsOfRow{out.columns}, written, 0, topk);
-    clear_from(ColumnsOfRow{out.slots}, mapped, 0, topk);
+    for (int i = mapped + threadIdx.x; i < topk; i += THREADS) out.clear_slots(i);
 }
 
 template <class Out>
