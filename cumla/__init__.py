@@ -54,6 +54,7 @@ from .ops.norm_rope import (
     norm_rope_and_insert,
     qnorm_rope_and_insert,
 )
+from .ops.spans import copy_spans
 from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .ops.sparse_cache import (
     cp_gather_indexer_k_quant_cache,
@@ -108,6 +109,7 @@ __all__ = [
     "compute_swa_indices_and_lens",
     "concat_and_cache_mla",
     "copy_blocks",
+    "copy_spans",
     "cp_gather_indexer_k_quant_cache",
     "debug",
     "dense_mla_decode",

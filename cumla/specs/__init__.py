@@ -20,13 +20,14 @@ from . import (
     norm_rope,
     prefill_rows,
     shards,
+    spans,
     sparse_attention,
     sparse_cache,
 )
 from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
-    sparse_cache, prefill_rows, norm_rope, latents, key_pools, compressor, linear, dense_cache, blocks, advance,
+    sparse_cache, prefill_rows, norm_rope, latents, key_pools, compressor, linear, dense_cache, blocks, spans, advance,
     indices, indexer, indexer_topk, candidates, sparse_attention, dense_attention, shards,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -146,10 +146,33 @@ def copy_memory(target, source, size, kind, stream):
 
 
 class PointerAttributes:
-    """runtime.pointerGetAttributes of an address: other attributes and device 1 are not supported."""
+    """runtime.pointerGetAttributes of an address: 1 is pinned host memory, other attributes and device 1 are not
+    supported."""
 
     def __init__(self, address):
-        self.device = 0
+        self.device, self.type = 0, 1 if address in PINNED else 2
+
+
+class Pinned:
+    """Addresses in host memory that `hostAlloc` returned."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def __contains__(self, address):
+        return any(start <= address < start + len(memory) for start, memory in self.memory.items())
+
+    def allocate(self, size, flags):
+        memory = ctypes.create_string_buffer(max(size, 1))
+        self.memory[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free(self, address):
+        queues.finish_everything()
+        del self.memory[address]
+
+
+PINNED = Pinned()
 
 
 def on_device(function):
@@ -209,6 +232,7 @@ def make_module():
         getDeviceCount=lambda: len(Device.CAPABILITIES),
         streamIsCapturing=lambda handle: Stream(handle=handle).is_capturing(), pointerGetAttributes=PointerAttributes,
         deviceGetAttribute=lambda attribute, device: 0,  # no clusters, the only attribute that is read
+        hostAlloc=PINNED.allocate, freeHost=PINNED.free, deviceSynchronize=queues.finish_everything,
         memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
     )  # fmt: skip
     cupy.cuda = types.ModuleType("cupy.cuda")

@@ -10,7 +10,7 @@ from cumla.specs import SPECS, self_test
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PUBLIC = {name for name in set(cumla.__all__) - {"debug"} if hasattr(getattr(cumla, name), "__wrapped__")}
 INTERNAL = {name for name, spec in SPECS.items() if not spec.public}  # which layers call, or cumla.parallel exports
-LISTS_OF_ARRAYS = {"copy_blocks", "swap_blocks"}  # which compilers of frameworks do not take
+LISTS_OF_ARRAYS = {"copy_blocks", "copy_spans", "swap_blocks"}  # which compilers of frameworks do not take
 
 
 def test_every_operation_is_public():

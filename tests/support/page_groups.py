@@ -21,6 +21,18 @@ class Moving:
         array = getattr(self.caches_of(layer), cache.cache)
         return array.reshape(len(array), -1).view(np.uint8)
 
+    def pools(self):
+        """The caches as the package takes them."""
+        count = self.description.layers + self.description.drafts
+        return pages.pools_of(self.description, [self.caches_of(layer) for layer in range(count)])
+
+    def of_request(self, request):
+        """The request's pages by group."""
+        return {group.name: self.table(group.name, request) for group in self.description}
+
+    def tables(self, requests):
+        return {group.name: np.stack([self.table(group.name, r) for r in requests]) for group in self.description}
+
     def pages(self):
         """(group, cache, layer, bytes) of every array."""
         for group in self.description:
@@ -57,8 +69,12 @@ class MovingLayer(Moving):
             self.golden, requests=2, cache_format=cache_format, seed=seed
         )
         layers = None if isinstance(self.made, V4Layer) else 1
-        self.description = pages.describe(self.made.layer.config, layers=layers, cache_format=cache_format)
+        self.config = self.made.layer.config
+        self.description = pages.describe(self.config, layers=layers, cache_format=cache_format)
         self.tokens = self.golden.tokens
+
+    def hidden(self, request):
+        return self.golden.hidden
 
     def caches_of(self, layer):
         return self.made.caches
@@ -67,9 +83,6 @@ class MovingLayer(Moving):
         pool = "state" if group.startswith("states") else "window" if group == "rows" else group
         return self.made.paged.tables[pool][request]
 
-    def tables(self, requests):
-        return {group.name: np.stack([self.table(group.name, r) for r in requests]) for group in self.description}
-
     def step(self, request, first, count):
         return self.made.step([(request, first, count)], given=False)[0]
 
@@ -77,23 +90,24 @@ class MovingLayer(Moving):
 class MovingStack(Moving):
     """A golden stack of V4.1, whose second request has the hidden states of the first."""
 
-    def __init__(self, case=0, cache_format="float32", seed=0):
-        self.made = Stack(case, cache_format, seed=seed, pages=(32, 64))
+    def __init__(self, case=0, cache_format="float32", seed=0, sizes=(32, 64)):
+        self.made = Stack(case, cache_format, seed=seed, pages=sizes)
         self.made.hidden[1] = self.made.hidden[0]
+        self.config = self.made.config
         self.description = pages.describe(
-            self.made.config, cache_format=cache_format, block_size=32, compressed_block_size=64,
+            self.config, cache_format=cache_format, block_size=sizes[0], compressed_block_size=sizes[1],
             num_speculative_tokens=SPECULATIVE,
         )  # fmt: skip
         self.tokens = self.made.hidden[0].shape[1]
+
+    def hidden(self, request):
+        return self.made.hidden[request]
 
     def caches_of(self, layer):
         return self.made.caches[layer]
 
     def table(self, group, request):
         return np.array([request]) if group == "rings" else self.made.paged.tables[group][request]
-
-    def tables(self, requests):
-        return {group.name: np.stack([self.table(group.name, r) for r in requests]) for group in self.description}
 
     def step(self, request, first, count):
         return self.made.step([(request, first, count)])[0]

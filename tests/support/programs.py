@@ -265,6 +265,8 @@ SOURCES = [
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
     ("common/copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
+    ("common/copy_spans.cu", {"SPAN": "int64"}),
+    ("common/copy_spans.cu", {"SPAN": "int"}),
     ("common/advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     *(
         (
