@@ -87,6 +87,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see {self.prog} --help)")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """For --help and --version. argparse ignores errors of writing."""
+        print(message, end="", file=file, flush=True)
+
 
 def make_parser() -> Parser:
     parser = Parser(prog="cumla", description=summary)
@@ -392,6 +396,7 @@ def main(argv: Sequence[str] | None = None, parser: Parser | None = None) -> int
         parser: sets `run`, a function of the parsed options; None: `cumla`'s own
     """
     needs_less = "smaller sizes need less"
+    _replace_closed_streams()
     if sys.stdout is None:  # closed by the caller: `>&-`
         return _fail("cannot write: stdout is closed", 1)
     try:
@@ -414,8 +419,22 @@ def main(argv: Sequence[str] | None = None, parser: Parser | None = None) -> int
         return _stdout_is_gone(error)
 
 
+def _replace_closed_streams() -> None:
+    """Open the null device as stdin and stderr where the caller closed them (`<&-`, `2>&-`).
+
+    Otherwise lines of progress would be printed to stdout.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 def _check_environment() -> None:
-    """Check the environment variables that would otherwise raise an error in the middle of a command."""
+    """Check the environment variables that would otherwise raise an error in the middle of a command, or silence it."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and not int(columns):  # unknown, as for shutil; Rich would print nothing
+        del os.environ["COLUMNS"]
     try:
         num_cores()
     except ValueError as error:

@@ -299,6 +299,31 @@ def test_a_closed_stdout_is_one_line(command):
     assert (done.returncode, done.stderr) == (1, "cumla: error: cannot write: stdout is closed\n")
 
 
+def test_a_closed_stderr_leaves_json_alone(monkeypatch, capsys):
+    """Lines of progress, which have nowhere else to go, are not printed to stdout."""
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr("cumla.terminal.FIRST_SECONDS", 0)
+    assert main([*TINY_SWA, "--max-len", "40", "--json", "-"]) == 0
+    json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["nonsense"]) == 2
+
+
+@pytest.mark.parametrize(
+    "command", [["warmup", "--capability", "9.0", "--config", "-"], ["replay", "-"], ["bench", "--results", "-"]]
+)
+def test_a_closed_stdin_is_one_line(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "stdin has no requests" in (line := error_line(capsys, command)) or "- is no" in line
+
+
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_terminal_of_no_columns(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["info"]) == 0
+    assert "numpy" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("cores", ["x", "0", "-1", "1.5"])
 def test_a_number_of_cores_that_is_none(cores, monkeypatch, capsys):
     monkeypatch.setenv("NUMBA_NUM_THREADS", cores)
@@ -328,9 +353,10 @@ def test_json_for_a_program_and_a_trace_from_a_pipe(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_is_one_line():
+@pytest.mark.parametrize("command", ["info", "--version", "--help"])
+def test_a_full_disk_is_one_line(command):
     with open("/dev/full", "w") as full:
-        done = program("info", stdout=full, stderr=subprocess.PIPE)
+        done = program(command, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert done.stderr == b"cumla: error: cannot write: No space left on device\n"
 
