@@ -40,8 +40,8 @@ def debug() -> Iterator[None]:
     block tables       no page of the cache for a position that a call reads (other entries may have any value)
     indices            out of range, except -1; candidate blocks likewise
     selections         entries, but none that names a row complete at its token's position, as where slots are given
-    lengths            of an operation: negative, or more than its list, its keys, its cache or its block table has;
-                       bounds of packed sequences that descend
+    lengths            of an operation: negative, less than the request's query, or more than its list, its keys, its
+                       cache or its block table has; bounds of packed sequences that descend
     positions          without a row in RoPE's table, except -1 for padding
     softmax scales     not above 0, or above 4.5 / sqrt(d); YaRN's reach 4.2 / sqrt(d). NaN and infinity always are
                        errors

@@ -91,7 +91,13 @@ def of_ranks(function: Any, arrays: Mapping[str, Array], arguments: Any, **optio
 
 SPECS = (
     of_ranks(
-        local_seq_lens, {"seq_lens": LENGTHS}, lengths, results=lengths_results, bounds=(EQUAL,), outputs=("out",)
+        local_seq_lens,
+        {"seq_lens": LENGTHS},
+        lengths,
+        check=checks.local_seq_lens,
+        results=lengths_results,
+        bounds=(EQUAL,),
+        outputs=("out",),
     ),
     of_ranks(
         local_block_table, {"block_table": PAGES}, table, results=table_results, bounds=(EQUAL,), outputs=("out",)

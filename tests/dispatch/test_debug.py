@@ -1,6 +1,7 @@
 """`cumla.debug`: wrong values are errors that name what and where, in its thread, while it is on, and nowhere else."""
 
 import contextlib
+import copy
 import inspect
 import pathlib
 import re
@@ -25,6 +26,8 @@ from cumla.ops.shards import local_slot_mapping, localise_indices
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
+from cumla.specs import SPECS
+from cumla.specs.inputs import Inputs
 from support.calls import call
 from support.lab import BF16, lab_of
 from support.operations import rebuilt
@@ -250,6 +253,46 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
         right.function(**given)  # an operation accepts the value
 
 
+SOUND = {"row_ends": 60, "cu_seqlen_ks": 0, "cu_seqlen_ke": 60, "softmax_scale": 0.1}
+LENGTHS_AND_STARTS = [
+    pytest.param(spec, name, id=f"{spec.name}-{name}")
+    for spec in SPECS.values()
+    for name, array in spec.arrays.items()
+    if array.holds in ("lengths", "starts") and name != "schedule_metadata"  # which operations ignore
+]
+
+
+def every_choice(spec):
+    """Arguments of an operation, with the first or another of the choices of Inputs."""
+    for number in range(4):
+        for variant in spec.variants:
+            inputs = Inputs("reference")
+            inputs.choose = lambda *choices, number=number: choices[number % len(choices)]
+            yield variant.arguments(inputs)
+
+
+@pytest.mark.parametrize(("spec", "name"), LENGTHS_AND_STARTS)
+def test_every_length_and_start_is_checked(spec, name):
+    """Of each operation: a negative one, and starts that descend, wherever they are."""
+    right = next(x for x in every_choice(spec) if x.get(name) is not None and x.get("topk", 1))
+    values = {other: {"entries": -1, "pages": 0}.get(array.holds) for other, array in spec.arrays.items()}
+    for other, value in (values | SOUND).items():  # Inputs have wrong values, too
+        if value is not None and right.get(other) is not None:
+            right[other] = np.full_like(right[other], value) if hasattr(right[other], "dtype") else value
+    right[name] = np.maximum(right[name], 0)
+    with cumla.debug():
+        spec.function(**copy.deepcopy(right), backend="cpu")
+    is_start = spec.arrays[name].holds == "starts"
+    # A start may make a query longer than its sequence.
+    message = rf"^({name}|seq_lens): " if is_start else rf"^{name}: "
+    for at in range(min(right[name].size, 20)):
+        for value in (-2, -(2**31), *([10**6, 2**31 - 1] if is_start else [])):
+            arguments = copy.deepcopy(right)
+            arguments[name].flat[at] = value
+            with cumla.debug(), pytest.raises(ValueError, match=message):
+                spec.function(**arguments, backend="cpu")
+
+
 def names_of(file, name):
     """The names of a kernel's arguments, including the fields of NamedTuples."""
     hints = typing.get_type_hints(getattr(kernels("reference", file), name))
@@ -266,8 +309,8 @@ def test_every_kernel_with_such_arguments_is_checked():
     }  # fmt: skip
     reading = {name for name, of in parameters.items() if of & checked}
     have = {name for file, names in OPERATIONS.items() for name in names if check_of(file, name)}
-    # Not checked: forwarded pages and lengths, outputs.
-    ignoring = {"local_block_table", "local_seq_lens", "build_indexer_chunk", "top_k_of_candidates"}
+    # Not checked: forwarded pages, outputs.
+    ignoring = {"local_block_table", "build_indexer_chunk", "top_k_of_candidates"}
     assert reading - have == ignoring
 
 

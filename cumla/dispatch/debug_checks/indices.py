@@ -25,7 +25,8 @@ def compute_swa_indices_and_lens(arguments: Any) -> None:
     requests = np.where(
         valid, checked_requests(arguments.token_to_req_indices, valid, num_reqs, arguments.token_offset), -1
     )
-    _, begin, end = last_positions(arguments.query_start_loc, arguments.seq_lens)
+    tokens = len(arguments.is_valid_token)
+    _, begin, end = last_positions(arguments.query_start_loc, arguments.seq_lens, tokens)
     present = np.isin(np.arange(num_reqs), requests)
     begin, end = begin[:num_reqs] - (arguments.window_size - 1), np.where(present, end[:num_reqs], 0)
     check_pages("block_table", arguments.block_table[:num_reqs], begin, end, arguments.block_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .values import host
+from .values import check_packed, host
 
 
 def compress_latents(arguments: Any) -> None:
@@ -26,9 +26,9 @@ def check_rings(name: str, slots: Any, state: Any, positions: Any, query_start_l
             f"{name}: row {row} (position {at[row]}) has slot {slots[row]}, expected -1 or 0 to "
             f"{rings * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
         )
-    starts, owner = host(query_start_loc), dict[int, int]()
+    starts, owner = check_packed("query_start_loc", query_start_loc, len(positions), "tokens"), dict[int, int]()
     for request in range(len(starts) - 1):
-        own = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
+        own = slots[starts[request] : starts[request + 1]]
         for ring in np.unique(own[own >= 0] // capacity).tolist():
             other = owner.setdefault(ring, request)
             if other != request:

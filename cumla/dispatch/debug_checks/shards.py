@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 from ...kernels.types.shard import Shard
-from .values import check_indices, check_mapped, check_pages, checked_requests, host, last_positions
+from .values import check_indices, check_mapped, check_pages, check_range, checked_requests, host, last_positions
+
+
+def local_seq_lens(arguments: Any) -> None:
+    check_range("seq_lens", arguments.seq_lens)
 
 
 def of_rank(rows: np.ndarray, shard: Shard) -> np.ndarray:

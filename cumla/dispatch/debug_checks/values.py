@@ -137,10 +137,17 @@ def checked_requests(token_to_req: Any, valid: np.ndarray, num_reqs: int, first:
     return requests
 
 
-def last_positions(query_start_loc: Any, seq_lens: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each request's first query token, and the first and end of its positions in this step."""
-    starts, lens = host(query_start_loc), host(seq_lens)
-    queries = np.maximum(np.diff(starts), 0)
+def last_positions(
+    query_start_loc: Any, seq_lens: Any, tokens: int = UNBOUNDED
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each request's first query token, and the first and end of its positions in this step.
+
+    Raises ValueError for starts that descend or are beyond the step's tokens, and for a sequence shorter than its
+    query.
+    """
+    starts = check_packed("query_start_loc", query_start_loc, tokens, "tokens")
+    queries = np.diff(starts)
+    lens = check_range("seq_lens", seq_lens, queries)
     return starts, np.where(queries > 0, lens - queries, lens), lens
 
 
