@@ -11,6 +11,7 @@ import operator
 import pathlib
 import re
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ...layout import LAYOUTS, CacheLayout
 
@@ -70,6 +71,28 @@ def _constant(file: str, name: str, macros: tuple[tuple[str, Macro], ...]) -> in
     return _Source(file).value_of(name, dict(macros))
 
 
+class _Declarations(NamedTuple):
+    """What one file declares, without the files that it includes."""
+
+    included: list[str]
+    expressions: dict[str, str]
+    functions: dict[str, tuple[str, str]]
+    defaults: dict[str, str]
+
+
+@functools.cache
+def _declarations(file: str) -> _Declarations:
+    text = re.sub(r" *//.*", "", (CSRC / file).read_text())
+    return _Declarations(
+        included=INCLUDE.findall(text),
+        expressions=dict(
+            one.split(" =", 1) for declared in _DECLARATION.findall(text) for one in _NEXT.split(declared)
+        ),
+        functions={name: (parameters, body) for name, parameters, body in _FUNCTION.findall(text)},
+        defaults=dict(_DEFINED.findall(text)),
+    )
+
+
 @functools.cache
 class _Source:
     """Declarations of a source and its included files: expressions, functions of one number, macros' defaults."""
@@ -84,14 +107,12 @@ class _Source:
             if name in read or not (CSRC / name).exists():
                 return
             read.add(name)
-            text = re.sub(r" *//.*", "", (CSRC / name).read_text())
-            for included in INCLUDE.findall(text):
+            of_file = _declarations(name)
+            for included in of_file.included:
                 add(included)
-            for declared in _DECLARATION.findall(text):
-                for one in _NEXT.split(declared):
-                    self.expressions.__setitem__(*one.split(" =", 1))
-            self.functions.update((name, (parameters, body)) for name, parameters, body in _FUNCTION.findall(text))
-            self.defaults.update(_DEFINED.findall(text))  # a file's definitions precede those in the files it includes
+            self.expressions |= of_file.expressions
+            self.functions |= of_file.functions
+            self.defaults |= of_file.defaults  # a file's definitions precede those in the files it includes
 
         add(file)
 
