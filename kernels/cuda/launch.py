@@ -51,7 +51,7 @@ PACKING = {"*": "P", "int": "i", "int64": "q", "uint32": "I", "float": "f", "dou
 
 def parameters(text: str, name: str) -> dict[str, str]:
     """The parameters of kernel `name` of a source text: name -> C type, "*" for any pointer."""
-    found = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
+    found = re.search(rf"{name}(?<!\w{name})\(([^)]*)\)\s*{{", text)  # begins with letters, which `re` finds quickly
     if found is None:
         raise ValueError(f"{name}: no such kernel in the source")
     words = [parameter.replace("*", " * ").split() for parameter in found[1].split(",")]
