@@ -113,9 +113,9 @@ class Chain:
         self.torch, self.layer, self.config, self.tokens = torch, layer, layer.config, tokens
         self.arrays, self.tensors = {}, {}
         self.x, self.out = self.tensor(x), self.tensor(out)
-        self.caches = {name: self.tensor(array) for name, array in vars(caches).items()}
+        self.caches = {name: self.tensor(array) for name, array in vars(caches).items() if array is not None}
         self.metadata, self.cos_sin = metadata, self.tensor(layer.cos_sin)
-        self.indexer = metadata.indexer.decode
+        self.indexer = metadata.rows[layer.ratio].indexer.decode
         self.positions = self.tensor(metadata.positions)[: len(x)].long()
         self.gemm, self.ops = peers.deep_gemm(), peers.vllm_operations()
         self.mla, self.maps = peers.module(peers.FLASH_MLA), peers.module(peers.VLLM_CACHE)
@@ -205,7 +205,7 @@ class V4Chain(Chain):
         ]  # fmt: skip
 
     def __init__(self, layer, caches, metadata, x, out):
-        super().__init__(layer, caches, metadata, metadata.window, x, out)
+        super().__init__(layer, caches, metadata, metadata.tokens, x, out)
         self.side = self.torch.cuda.Stream()
 
     def __call__(self):
@@ -213,15 +213,15 @@ class V4Chain(Chain):
         main, rank = torch.cuda.current_stream(), config.q_lora_rank
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            pooled = torch.mm(self.x, self.tensor(layer.pooled).t(), out_dtype=torch.float32)
+            pooled = torch.mm(self.x, self.tensor(layer.wide).t(), out_dtype=torch.float32)
             self.pool(pooled)
         low = self.product(self.quantized(self.x), "low", layer.low_rank)
         qr, kv = self.memory("qr", len(low), rank), self.memory("kv", len(low), LATENT)
-        norms = (self.tensor(weight) for weight in (layer.q_a_norm, layer.kv_norm))
+        norms = (self.tensor(weight) for weight in (layer.queries.norm, layer.rows.norm))
         fused_q_kv_rmsnorm(low[:, :rank], low[:, rank:], *norms, config.rms_norm_eps, out=(qr, kv))
         low_rank = self.quantized(qr)
-        index_q = self.product(low_rank, "index q", layer.index_q_b)
-        projected = self.product(low_rank, "q", layer.q_b).view(len(low), -1, LATENT)
+        index_q = self.product(low_rank, "index q", layer.queries.index_q_b)
+        projected = self.product(low_rank, "q", layer.queries.q_b).view(len(low), -1, LATENT)
         cache = self.caches["window"]
         q = self.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
             projected, kv, cache.view(len(cache), -1), self.tensor(self.tokens.slot_mapping), self.positions,
@@ -230,14 +230,14 @@ class V4Chain(Chain):
         main.wait_stream(self.side)
         self.select(index_q, pooled[:, -config.index_n_heads :], False)
         o = self.attend(q)
-        low_o = self.memory("low o", len(o), *layer.o_a.shape[:2])
+        low_o = self.memory("low o", len(o), *layer.output.o_a.shape[:2])
         self.multiply_groups(o, low_o)
-        self.multiply(self.quantized(low_o.view(len(o), -1)), layer.o_b, self.out)
+        self.multiply(self.quantized(low_o.view(len(o), -1)), layer.output.o_b, self.out)
         return self.out
 
     def multiply_groups(self, o, out):
         """out [T, G, N] from attention's output [T, heads, 512]: inverse RoPE, quantisation, product."""
-        torch, fp8, weight = self.torch, self.torch.float8_e4m3fn, self.layer.o_a
+        torch, fp8, weight = self.torch, self.torch.float8_e4m3fn, self.layer.output.o_a
         groups, _, columns = weight.shape
         values = self.memory("o values", groups, len(o), columns, dtype=torch.uint8)
         scales = self.memory("o scales", groups, len(o), columns // GROUP, dtype=torch.float32)
@@ -250,21 +250,21 @@ class V4Chain(Chain):
 
     def pool(self, pooled):
         layer, caches = self.layer, self.caches
-        own, its = layer.compressors
-        step = self.metadata.compressors[4]
+        own, its = layer.pooled.parts
+        step = self.metadata.rows[4]
         compress_and_insert(
             pooled[:, : own.columns], *map(self.tensor, (own.position_bias, own.norm_weight)), caches["state"],
             *map(self.tensor, (step.state_slot_mapping, step.state_block_table)), caches["compressed"],
             self.tensor(step.slot_mapping), self.positions, self.tensor(self.tokens.token_to_req_indices),
             self.tensor(self.tokens.query_start_loc), self.cos_sin, compress_ratio=4, eps=self.config.rms_norm_eps,
-            layout=layer.layouts.v4, index_kv_score=pooled[:, own.columns : own.columns + its.columns],
+            layout=layer.layouts.rows, index_kv_score=pooled[:, own.columns : own.columns + its.columns],
             index_position_bias=self.tensor(its.position_bias), index_norm_weight=self.tensor(its.norm_weight),
             index_state_cache=caches["indexer_state"], index_k_cache=caches["indexer"],
         )  # fmt: skip
 
     def attend(self, q):
         tokens, compressed = self.tokens, self.caches["compressed"]
-        table = self.tensor(self.metadata.compressors[4].block_table)
+        table = self.tensor(self.metadata.rows[4].block_table)
         indices, lens = self.slots(table, compressed.shape[1])
         out = self.memory("o", len(q), 1, q.shape[1], LATENT)
         self.mla.flash_mla_with_kvcache(
@@ -291,13 +291,13 @@ class V32Chain(Chain):
     def __init__(self, layer, caches, metadata, x, out):
         super().__init__(layer, caches, metadata, metadata.tokens, x, out)
         rank, width = layer.config.q_lora_rank, layer.config.num_attention_heads * (layer.config.qk_nope_head_dim + 64)
-        low, queries = layer.low_rank, layer.queries
+        low, queries = layer.low_rank, layer.queries.q_b
         parts = low.between(0, rank), low.between(rank + 128, low.shape[0])
         codes, scales = (cupy.concatenate([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
         self.low_rank = dataclasses.replace(low, codes=codes, scales=scales)  # one matrix each, as in vLLM
         self.wk, self.q_b = low.between(rank, rank + 128), queries.between(0, width)
         self.index_q_b = queries.between(width, queries.shape[0])
-        dequantized = (weight.dequantized(x.dtype) for weight in (layer.latent, layer.value))
+        dequantized = (weight.dequantized(x.dtype) for weight in (layer.queries.latent, layer.output.value))
         self.latent, self.value = (
             self.tensor(weight).transpose(1, 2) for weight in dequantized
         )  # [h, P, 512], [h, 512, V]
@@ -309,9 +309,9 @@ class V32Chain(Chain):
         hidden = self.quantized(self.x)
         low = self.product(hidden, "low", self.low_rank)
         keys = self.product(hidden, "index keys", self.wk)
-        weights = torch.mm(self.x, self.tensor(layer.index_weights).t(), out_dtype=torch.float32)
+        weights = torch.mm(self.x, self.tensor(layer.wide).t(), out_dtype=torch.float32)
         qr, kv = self.memory("qr", tokens, rank), low[:, rank:]
-        norms = (self.tensor(weight) for weight in (layer.q_a_norm, layer.kv_a_norm))
+        norms = (self.tensor(weight) for weight in (layer.queries.norm, layer.rows.norm))
         fused_q_kv_rmsnorm(low[:, :rank], kv[:, :LATENT], *norms, 1e-6, out=(qr, kv[:, :LATENT]))
         low_rank = self.quantized(qr)
         projected = self.product(low_rank, "q", self.q_b).view(tokens, heads, -1)
@@ -324,14 +324,14 @@ class V32Chain(Chain):
             kv[:, :LATENT], kv[:, LATENT:], self.caches["rows"], slots, "fp8_ds_mla", scale
         )
         indexer_knorm_rope_and_insert(
-            keys, self.tensor(layer.k_norm), self.tensor(layer.k_bias), self.caches["indexer"], slots, self.positions,
-            self.cos_sin, eps=1e-6, layout=layer.layouts.indexer,
+            keys, self.tensor(layer.keys.norm), self.tensor(layer.keys.bias), self.caches["indexer"], slots,
+            self.positions, self.cos_sin, eps=1e-6, layout=layer.layouts.indexer,
         )  # fmt: skip
         self.select(self.product(low_rank, "index q", self.index_q_b), weights, True)
         o = self.attend(q)
         values = self.memory("values", tokens, heads, config.v_head_dim)
         torch.bmm(o.transpose(0, 1), self.value, out=values.transpose(0, 1))
-        self.multiply(self.quantized(values.view(tokens, -1)), layer.o, self.out)
+        self.multiply(self.quantized(values.view(tokens, -1)), layer.output.o, self.out)
         return self.out
 
     def attend(self, q):

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 import statistics
 from typing import Any
 
@@ -25,7 +26,10 @@ from cumla.timing import Gate
 TOKENS = 4096
 # Types of weights and activations, by the name of a row's implementation.
 IMPLS = {"cumla": ("fp8", "fp8"), "weights": ("fp8", "bfloat16"), "bfloat16": ("bfloat16", "bfloat16")}
-PRODUCTS = {"low rank": "low_rank", "q": "q_b", "index q": "index_q_b", "o, first": "o_a", "o, second": "o_b"}
+PRODUCTS = {
+    "low rank": "low_rank", "q": "queries.q_b", "index q": "queries.index_q_b", "o, first": "output.o_a",
+    "o, second": "output.o_b",
+}  # fmt: skip
 MOST_OF_WEIGHTS, MOST_OF_ROUNDING = 0.01, 0.15  # relative rms of a layer over the same rows, against bfloat16 weights
 MOST_OF_PRODUCT = 0.04
 REPEATS = 8
@@ -120,7 +124,7 @@ class PromptProduct:
 
     def problem(self, sizes):
         layers = {name: self.layer_on("cuda", self.model, *how) for name, how in IMPLS.items()}
-        matrices = {name: getattr(layer, PRODUCTS[self.name]) for name, layer in layers.items()}
+        matrices = {name: operator.attrgetter(PRODUCTS[self.name])(layer) for name, layer in layers.items()}
         *groups, rows, columns = matrices["cumla"].shape
         x = cupy.random.default_rng(1).standard_normal((TOKENS, *groups, columns), np.float32).astype(BFLOAT16)
         outs = {name: cupy.empty((TOKENS, *groups, rows), BFLOAT16) for name in IMPLS}

@@ -7,11 +7,11 @@ from step_cases import batch_of
 import cumla
 from cumla.arrays.memory import to_host
 from cumla.metadata.builder import ServingConfig
-from cumla.models.caches import DeepseekV4Caches, DeepseekV32Caches
-from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder, DeepseekV32StepBuilder
+from cumla.models import STATE_BLOCK_SIZES, LayerCaches, StepBuilder
 from cumla.specs.measured import repeating_cache
 
 CONTEXT, RATIO, PAGE, COMPRESSED_PAGE = 32_768, 4, 64, 256
+GROUPS = "window", "compressed", f"states{RATIO}"  # of caches
 LAYOUTS = {
     "window": cumla.DSV4_FP8, "compressed": cumla.DSV4_FP8, "indexer": cumla.INDEXER_FP8, "rows": cumla.V32_FP8,
 }  # fmt: skip
@@ -41,7 +41,7 @@ class V4Step:
 
     def __init__(self, config, batch):
         rng = np.random.default_rng(0)
-        self.serving = serving_of(config, batch, RATIO)
+        self.config, self.serving = config, serving_of(config, batch, RATIO)
         self.lens = (CONTEXT - np.arange(batch) % RATIO).astype(np.int32)
         self.window = self.last_pages(batch, PAGE, 3)
         self.states = self.last_pages(batch, STATE_BLOCK_SIZES[RATIO], 3)
@@ -57,14 +57,14 @@ class V4Step:
     def metadata(self, backend, put, requests):
         """The layer's metadata for the first requests."""
         batch = batch_of(put, [1] * requests, self.lens[:requests], self.window[:requests])
-        builder = DeepseekV4StepBuilder(self.serving, backend)
-        return builder.build(batch, put(self.compressed[:requests]), {RATIO: put(self.states[:requests])})
+        tables = {"compressed": put(self.compressed[:requests]), GROUPS[2]: put(self.states[:requests])}
+        return StepBuilder(self.config.specs(), self.serving, backend).build(batch, tables)
 
     def caches(self):
         """Caches filled with rows of normal values."""
-        caches = DeepseekV4Caches.allocate(
-            RATIO, self.serving, self.window.max() + 1, self.compressed.size, self.states.max() + 1, xp=cupy
-        )
+        pages = self.window.max() + 1, self.compressed.size, self.states.max() + 1
+        blocks = dict(zip(GROUPS, map(int, pages), strict=True))
+        caches = LayerCaches.allocate(self.config.spec(0), self.serving, blocks, xp=cupy)
         for name in ("window", "compressed", "indexer"):
             fill(getattr(caches, name), LAYOUTS[name])
         for states in (caches.state, caches.indexer_state):
@@ -76,37 +76,38 @@ class V4Prompt:
     """One request's prompt of `tokens` tokens, in a layer of V4."""
 
     def __init__(self, config, tokens):
-        self.serving, self.tokens = serving_of(config, 1, RATIO, tokens), tokens
+        self.config, self.serving, self.tokens = config, serving_of(config, 1, RATIO, tokens), tokens
 
     def table(self, page):
         return cupy.arange(-(-self.tokens // page), dtype=np.int32)[None]
 
     def metadata(self):
         batch = batch_of(cupy.asarray, [self.tokens], [self.tokens], self.table(PAGE).get())
-        states = {RATIO: self.table(STATE_BLOCK_SIZES[RATIO])}
-        return DeepseekV4StepBuilder(self.serving, "cuda").build(batch, self.table(COMPRESSED_PAGE), states)
+        tables = {"compressed": self.table(COMPRESSED_PAGE), GROUPS[2]: self.table(STATE_BLOCK_SIZES[RATIO])}
+        return StepBuilder(self.config.specs(), self.serving, "cuda").build(batch, tables)
 
     def caches(self):
         pages = (self.table(page).size for page in (PAGE, COMPRESSED_PAGE, STATE_BLOCK_SIZES[RATIO]))
-        return DeepseekV4Caches.allocate(RATIO, self.serving, *pages, xp=cupy)
+        blocks = dict(zip(GROUPS, pages, strict=True))
+        return LayerCaches.allocate(self.config.spec(0), self.serving, blocks, xp=cupy)
 
 
 class V32Step:
     """A step of V3.2's layers, whose rows of all positions are in pages of one table."""
 
     def __init__(self, config, batch):
-        self.serving = serving_of(config, batch, 1)
+        self.config, self.serving = config, serving_of(config, batch, 1)
         self.lens = (CONTEXT - np.arange(batch) % RATIO).astype(np.int32)
         self.table = np.random.default_rng(0).permutation(batch * CONTEXT // PAGE).astype(np.int32).reshape(batch, -1)
 
     def metadata(self, backend, put, requests):
         """The layer's metadata for the first requests."""
         batch = batch_of(put, [1] * requests, self.lens[:requests], self.table[:requests])
-        return DeepseekV32StepBuilder(self.serving, backend).build(batch)
+        return StepBuilder(self.config.specs(), self.serving, backend).build(batch)
 
     def caches(self):
         """Caches filled with rows of normal values."""
-        caches = DeepseekV32Caches.allocate(self.table.size, PAGE, xp=cupy)
+        caches = LayerCaches.allocate(self.config.spec(0), self.serving, {"rows": self.table.size}, xp=cupy)
         for name in ("rows", "indexer"):
             fill(getattr(caches, name), LAYOUTS[name])
         return caches
@@ -114,7 +115,8 @@ class V32Step:
 
 def host_caches(caches):
     """Copies in host memory, with the page stride of the device arrays."""
-    copies = {name: to_host(cupy.ascontiguousarray(array)) for name, array in vars(caches).items()}
+    arrays = {name: array for name, array in vars(caches).items() if array is not None}
+    copies = {name: to_host(cupy.ascontiguousarray(array)) for name, array in arrays.items()}
     for name, pages in copies.items():
         if pages.dtype == np.uint8:
             copies[name] = LAYOUTS[name].allocate(*pages.shape[:2])

@@ -22,6 +22,7 @@ A C4A layer's prompt of 4,096 tokens is measured with activations rounded to FP8
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,8 +98,9 @@ MODELS = {
         "C4A", FLASH, DeepseekV4Attention, layer_steps.V4Step, layer_chain.V4Chain,
         ("q_a_proj", "kv_proj", "q_b_proj", "o_a_proj", "o_b_proj", "compressor.indexer.q_b_proj"),
         {
-            "low rank": ("low_rank", BF16), "q": ("q_b", BF16), "compressors": ("pooled", np.float32),
-            "index q": ("index_q_b", BF16), "o, second": ("o_b", BF16), "o, first": ("o_a", BF16),
+            "low rank": ("low_rank", BF16), "q": ("queries.q_b", BF16), "compressors": ("wide", np.float32),
+            "index q": ("queries.index_q_b", BF16), "o, second": ("output.o_b", BF16),
+            "o, first": ("output.o_a", BF16),
         },
         {
             "attention": lambda batch: Decode(cumla.DSV4_FP8, 64, batch, 1, 128, FLASH.index_topk),
@@ -111,8 +113,9 @@ MODELS = {
         "V3.2", V32, DeepseekV32Attention, layer_steps.V32Step, layer_chain.V32Chain,
         ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "indexer.wk", "indexer.wq_b"),
         {
-            "low rank, index keys": ("low_rank", BF16), "q, index q": ("queries", BF16), "W_UK": ("latent", BF16),
-            "index weights": ("index_weights", np.float32), "W_UV": ("value", BF16), "o": ("o", BF16),
+            "low rank, index keys": ("low_rank", BF16), "q, index q": ("queries.q_b", BF16),
+            "W_UK": ("queries.latent", BF16), "index weights": ("wide", np.float32), "W_UV": ("output.value", BF16),
+            "o": ("output.o", BF16),
         },
         {
             "attention": lambda batch: Decode(cumla.V32_FP8, 128, batch, 1, V32.index_topk),
@@ -180,7 +183,7 @@ class Part:
         if self.name in self.model.parts:
             return self.named(self.model.parts[self.name](self.batch).problem(sizes))
         weight, dtype = self.model.products[self.name]
-        weight, arrays = getattr(layer_on("cuda", self.model, self.weights), weight), sizes.inputs()
+        weight, arrays = operator.attrgetter(weight)(layer_on("cuda", self.model, self.weights)), sizes.inputs()
         if isinstance(weight, BlockScaledWeight):
             groups = weight.shape[0] if len(weight.shape) == 3 else 1
             case = BlockLinear(self.batch, *weight.shape[-2:], groups, weight.is_ue8m0)
@@ -249,7 +252,8 @@ class Layer:
                 CHAIN_ERRORS[str(self)] = errors_of_chain(model, chain, layer, x, caches, metadata)
                 impls["chain"] = "torch", [chain] * LAYERS
                 functions["chain"] = f"{layer_chain.FUNCTIONS}; cumla's: {layer_chain.OURS[model.name]}"
-        moved = sum(getattr(layer, name).nbytes for name, _ in model.products.values()) + self.bytes_of_rows()
+        weights = (operator.attrgetter(name)(layer) for name, _ in model.products.values())
+        moved = sum(weight.nbytes for weight in weights) + self.bytes_of_rows()
         return Problem(self.op, str(self), impls, moved, check=check, functions=functions, unchecked=("chain",))
 
     def bytes_of_rows(self):

@@ -12,14 +12,14 @@ import numpy as np
 import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
 
-from cumla.metadata.builder import ServingConfig
 from cumla.models import (
     Checkpoint,
     DeepseekV32Attention,
-    DeepseekV32Caches,
     DeepseekV32Config,
-    DeepseekV32StepBuilder,
+    LayerCaches,
     Scratch,
+    StepBuilder,
+    serving_of,
 )
 
 PAGE = 64  # positions
@@ -40,11 +40,11 @@ class Model:
         attention = DeepseekV32Config.from_dict(config)
         self.groups = {"window": (PAGE, None)}
         self.num_pages = {"window": requests * -(-longest // PAGE) + 1}
-        serving = ServingConfig(
-            block_size=PAGE, index_topk=attention.index_topk, num_heads=attention.num_attention_heads,
-            max_num_batched_tokens=batch_tokens, max_num_seqs=requests, max_model_len=longest,
+        serving = serving_of(
+            attention, block_size=PAGE, max_num_batched_tokens=batch_tokens, max_num_seqs=requests,
+            max_model_len=longest,
         )  # fmt: skip
-        self.builder = DeepseekV32StepBuilder(serving, backend)
+        self.builder = StepBuilder(attention.specs(), serving, backend)
         self.activations = activations or ("float32" if xp is np else "bfloat16")
         scratch = Scratch()
         layers = range(config["num_hidden_layers"])
@@ -55,7 +55,11 @@ class Model:
             )
             for layer in layers
         ]  # fmt: skip
-        self.caches = [DeepseekV32Caches.allocate(self.num_pages["window"], PAGE, cache_format, xp) for _ in layers]
+        pages = {"rows": self.num_pages["window"]}
+        self.caches = [
+            LayerCaches.allocate(attention.spec(layer), serving, pages, cache_format=cache_format, xp=xp)
+            for layer in layers
+        ]
         self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 

@@ -14,15 +14,15 @@ import numpy as np
 import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
 
-from cumla.metadata.builder import ServingConfig
 from cumla.models import (
     STATE_BLOCK_SIZES,
     Checkpoint,
     DeepseekV4Attention,
-    DeepseekV4Caches,
     DeepseekV4Config,
-    DeepseekV4StepBuilder,
+    LayerCaches,
     Scratch,
+    StepBuilder,
+    serving_of,
 )
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
@@ -41,21 +41,20 @@ class Model:
         checkpoint.check_served(config, scoring_func=SCORES)
         tensors = Checkpoint(folder)
         attention = DeepseekV4Config.from_dict(config)
-        window, ratios = attention.sliding_window, attention.compress_ratios
+        specs = attention.specs()
         # A row reads the states of its own positions, at ratio 4 also of the previous row's.
-        states = {f"state{r}": (STATE_BLOCK_SIZES[r], 2 * r) for r in (4, 128)}
-        self.groups = {"window": (PAGE, window), "compressed": (COMPRESSED_PAGE, None), **states}
+        states = {f"states{r}": (STATE_BLOCK_SIZES[r], 2 * r) for r in (4, 128)}
+        self.groups = {"window": (PAGE, attention.sliding_window), "compressed": (COMPRESSED_PAGE, None), **states}
         self.num_pages = {name: requests * -(-longest // size) + 1 for name, (size, _) in self.groups.items()}
-        serving = ServingConfig(
-            window_size=window, compress_ratios=ratios, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE,
-            index_topk=attention.index_topk, num_heads=attention.num_attention_heads,
-            max_num_batched_tokens=batch_tokens, max_num_seqs=requests, max_model_len=longest,
+        serving = serving_of(
+            attention, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=batch_tokens,
+            max_num_seqs=requests, max_model_len=longest,
         )  # fmt: skip
-        self.builder = DeepseekV4StepBuilder(serving, backend)
+        self.builder = StepBuilder(specs, serving, backend)
         self.activations = activations or ("float32" if xp is np else "bfloat16")
         scratch = Scratch()
         self.layers, self.caches = [], []
-        for layer, ratio in enumerate(ratios):
+        for layer, spec in enumerate(specs):
             self.layers.append(
                 DeepseekV4Attention(
                     attention,
@@ -69,24 +68,13 @@ class Model:
                     backend=backend,
                 )
             )
-            pages = self.num_pages
-            self.caches.append(
-                DeepseekV4Caches.allocate(
-                    ratio,
-                    serving,
-                    pages["window"],
-                    pages["compressed"],
-                    pages.get(f"state{ratio}", 0),
-                    cache_format,
-                    xp,
-                )
-            )
+            self.caches.append(LayerCaches.allocate(spec, serving, self.num_pages, cache_format=cache_format, xp=xp))
         self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 
     def build(self, batch: Any, tables: dict[str, Any]) -> Any:
         with self.stopwatch("metadata"):
-            return self.builder.build(batch, tables["compressed"], {r: tables[f"state{r}"] for r in (4, 128)})
+            return self.builder.build(batch, tables)
 
     def forward(self, tokens: np.ndarray, metadata: Any, last: np.ndarray, selected: Any = None) -> np.ndarray:
         """Logits of the tokens at `last`, float32 on the host. selected: {layer: rows that tokens attend to}."""

@@ -23,11 +23,11 @@ from serving import Request, Server, Stopwatch, gated_mlp, main, rms_norm
 from cumla.models import (
     Checkpoint,
     DeepseekV41Attention,
-    DeepseekV41Caches,
     DeepseekV41Config,
-    DeepseekV41Selection,
-    DeepseekV41StepBuilder,
+    LayerCaches,
     Scratch,
+    SharedSelection,
+    StepBuilder,
     serving_of,
 )
 
@@ -55,20 +55,20 @@ class Model:
         longest += self.block
         # The block's first token sees the whole window before it. A request's ring does not change until it ends.
         self.groups = {
-            "window": (PAGE, attention.sliding_window), "compressed": (COMPRESSED_PAGE, None), "ring": (longest, None)
+            "window": (PAGE, attention.sliding_window), "compressed": (COMPRESSED_PAGE, None), "rings": (longest, None)
         }  # fmt: skip
         self.num_pages = {name: requests * -(-longest // size) + 1 for name, (size, _) in self.groups.items()}
         serving = serving_of(
             attention, num_speculative_tokens=self.block, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE,
             max_num_batched_tokens=batch_tokens, max_num_seqs=requests, max_model_len=longest,
         )  # fmt: skip
-        self.builder = DeepseekV41StepBuilder(serving, backend)
+        self.builder = StepBuilder(attention.specs(), serving, backend)
         of_drafts = dataclasses.replace(
             serving, compress_ratios=(0,), num_speculative_tokens=max(self.block - 1, 0), noncausal_decodes=True,
             max_num_batched_tokens=requests * max(self.block, 1),
         )  # fmt: skip
-        self.draft_builder = DeepseekV41StepBuilder(of_drafts, backend)
-        self.selection = DeepseekV41Selection(attention, serving, xp)
+        self.draft_builder = StepBuilder([attention.spec(layers)], of_drafts, backend)
+        self.selection = SharedSelection(attention.specs(), serving, xp)
         self.activations = activations or ("float32" if xp is np else "bfloat16")
         scratch, self.layers, self.caches = Scratch(), [], []
         for layer in range(layers + drafts):
@@ -78,11 +78,11 @@ class Model:
                     max_position=longest, scratch=scratch, xp=xp, backend=backend,
                 )
             )  # fmt: skip
-            owner, pages = attention.kv_source(layer), self.num_pages
+            owner = attention.kv_source(layer)
             self.caches.append(
-                DeepseekV41Caches.allocate(
-                    attention, layer, serving, pages["window"], pages["compressed"], pages["ring"],
-                    owner=None if owner in (None, layer) else self.caches[owner], cache_format=cache_format, xp=xp,
+                LayerCaches.allocate(
+                    attention.spec(layer), serving, self.num_pages, cache_format=cache_format, xp=xp,
+                    owner=None if owner in (None, layer) else self.caches[owner],
                 )
             )  # fmt: skip
         self.layers, self.drafts = self.layers[:layers], self.layers[layers:]
@@ -94,7 +94,7 @@ class Model:
 
     def build(self, batch: Any, tables: dict[str, Any]) -> Any:
         with self.stopwatch("metadata"):
-            return self.builder.build(batch, tables["compressed"], tables["ring"][:, 0])
+            return self.builder.build(batch, tables, tables["rings"][:, 0])
 
     def forward(self, tokens: np.ndarray, metadata: Any, last: np.ndarray) -> np.ndarray:
         """Logits of the tokens at `last`, float32 on the host. Stores the hidden states for draft layers."""

@@ -15,7 +15,7 @@ from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.ordinary import ordinary_launch
 from cumla.layers import SparseMLALayer
 from cumla.models import deepseek_v4, deepseek_v32, deepseek_v41, hidden_states
-from cumla.parallel import ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
+from cumla.parallel import ShardedAttention
 from emulation import launches, queues
 from support import operations
 from support.lab import BF16
@@ -157,7 +157,7 @@ def test_sources_that_release_early_are_of_known_calls():
 
 STEPS = [
     SparseMLALayer, deepseek_v4.DeepseekV4Attention, deepseek_v32.DeepseekV32Attention,
-    deepseek_v41.DeepseekV41Attention, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention,
+    deepseek_v41.DeepseekV41Attention, ShardedAttention,
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "ratio": (0, 1, 2, 4, 128), "states": ("none", "pages", "ring"),
     "selection": ("own", "source", "all", "none"), "keys": ("none", "tokens", "pools", "latents", "compressor"),
     "index_queries": ("latent", "hidden"), "index_pairs": ("neighbours", "halves", "none"),
-    "index_part": ("first", "last"), "candidates": ("none", "written", "read"),
+    "index_part": ("first", "last"), "cache_formats": ("mla", "v4", "v41"), "candidates": ("none", "written", "read"),
 }  # fmt: skip
 OTHERWISE = {"selection_source": "an earlier layer", "keys": "an index key"}  # in place of a list
 OPTIONAL = ("q_rank", "o_groups", "o_rank", "window", "index_heads", "topk", "candidate_blocks", "layer")  # may be 0
@@ -54,6 +54,7 @@ class LayerSpec:
         index_pairs, index_part: RoPE of the indexer: which values are pairs, and whether the first or last 64 of 128
             values are rotated
         candidates: candidate blocks: "written" by the layer, "read" by its selection, or "none"
+        candidate_source: the layer that writes the candidate blocks
         candidate_blocks, candidate_block_size: how many, and rows of each
         rope_pairs: of attention's RoPE: value 2 i with 2 i + 1, or value i with i + 32
         rope_theta, rope_scaling: of both RoPEs
@@ -63,6 +64,7 @@ class LayerSpec:
         gate: whether a sigmoid multiplies the values of each head's output
         o_groups, o_rank: of an output projection in two steps; 0: in one
         q_eps, row_eps, key_eps: epsilons of the norms of the queries' latent, of rows, and of index keys
+        cache_formats: the formats that its caches may have (caches.py): V3.2's, V4's or V4.1's
         causal: False: the tokens of a step's decode see each other (a block of drafts)
         round_pooled, round_rows: whether pooled rows are rounded to bfloat16 before their norm, and rotated rows
             before quantisation
@@ -95,6 +97,7 @@ class LayerSpec:
     index_pairs: str = "neighbours"
     index_part: str = "last"
     candidates: str = "none"
+    candidate_source: int | None = None
     candidate_blocks: int = 0
     candidate_block_size: int = 8
     rope_pairs: str = "neighbours"
@@ -109,6 +112,7 @@ class LayerSpec:
     q_eps: float = 1e-6
     row_eps: float = 1e-6
     key_eps: float = 1e-6
+    cache_formats: str = "mla"
     causal: bool = True
     round_pooled: bool = False
     round_rows: bool = True
@@ -126,7 +130,7 @@ class LayerSpec:
             elif field.type == "bool":
                 check_flags(**{name: value})
         checked_scaling(self.rope_scaling)
-        for name in ("row_source", "selection_source"):
+        for name in ("row_source", "selection_source", "candidate_source"):
             if getattr(self, name) is not None:
                 check_integers(0, self.layer, **{name: getattr(self, name)})
         self._check_parts()
@@ -178,6 +182,18 @@ class LayerSpec:
     @property
     def selects(self) -> bool:
         return self.selection == "own"
+
+    @property
+    def pooling(self) -> str:
+        """How the layer pools rows: by a "compressor" with states in pages, to "latents" with a ring, or "none"."""
+        if self.rows == "latent" or not self.owns_rows:
+            return "none"
+        return "compressor" if self.states == "pages" else "latents"
+
+    @property
+    def owns_keys(self) -> bool:
+        """Whether the layer writes the index keys that it scores."""
+        return self.selects and (self.keys in ("tokens", "pools") or self.owns_rows)
 
     @property
     def mode(self) -> str:

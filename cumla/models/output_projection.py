@@ -1,4 +1,4 @@
-"""Output projection of V4 and V4.1: inverse RoPE, a product for each group of heads, a product of all groups."""
+"""Output projection: of all heads' values at once; or inverse RoPE, a product a group of heads, and one of all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,46 @@ from typing import Any, Protocol
 
 from ..ops.linear import by_group
 from ..ops.norm_rope import apply_rope, inverse_rope_and_quantize
-from .products import flat, fp8_product, memory_of_rounded, multiply, multiply_groups, multiply_rounded, rounds
+from .context import LayerContext, StepContext
+from .products import (
+    flat,
+    fp8_product,
+    in_groups,
+    memory_of_rounded,
+    multiply,
+    multiply_groups,
+    multiply_rounded,
+    rounds,
+    rows_of,
+)
 from .scratch import Scratch
+from .weights import WeightReader
+
+
+class HeadOutput:
+    """W_UV projects the attention of each head from the latent to its values; W_o, all heads' values to the output."""
+
+    def __init__(self, layer: LayerContext, get: WeightReader, kv_b: Any) -> None:
+        nope = layer.spec.nope_dim
+        self.value = rows_of(kv_b, nope, nope + layer.spec.v_dim)  # W_UV: [h, V, 512]
+        self.o = layer.matrix(get, "wo")
+
+    def run(self, step: StepContext, o: Any, out: Any) -> None:
+        values = step.array("values", (len(o), step.layer.spec.heads, step.layer.spec.v_dim))
+        multiply_groups(o.transpose(1, 0, 2), self.value, values.transpose(1, 0, 2), step.layer.backend)
+        multiply(flat(values), self.o, out, step.layer.backend)
+
+
+class GroupedOutput:
+    """`project_output` with a layer's weights."""
+
+    def __init__(self, layer: LayerContext, get: WeightReader, kv_b: None) -> None:
+        self.o_a, self.o_b = in_groups(layer.matrix(get, "wo_a"), layer.spec.o_groups), layer.matrix(get, "wo_b")
+        self.backend, self.scratch, self.activations = layer.backend, layer.scratch, layer.activations
+        self.cos_sin = layer.cos_sin
+
+    def run(self, step: StepContext, o: Any, out: Any) -> None:
+        project_output(self, o, step.metadata.positions, out)
 
 
 class OutputLayer(Protocol):

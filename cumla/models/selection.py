@@ -10,30 +10,28 @@ from ..layers.selection import Candidates, IndexerInputs, select_rows
 from ..layout import INDEXER_MXFP4, CacheLayout
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..ops.indexer import fused_indexer_q_rope_quant
+from ..ops.indexer_topk import WORKSPACE_BYTES
 from .caches import PLAIN_DTYPES
+from .layer_spec import LayerSpec
 from .scratch import Scratch
 
 FLOAT32 = np.dtype(np.float32)
 
 
 class Indexer:
-    """The configuration that the indexers of a model's layers share.
+    """The indexer of a layer, without its projections.
 
     Args:
-        heads, topk: of the model
+        spec: of the layer
         layout: of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
             first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
-        rope_first: whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4,
-            V4.1)
-        most_score_bytes: of `select_rows`
     """
 
-    def __init__(
-        self, heads: int, topk: int, layout: CacheLayout, rope_first: bool, scratch: Scratch, backend: str | None,
-        most_score_bytes: int | None = None,
-    ) -> None:  # fmt: skip
-        self.heads, self.topk, self.layout, self.rope_first = heads, topk, layout, rope_first
-        self.scratch, self.backend, self.most_score_bytes = scratch, backend, most_score_bytes
+    def __init__(self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None) -> None:
+        self.layout, self.scratch, self.backend = layout, scratch, backend
+        self.rope_first, self.is_neox = spec.index_part == "first", spec.index_pairs == "halves"
+        # Keys of compressed rows: contexts of a million positions.
+        self.most_score_bytes = WORKSPACE_BYTES if spec.keys == "latents" else None
 
     def select(
         self,
@@ -44,12 +42,12 @@ class Indexer:
         positions: Any,
         token_to_req: Any,
         block_table: Any,
-        slots: tuple[Any, Any] | None = None,
-        is_valid_token: Any = None,
-        out: Any = None,
+        slots: tuple[Any, Any] | None,
+        is_valid_token: Any,
+        out: Any,
         candidates: Candidates | None = None,
     ) -> Any:
-        """int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
+        """Write and return out, int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
 
         Args:
             q, weights: of `queries`
@@ -57,14 +55,11 @@ class Indexer:
             positions: [T] int32 or int64; token_to_req [T] int32
             block_table: [num_reqs, B] int32, of k_cache
             slots, is_valid_token, candidates: of `select_rows`
-            out: int32 [T, topk] to write; None: memory of the scratch
         """
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
             return self.scratch.shaped(name, shape, dtype, q)
 
-        if out is None:
-            out = memory("topk_indices", (len(q), self.topk), np.int32)
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
         select_rows(
             inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates,
@@ -87,7 +82,7 @@ class Indexer:
             self.scratch.shaped("indexed_weights", weights.shape, FLOAT32, q),
         )
         fused_indexer_q_rope_quant(
-            positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.rope_first, quantize=quantized,
+            positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.is_neox, quantize=quantized,
             q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", out=out, backend=self.backend,
         )  # fmt: skip
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .config_validation import (
 )
 from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table, mscale
+from .weights import V32_ATTENTION
 
 READ = ("rope_parameters", "partial_rotary_factor", "num_key_value_heads")  # besides the fields; the last has no effect
 COMPUTED = OWN_SELECTION | {
@@ -41,6 +42,8 @@ class DeepseekV32Config:
         rope_scaling: None, or YaRN's parameters
         rms_norm_eps: epsilon of the norms around the layers; norms within a layer use 1e-6
     """
+
+    names: ClassVar = V32_ATTENTION
 
     hidden_size: int
     num_attention_heads: int
@@ -86,6 +89,10 @@ class DeepseekV32Config:
     def cos_sin_table(self, max_position: int) -> np.ndarray:
         """float32 [max_position, 64]."""
         return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling)
+
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """The description of every kind of layer."""
+        return (self.spec(0),)
 
     def spec(self, layer: int) -> LayerSpec:
         """The description of a layer, of any number: the configuration does not say how many there are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .config_validation import (
 from .layer_spec import ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table
 from .v4_config import HEAD_DIM, MOST_LAYERS, ONE_ROW, one_row
+from .weights import V41_ATTENTION
 
 MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
 LISTS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
@@ -41,6 +42,9 @@ class DeepseekV41Config:
     rope_theta              base of RoPE in layers of ratio 0; compress_rope_theta and rope_scaling in the others
     Other fields are named as in the published configuration.
     """
+
+    names: ClassVar = V41_ATTENTION
+    scale_block: ClassVar = (32, 32)  # of FP8 weights
 
     hidden_size: int
     num_attention_heads: int
@@ -175,7 +179,11 @@ class DeepseekV41Config:
             return cos_sin_table(ROPE_DIM, self.rope_theta, max_position)
         return cos_sin_table(ROPE_DIM, self.compress_rope_theta, max_position, self.rope_scaling)
 
-    def spec(self, layer: int, round_pooled: bool = False, round_rows: bool = True) -> LayerSpec:
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """The description of every layer, except layers that predict further tokens."""
+        return tuple(map(self.spec, range(self.num_hidden_layers)))
+
+    def spec(self, layer: int) -> LayerSpec:
         """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens."""
         check_integers(0, layer=layer)
         ratio, selects = self.ratio(layer), layer in self.index_source_layer_ids
@@ -186,8 +194,9 @@ class DeepseekV41Config:
             layer=layer, **one_row(self, ratio > 0), row_source=self.kv_source(layer), ratio=ratio,
             selection=("own" if selects else "source") if ratio else "none", selection_source=self.index_source(layer),
             states="ring" if ratio > 1 else "none", keys="latents" if selects else "none", candidates=candidates,
+            candidate_source=self.candidate_source_layer_id if candidates != "none" else None,
             candidate_blocks=self.candidate_topk_blocks, candidate_block_size=self.candidate_block_size,
-            round_pooled=round_pooled, round_rows=round_rows,
+            cache_formats="v41",
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .config_validation import (
 )
 from .layer_spec import LATENT, ROPE_DIM, LayerSpec
 from .rope import checked_scaling, cos_sin_table
+from .weights import V4_ATTENTION
 
 LAYER_RATIOS = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 HEAD_DIM = LATENT
@@ -45,6 +46,8 @@ class DeepseekV4Config:
     rope_theta       base of RoPE in layers of ratio 1; compress_rope_theta and rope_scaling in the others
     Other fields are named as in transformers' configuration.
     """
+
+    names: ClassVar = V4_ATTENTION
 
     hidden_size: int
     num_attention_heads: int
@@ -120,6 +123,10 @@ class DeepseekV4Config:
             return cos_sin_table(ROPE_DIM, self.rope_theta, max_position)
         return cos_sin_table(ROPE_DIM, self.compress_rope_theta, max_position, self.rope_scaling)
 
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """The description of every layer."""
+        return tuple(map(self.spec, range(len(self.compress_ratios))))
+
     def spec(self, layer: int) -> LayerSpec:
         """The description of a layer. Raises TypeError or ValueError for a layer that the model lacks."""
         check_integers(0, len(self.compress_ratios) - 1, layer=layer)
@@ -128,7 +135,7 @@ class DeepseekV4Config:
         return LayerSpec(
             layer=layer, **one_row(self, ratio > 0), norm_heads=True, row_source=layer if ratio else None, ratio=ratio,
             selection=selection, selection_source=layer if ratio == 4 else None, overlap=ratio == 4,
-            states="pages" if ratio else "none", keys="compressor" if ratio == 4 else "none",
+            states="pages" if ratio else "none", cache_formats="v4", keys="compressor" if ratio == 4 else "none",
         )  # fmt: skip
 
 

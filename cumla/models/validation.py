@@ -13,273 +13,189 @@ from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
-from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..dispatch.values import check_choice, check_optional_size
 from ..metadata.batch import host_integers
 from ..metadata.builder import check_current
 from ..metadata.slots import ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
-from .caches import (
-    PLAIN_DTYPES,
-    RING_VALUES,
-    DeepseekV4Caches,
-    DeepseekV32Caches,
-    DeepseekV41Caches,
-    Formats,
-    V41Formats,
-)
-from .step import DeepseekV4StepMetadata, DeepseekV32StepMetadata
-from .v4_config import DeepseekV4Config
-from .v41_config import DeepseekV41Config
-from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
+from .caches import FORMATS, PLAIN_DTYPES, RING_VALUES, Formats, LayerCaches
+from .layer_spec import INDEX_DIM, LATENT, LayerSpec
+from .shared_selection import SharedSelection
+from .step import StepMetadata
 
 
-class AttentionLayer(Protocol):
-    """The attributes of any model's attention layer that the checks read."""
+class Layer(Protocol):
+    """The attributes of a layer that the checks read."""
 
     backend: str | None
     cos_sin: Any
-
-
-class ModelLayer(AttentionLayer, Protocol):
-    """The further attributes of a V4 or V3.2 layer that the checks read."""
-
     layouts: Formats
-
-
-class V41Layer(AttentionLayer, Protocol):
-    """The attributes of a `DeepseekV41Attention` that the checks read."""
-
-    layouts: V41Formats
-    ratio: int
-    mode: str
-    layer: int
-    config: DeepseekV41Config
-
-
-class V4Layer(ModelLayer, Protocol):
-    """The attributes of a `DeepseekV4Attention` that the checks read."""
-
-    ratio: int
-    config: DeepseekV4Config
-    compressors: Any
+    spec: LayerSpec
 
 
 def check_options(
-    layer: Any,
-    num_layers: int | None,
+    spec: LayerSpec,
     activations: Any,
-    cache_format: str,
+    cache_format: str | None,
     max_position: Any,
     on_host: bool,
     backend: str | None,
-    weight_format: str | None = None,
+    weight_format: str,
+    may_round: bool,
 ) -> np.dtype[Any]:
     """The activations' type. Raises TypeError or ValueError for options that no layer supports.
 
     Args:
-        weight_format: of a layer whose products of many tokens may round activations to FP8
+        may_round: whether products of many tokens may round activations to FP8
     """
-    check_integers(0, 2**31 - 1 if num_layers is None else num_layers - 1, layer=layer)
     check_optional_size(max_position=max_position)
     choose(backend, on_device=not on_host)
     float32 = ("float32",) if on_host else ()
     name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
-    check_choice(("bfloat16", *(("fp8",) if weight_format else ()), *float32), activations=name)
+    check_choice(("bfloat16", *(("fp8",) if may_round else ()), *float32), activations=name)
     if name == "fp8":
         if weight_format != "fp8":
             raise ValueError(f"activations: got 'fp8' with weight_format={weight_format!r}, expected FP8 weights")
         name = "bfloat16"
-    check_choice(("fp8", "bfloat16", *float32), cache_format=cache_format)
+    if cache_format is not None:
+        formats = tuple(name for name in FORMATS[spec.cache_formats] if on_host or name != "float32")
+        check_choice(formats, cache_format=cache_format)
     return PLAIN_DTYPES[name]
 
 
-def check_v4_step(
-    layer: V4Layer,
+def check_step(
+    layer: Layer,
     hidden_states: Any,
-    caches: DeepseekV4Caches,
-    metadata: DeepseekV4StepMetadata,
+    caches: LayerCaches,
+    metadata: StepMetadata,
+    selection: SharedSelection | None,
     topk_indices: Any,
     all_rows: bool = True,
 ) -> None:
-    """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
+    """Raise TypeError or ValueError for arguments of a layer's step that do not fit together.
 
     Args:
-        all_rows: whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
+        all_rows: whether the cache has all selected rows; the cache of one rank's rows may have pages of any size
 
     Arguments on a device whose key was already validated are not checked again.
     """
-    check_current("metadata.window", metadata.window)
-    ratio, layouts = layer.ratio, layer.layouts
-    window, step = metadata.window, metadata.compressors.get(ratio)
-    if ratio > 1 and step is None:
+    spec, layouts = layer.spec, layer.layouts
+    check_types(layer_caches=(caches, LayerCaches), metadata=(metadata, StepMetadata))
+    if topk_indices is not None and (not spec.selects or selection is not None):
+        raise ValueError(f"topk_indices: got an array for a layer of ratio {spec.ratio}, expected None")
+    tokens, step = metadata.tokens, metadata.rows.get(spec.ratio)
+    check_current("metadata.tokens", tokens)
+    if spec.ratio and step is None:
         raise ValueError(
-            f"metadata: got compressors of ratios {sorted(metadata.compressors)}, expected {ratio} among them: "
-            "the builder's config must have it in compress_ratios"
+            f"metadata: got rows of ratios {sorted(metadata.rows)}, expected {spec.ratio} among them: the builder's "
+            "specs must have such a layer"
         )
-    if window.config.window_size != layer.config.sliding_window:
+    if spec.window and tokens.config.window_size != spec.window:
         raise ValueError(
-            f"metadata: got a window_size of {window.config.window_size} in the builder's config, expected the model's "
-            f"sliding_window, {layer.config.sliding_window}"
+            f"metadata: got window_size {tokens.config.window_size} in the builder's config, expected the model's "
+            f"{spec.window}"
         )
-    check_positions(layer, window)
-    check_window_pages("layer_caches.window", caches.window, window.longest)
-    if ratio > 1:
-        rows, page_rows = window.longest // ratio, window.config.compressed_block_size // ratio
-        check_rows_of_longest("layer_caches.compressed", caches.compressed, page_rows, rows if all_rows else 0)
-        check_rows_of_longest("layer_caches.indexer", caches.indexer, page_rows, rows)
-        for name in ("state", "indexer_state"):
-            check_window_pages(f"layer_caches.{name}", getattr(caches, name), window.longest)
-    key = call_key(
-        "v4", all_rows, ratio, layer.backend, layouts.v4.name, layer.cos_sin, hidden_states, topk_indices,
-        *vars(caches).values(), window.block_size, window.config.compressed_block_size, window.slot_mapping,
-        *(() if step is None else (step.state_block_size, step.slot_mapping)),
-    )  # fmt: skip
-    if key in VALIDATED:
-        return
-    call = begin(layer, hidden_states)
-    checked_pages(call, "layer_caches.window", caches.window, layouts.v4, window.block_size)
-    wanted = {1: (), 4: ("compressed", "state", "indexer", "indexer_state"), 128: ("compressed", "state")}[ratio]
-    for name, value in vars(caches).items():
-        if name in wanted and value is None:
-            raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
-    if step is not None:
-        rows = window.config.compressed_block_size // ratio
-        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.v4, rows if all_rows else None)
-        states = (-1, step.state_block_size, layer.compressors[0].columns)
-        call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
-        if ratio == 4:
-            checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, rows)
-            states = (-1, step.state_block_size, layer.compressors[1].columns)
-            call.array("layer_caches.indexer_state", caches.indexer_state, FLOAT32, states, writable=True)
-        if len(step.slot_mapping) != len(window.slot_mapping):
-            raise ValueError(
-                f"metadata: got {len(step.slot_mapping)} slots of compressed rows and {len(window.slot_mapping)} of "
-                "the window's, expected both of one batch"
-            )
-    check_selection(call, topk_indices, len(metadata.positions))
-    remember_validated(key)
-
-
-def check_v32_step(
-    layer: ModelLayer,
-    hidden_states: Any,
-    caches: DeepseekV32Caches,
-    metadata: DeepseekV32StepMetadata,
-    topk_indices: Any,
-    all_rows: bool = True,
-) -> None:
-    """`check_v4_step` for a V3.2 layer's step; the cache may have only one rank's latent rows."""
-    check_current("metadata.tokens", metadata.tokens)
-    layouts, block_size = layer.layouts, metadata.tokens.block_size
-    check_positions(layer, metadata.tokens)
-    longest = metadata.tokens.longest
-    check_rows_of_longest("layer_caches.rows", caches.rows, block_size, longest if all_rows else 0)
-    check_rows_of_longest("layer_caches.indexer", caches.indexer, block_size, longest)
-    key = call_key(
-        "v32",
-        all_rows,
-        layer.backend,
-        layouts.v32.name,
-        layer.cos_sin,
-        hidden_states,
-        topk_indices,
-        caches.rows,
-        caches.indexer,
-        block_size,
-    )
-    if key in VALIDATED:
-        return
-    call = begin(layer, hidden_states)
-    checked_pages(call, "layer_caches.rows", caches.rows, layouts.v32, block_size if all_rows else None)
-    checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, block_size)
-    check_selection(call, topk_indices, len(metadata.positions))
-    remember_validated(key)
-
-
-def check_v41_step(
-    layer: V41Layer,
-    hidden_states: Any,
-    caches: DeepseekV41Caches,
-    metadata: DeepseekV41StepMetadata,
-    selection: DeepseekV41Selection | None,
-) -> None:
-    """Raise TypeError or ValueError for arguments of a V4.1 layer's step that do not fit together.
-
-    Arguments on a device whose key was already validated are not checked again.
-    """
-    check_types(layer_caches=(caches, DeepseekV41Caches), metadata=(metadata, DeepseekV41StepMetadata))
-    check_current("metadata.window", metadata.window)
-    ratio, layouts, window = layer.ratio, layer.layouts, metadata.window
-    step, config = metadata.rows.get(ratio), window.config
-    if ratio and step is None:
-        raise ValueError(
-            f"metadata: got rows of ratios {sorted(metadata.rows)}, expected {ratio} among them: the builder's config "
-            "must have it in compress_ratios"
-        )
-    for name, got, expected in (
-        ("window_size", config.window_size, layer.config.sliding_window),
-        ("index_topk", config.index_topk, layer.config.index_topk),
-    ):
-        if got != expected:
-            raise ValueError(f"metadata: got {name} {got} in the builder's config, expected the model's {expected}")
-    check_positions(layer, window)
-    check_window_pages("layer_caches.window", caches.window, window.longest)
-    if ratio:
-        for name in ("compressed", "indexer"):
-            page_rows = config.compressed_block_size // ratio
-            check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page_rows, window.longest // ratio)
-        if ratio > 1 and layer.mode == "full":
-            check_rings("layer_caches.ring", caches.ring, window)
-    arrays: tuple[Any, ...] = ()
-    if ratio:
-        check_types(selection=(selection, DeepseekV41Selection))
-        assert selection is not None
+    check_positions(layer, tokens)
+    page_rows = tokens.block_size if spec.rows == "latent" else tokens.config.compressed_block_size // (spec.ratio or 1)
+    rows = tokens.longest // spec.ratio if spec.ratio else 0
+    paged = {"rows" if spec.rows == "latent" else "compressed": rows if all_rows else 0}
+    if spec.selects:
+        paged["indexer"] = rows
+    for name in ("window", "state", "indexer_state"):
+        check_window_pages(f"layer_caches.{name}", getattr(caches, name), tokens.longest)
+    for name, needed in paged.items() if spec.ratio else ():
+        check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page_rows, needed)
+    if "rings" in spec.groups():
+        check_rings("layer_caches.ring", caches.ring, tokens)
+    if spec.selection == "source" or spec.candidates != "none" or (spec.ratio and not spec.owns_rows):
+        check_types(selection=(selection, SharedSelection))
+    if selection is not None:
+        check_shared(spec, caches, metadata, selection)
+    if spec.selects:
         assert step is not None
-        if layer.mode == "reuse":
-            selection.check("rows", layer.config.index_source(layer.layer), metadata)
-        elif layer.config.reads_candidates(layer.layer):
-            selection.check("candidates", layer.config.candidate_source_layer_id, metadata)
-        source = layer.config.kv_source(layer.layer)
-        if layer.mode != "full" and source is not None:
-            selection.check_owned(source, metadata, caches)
-        check_indexer_metadata(step.indexer, window, None)
-        arrays = (selection.topk_indices, selection.slots, selection.lens, selection.candidate_blocks)
-        arrays = (*arrays, step.slot_mapping, step.row_positions, metadata.ring_slot_mapping)
+        check_indexer_metadata(step.indexer, tokens, topk_indices)
     key = call_key(
-        "v41", ratio, layer.mode, layer.layer, layer.backend, layouts.window.name, layouts.compressed.name,
-        layer.cos_sin, hidden_states, *vars(caches).values(), *arrays, window.block_size, config.compressed_block_size,
-        window.slot_mapping,
+        "layer", spec.layer, spec.ratio, spec.mode, spec.rows, all_rows, layer.backend, layouts.rows.name,
+        layouts.compressed.name, layouts.indexer.name, layer.cos_sin, hidden_states, topk_indices,
+        *vars(caches).values(), tokens.block_size, tokens.config.compressed_block_size, tokens.slot_mapping,
+        *(() if selection is None else selection.arrays), metadata.ring_slot_mapping,
+        *(() if step is None else (step.state_block_size, step.slot_mapping, step.row_positions)),
     )  # fmt: skip
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    checked_pages(call, "layer_caches.window", caches.window, layouts.window, window.block_size)
-    if ratio:
-        assert selection is not None
-        rows, owns = config.compressed_block_size // ratio, layer.mode == "full"
-        wanted = ["compressed", "indexer", *(["ring"] if owns and ratio > 1 else [])]
-        for name in wanted:
-            if getattr(caches, name) is None:
-                raise ValueError(
-                    f"layer_caches.{name}: got None, expected an array for layer {layer.layer} of ratio {ratio}"
-                )
-        checked_pages(call, "layer_caches.compressed", caches.compressed, layouts.compressed, rows, writable=owns)
-        checked_pages(call, "layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=owns)
-        if "ring" in wanted:
-            capacity = ring_capacity(config.num_speculative_tokens)
-            call.array("layer_caches.ring", caches.ring, FLOAT32, ("rings", capacity, RING_VALUES), writable=True)
-            check_restart(call, caches.restart_rows, caches.restart_positions)
-        tokens, topk = len(metadata.positions), layer.config.index_topk
-        blocks = selection.candidate_blocks
-        for name, array, width in (("topk_indices", selection.topk_indices, topk), ("slots", selection.slots, topk)):
-            check_tokens(f"selection.{name}", call.array(f"selection.{name}", array, INT32, (-1, width)), tokens)
-        check_tokens("selection.lens", call.array("selection.lens", selection.lens, INT32, (-1,)), tokens)
-        if layer.config.candidate_source_layer_id >= 0:
-            width = layer.config.candidate_topk_blocks
-            blocks = call.array("selection.candidate_blocks", blocks, INT32, (-1, width))
-            check_tokens("selection.candidate_blocks", blocks, tokens)
+    check_arrays(call, layer, caches, metadata, page_rows, all_rows)
+    if selection is not None and spec.ratio:
+        check_selection_arrays(call, spec, selection, len(metadata.positions))
+    if topk_indices is not None:
+        call.array("topk_indices", topk_indices, INT32, (len(metadata.positions), -1))
     remember_validated(key)
+
+
+def check_shared(spec: LayerSpec, caches: LayerCaches, metadata: StepMetadata, selection: SharedSelection) -> None:
+    """Raise ValueError unless the layers on which this one depends have run in this step."""
+    if spec.ratio and metadata.tokens.config.index_topk != spec.topk:
+        raise ValueError(
+            f"metadata: got index_topk {metadata.tokens.config.index_topk} in the builder's config, expected the "
+            f"model's {spec.topk}"
+        )
+    if spec.selection == "source":
+        selection.check("rows", spec.selection_source, metadata)
+    elif spec.candidates == "read":
+        selection.check("candidates", spec.candidate_source, metadata)
+    if spec.ratio and not spec.owns_rows:
+        selection.check_owned(spec, metadata, caches)
+
+
+def check_arrays(
+    call: Call, layer: Layer, caches: LayerCaches, metadata: StepMetadata, page_rows: int, all_rows: bool
+) -> None:
+    """Raise TypeError or ValueError for a cache that is missing, or of another format or shape."""
+    spec, layouts, tokens = layer.spec, layer.layouts, metadata.tokens
+    pages: dict[str, tuple[Any, int | None, bool]] = {}
+    if spec.rows == "window":
+        pages["window"] = layouts.rows, tokens.block_size, True
+    if spec.ratio:
+        name, layout = ("rows", layouts.rows) if spec.rows == "latent" else ("compressed", layouts.compressed)
+        pages[name] = layout, page_rows if all_rows else None, spec.owns_rows
+    if spec.selects:
+        pages["indexer"] = layouts.indexer, page_rows, spec.owns_keys
+    states = {"state": LATENT, "indexer_state": INDEX_DIM} if spec.pooling == "compressor" else {}
+    wanted = [*pages, *list(states)[: 1 + spec.selects], *(["ring"] if "rings" in spec.groups() else [])]
+    for name in wanted:
+        if getattr(caches, name) is None and spec.rows == "window" and name != "window":
+            raise ValueError(
+                f"layer_caches.{name}: got None, expected an array for layer {spec.layer} of ratio {spec.ratio}"
+            )
+    for name, (layout, rows, writable) in pages.items():
+        checked_pages(call, f"layer_caches.{name}", getattr(caches, name), layout, rows, writable=writable)
+    step = metadata.rows.get(spec.ratio)
+    for name in wanted:
+        if name in states and step is not None:
+            values = (4 if spec.overlap else 2) * states[name]
+            shape: tuple[Any, ...] = -1, step.state_block_size, values
+            call.array(f"layer_caches.{name}", getattr(caches, name), FLOAT32, shape, writable=True)
+        elif name == "ring":
+            shape = "rings", ring_capacity(tokens.config.num_speculative_tokens), RING_VALUES
+            call.array("layer_caches.ring", caches.ring, FLOAT32, shape, writable=True)
+            check_restart(call, caches.restart_rows, caches.restart_positions)
+    if step is not None and len(step.slot_mapping) != len(tokens.slot_mapping):
+        raise ValueError(
+            f"metadata: got {len(step.slot_mapping)} slots of selected rows and {len(tokens.slot_mapping)} of all "
+            "tokens, expected both of one batch"
+        )
+
+
+def check_selection_arrays(call: Call, spec: LayerSpec, selection: SharedSelection, tokens: int) -> None:
+    """Raise TypeError or ValueError for a selection for fewer tokens or other numbers of rows."""
+    shapes = {"topk_indices": (-1, spec.topk), "slots": (-1, spec.topk), "lens": (-1,)}
+    if selection.candidate_blocks is not None:
+        shapes["candidate_blocks"] = -1, spec.candidate_blocks
+    for name, shape in shapes.items():
+        array = call.array(f"selection.{name}", getattr(selection, name), INT32, shape)
+        if len(array) < tokens:
+            raise ValueError(f"selection.{name}: got {len(array)} tokens, expected at least the metadata's {tokens}")
 
 
 def check_restart(call: Call, rows: Any, positions: Any) -> None:
@@ -301,12 +217,7 @@ def check_rings(name: str, ring: Any, window: DeepseekSparseSWAMetadata) -> None
         check_pages(name, ring, served, f"the {served} requests of the step, a ring each", "rings")
 
 
-def check_tokens(name: str, array: Any, tokens: int) -> None:
-    if len(array) < tokens:
-        raise ValueError(f"{name}: got {len(array)} tokens, expected at least the metadata's {tokens}")
-
-
-def check_positions(layer: AttentionLayer, tokens: DeepseekSparseSWAMetadata) -> None:
+def check_positions(layer: Layer, tokens: DeepseekSparseSWAMetadata) -> None:
     """Raise ValueError for sequences longer than RoPE's tables: later positions would be rotated wrongly."""
     if tokens.max_seq_len > len(layer.cos_sin):
         raise ValueError(
@@ -338,14 +249,9 @@ def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk
         )
 
 
-def begin(layer: AttentionLayer, hidden_states: Any) -> Call:
+def begin(layer: Layer, hidden_states: Any) -> Call:
     """A call whose arrays must be on the layer's device."""
     call = Call(layer.backend)
     call.borrow("layer", layer.cos_sin)
     call.borrow("hidden_states", hidden_states)
     return call
-
-
-def check_selection(call: Call, topk_indices: Any, tokens: int) -> None:
-    if topk_indices is not None:
-        call.array("topk_indices", topk_indices, INT32, (tokens, -1))

@@ -209,10 +209,11 @@ class ExpectedWeight:
 
 
 class WeightReader:
-    """Reads a layer's weights by transformers' names, and checks the type, shape and device of each.
+    """Reads a layer's weights by DeepSeek's names, and checks the type, shape and device of each.
 
     Args:
-        expected: the layer's weights
+        weights: by transformers' names, which errors have, too
+        expected: the layer's weights, by DeepSeek's names
         xp: numpy or cupy, where the layer computes
         keep_fp8: whether `matrix` leaves FP8 as it is
 
@@ -223,27 +224,30 @@ class WeightReader:
         self, weights: Mapping[str, Any], expected: Mapping[str, ExpectedWeight], xp: Any, keep_fp8: bool = False
     ) -> None:
         self._weights, self._xp, self._keep, self._read = weights, xp, keep_fp8, set[str]()
-        self._shapes = {weight.transformers: weight.shape for weight in expected.values()}
+        self._expected = expected
 
     def vector(self, name: str) -> Any:
         """In float32, where the layer computes."""
-        return self._xp.asarray(self._checked(plain(self._named(name), name), name)).astype(np.float32, order="C")
+        weight, name, shape = self._named(name)
+        return self._xp.asarray(self._checked(plain(weight, name), name, shape)).astype(np.float32, order="C")
 
     def matrix(self, name: str) -> Any:
         """The weight in its own type; FP8 is dequantised unless keep_fp8."""
-        weight = self._named(name)
+        weight, name, shape = self._named(name)
         if not self._keep or not can_stay(weight):
-            return self._checked(plain(weight, name), name)
+            return self._checked(plain(weight, name), name, shape)
         codes, scales = checked_blocks(weight, name)
-        return BlockQuantizedWeight(self._checked(codes, name), scales, weight.block)
+        return BlockQuantizedWeight(self._checked(codes, name, shape), scales, weight.block)
 
-    def _named(self, name: str) -> Any:
+    def _named(self, name: str) -> tuple[Any, str, tuple[int, ...]]:
+        """The weight, its name among the weights, and its shape."""
+        expected = self._expected[name]
+        name = expected.transformers
         if name not in self._weights:
             raise MissingWeightError(lacking(name, self._weights))
-        return self._weights[name]
+        return self._weights[name], name, expected.shape
 
-    def _checked(self, array: Any, name: str) -> Any:
-        shape = self._shapes[name]
+    def _checked(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
         if not isinstance(array, np.ndarray):  # an array in host memory is copied to the layer's device
@@ -266,7 +270,7 @@ def lacking(name: str, weights: Mapping[str, Any]) -> str:
     return f"{name}: the weights lack it, there are {', '.join(sorted(map(str, weights)))}"
 
 
-def place_of(weights: Mapping[str, Any], name: str = "q_a_proj.weight") -> Any:
+def place_of(weights: Mapping[str, Any], name: str) -> Any:
     """numpy or cupy: where a layer's weights are, judged by the weight of this name."""
     if name not in weights:
         raise MissingWeightError(lacking(name, weights))

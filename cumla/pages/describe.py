@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
-from ..layout import INDEXER_FP8, V32_NOPE_FP8, CacheLayout
+from ..layout import INDEXER_FP8, CacheLayout
 from ..metadata.slots import ring_capacity
-from ..models.caches import RING_VALUES, formats, v41_formats
+from ..models.caches import RING_VALUES, STATE_BLOCK_SIZES, Formats, formats_of
 from ..models.layer_spec import LATENT, LayerSpec
 from ..models.registry import CONFIGS, config_from
-from ..models.step import STATE_BLOCK_SIZES
-from ..models.v41_config import DeepseekV41Config
 from .description import Description, Group, PagedCache
 
 ORDER = ("rows", "window", "compressed", "rank_rows", "states4", "states128", "rings")
@@ -87,20 +85,13 @@ def describe(
     check_integers(0, drafts=drafts, num_speculative_tokens=num_speculative_tokens)
     check_optional_size(layers=layers)
     check_kind(Mapping, state_block_sizes=state_block_sizes)
-    of_v41 = isinstance(config, DeepseekV41Config)
-    if of_v41 and ranks > 1:
-        raise ValueError(f"ranks: got {ranks}, expected 1: layers of V4.1 are not sharded across ranks")
-    if key_format is not None and not of_v41:
-        raise ValueError(f"key_format: got {key_format!r}, expected None for {type(config).__name__}")
-    chosen = cache_format or ("fp4" if of_v41 else "fp8")
-    layouts = _layouts(chosen, key_format, of_v41)
     count = _num_layers(config, layers)
     sizes = _Sizes(block_size, compressed_block_size, state_block_sizes, num_speculative_tokens)
     specs = [config.spec(layer) for layer in range(count + drafts)]
     found = [
         item._replace(group=DRAFT + item.group) if spec.layer >= count else item
         for spec in specs
-        for item in _caches(spec, layouts, sizes)
+        for item in _caches(spec, formats_of(spec, cache_format, key_format), sizes)
     ]
     if ranks > 1:
         found = [_sharded(item) for item in found]
@@ -125,21 +116,12 @@ def _num_layers(config: Any, layers: int | None) -> int:
     return int(known)
 
 
-def _layouts(cache_format: str, key_format: str | None, of_v41: bool) -> dict[str, CacheLayout]:
-    """The layout of each kind of rows."""
-    if of_v41:
-        found = v41_formats(cache_format, key_format)
-        return {"window": found.window, "compressed": found.compressed, "indexer": found.indexer}
-    known = formats(cache_format)
-    return {"rows": known.v32, "window": known.v4, "compressed": known.v4, "indexer": known.indexer}
-
-
-def _caches(spec: LayerSpec, layouts: Mapping[str, CacheLayout], sizes: _Sizes) -> Iterator[_Found]:
+def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found]:
     """The caches that a layer owns."""
     layer = (spec.layer,)
 
-    def of_format(group: str, cache: str, rows: int, positions: int = 1, layout: CacheLayout | None = None) -> _Found:
-        layout = layout or layouts[cache]
+    def of_format(group: str, cache: str, rows: int, positions: int = 1) -> _Found:
+        layout: CacheLayout = layouts.rows if cache in ("rows", "window") else getattr(layouts, cache)
         tail = layout.scale_bytes if layout.scale_placement == "page_tail" else 0
         return _Found(group, PagedCache(
             cache=cache, layers=layer, layout=layout.name, positions=positions, rows=rows, row_bytes=layout.row_bytes,
@@ -156,10 +138,7 @@ def _caches(spec: LayerSpec, layouts: Mapping[str, CacheLayout], sizes: _Sizes) 
 
     if spec.rows == "latent":
         if spec.owns_rows:
-            layout = layouts["rows"]
-            if not spec.rope_dim and layout.num_scales:
-                layout = V32_NOPE_FP8
-            yield of_format("rows", "rows", sizes.block, layout=layout)
+            yield of_format("rows", "rows", sizes.block)
         if spec.selects:
             yield of_format("rows", "indexer", sizes.block)
         return

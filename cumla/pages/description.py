@@ -28,7 +28,7 @@ class PagedCache:
     """One cache of a group, in each of its layers.
 
     Attributes:
-        cache: its name among a layer's caches, such as "compressed" of `DeepseekV4Caches`
+        cache: its name among a layer's caches, such as "compressed" of `LayerCaches`
         layers: layers that own it, in order; layers that read another layer's rows are not listed
         layout: name of its format, or dtype and width of rows without one
         positions: positions of a row; 1: a row for each

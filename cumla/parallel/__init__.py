@@ -6,7 +6,7 @@ from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .dense_layer import ShardedMLALayer
-from .models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
+from .models import RankRows, ShardedAttention
 from .queries import CausalPiece, QueryShards, shard_queries
 from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
 from .store import FileStore, MemoryStore, Store, TcpStore
@@ -23,9 +23,8 @@ __all__ = [
     "RankError",
     "RankRows",
     "Shard",
+    "ShardedAttention",
     "ShardedCompressedCache",
-    "ShardedDeepseekV4Attention",
-    "ShardedDeepseekV32Attention",
     "ShardedMLALayer",
     "ShardedSparseMLALayer",
     "Store",

@@ -27,8 +27,7 @@ class ShardedSparseMLALayer:
     """`SparseMLALayer` of one rank: the same step, over the rank's part of the compressed rows.
 
     Args:
-        layer: of ratio 0, 1, 4 or 128. `step` refuses V4.1's layers with compressed rows: ratio 2, and ratio 1 where
-            the metadata's config has has_c1a
+        layer: of any ratio
         comm: the rank's communicator
         split_heads: whether q has the rank's own heads only
     """
@@ -59,7 +58,7 @@ class ShardedSparseMLALayer:
             k: [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
             swa_cache: the window cache, replicated on every rank
             metadata: of the step's batch, the same on every rank
-            compressed: for ratios 4 and 128, None for the others
+            compressed: for a layer with compressed rows, else None
             out: [num_tokens, h, 512] to write instead of allocating
             observe: called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
 

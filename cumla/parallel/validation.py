@@ -26,9 +26,6 @@ from ..ops.sparse_attention import V_DIM, check_heads
 from .communicator import Communicator
 from .rank_rows import RankRows, ShardedCompressedCache
 
-SHARDED_RATIOS = (4, C128A_RATIO)  # ratios of layers with sharded compressed rows
-_SERVED = "ratio 4 or 128, and ratio 0 or 1 without compressed rows"
-
 
 def check_rank_shard(
     call: Call, comm: Communicator, name: str, rows: Any, cache_name: str, cache: Any,
@@ -53,10 +50,10 @@ def check_rank_shard(
 
 
 def check_rank_rows(
-    call: Call, comm: Communicator, rows: RankRows, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int = 1
-) -> None:
+    call: Call, comm: Communicator, rows: RankRows, name: str, cache: Any, metadata: DeepseekSparseSWAMetadata,
+    ratio: int,
+) -> None:  # fmt: skip
     """`check_rank_shard` for a model layer, which writes the rows of a step's tokens, padding included."""
-    name = "layer_caches.rows" if ratio == 1 else "layer_caches.compressed"
     check_rank_shard(call, comm, "rows", rows, name, cache, metadata, ratio)
     tokens = len(metadata.positions)
     slots = call.array("rows.slot_mapping", rows.slot_mapping, SLOTS, (-1,))
@@ -82,13 +79,9 @@ def check_sparse_step(
     check_current("metadata", metadata)
     ratio = layer.compress_ratio
     has_rows = metadata.config.has_compressed_rows(ratio)
-    if has_rows and ratio not in SHARDED_RATIOS:
-        raise ValueError(
-            f"compress_ratio: got {ratio} with V4.1's compressed rows, which ranks do not shard, expected {_SERVED}"
-        )
     if has_rows != (compressed is not None):
         got, expected = ("None", "rows") if compressed is None else ("rows", "None")
-        raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}: ranks serve {_SERVED}")
+        raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
     check_window_pages("swa_cache", swa_cache, metadata.longest)
     call, used = Call(backend), tokens_used(metadata)
     q = check_window_step(call, layer, q, k, swa_cache, metadata, used, comm.size if split_heads else 1)

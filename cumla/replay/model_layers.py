@@ -16,7 +16,7 @@ from ..arrays.memory import to_host
 from ..dispatch.backends import array_module
 from ..kernels.reference.sparse_attention import attend
 from ..layers.sparse import Observer
-from ..models import STATE_BLOCK_SIZES, DeepseekV4Caches, DeepseekV32Caches, DeepseekV41Caches, DeepseekV41Selection
+from ..models import STATE_BLOCK_SIZES, LayerCaches, SharedSelection
 from ..models.caches import CacheFormat
 from ..timing import Stopwatch
 from .activations import token_rows
@@ -24,7 +24,7 @@ from .blocks import BLOCK_TOKENS
 from .models import attention_of, is_tiny, reach_of, serving_config, v41_serving
 from .options import MAX_RUNNING, MODEL_LAYERS, MODEL_OF, V4_RATIOS, V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions
 from .scheduler import Sequence
-from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
+from .step_batch import SWA_PAGES, StepBatch
 from .verify import Sample, cached_rows, measured
 
 PARTS = {"project": "projections"}  # new names of parts whose names mean something else in other layers
@@ -152,7 +152,7 @@ class ModelLayer:
     @property
     def layouts(self) -> tuple[Any, Any]:
         """Formats of the window's cache and of the compressed rows."""
-        return self.attention.layouts.v4, self.attention.layouts.v4
+        return self.attention.layouts.rows, self.attention.layouts.compressed
 
     @property
     def cache_bytes(self) -> int:
@@ -171,11 +171,14 @@ class V4Layer(ModelLayer):
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
         super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
         self.ratio, blocks = V4_RATIOS[name], options.num_blocks
-        states = 0 if self.ratio == 1 else blocks * (BLOCK_TOKENS // STATE_BLOCK_SIZES[self.ratio])
-        serving = serving_config(options, (self.ratio,), longest)
-        self.caches = DeepseekV4Caches.allocate(
-            self.ratio, serving, blocks * SWA_PAGES, blocks, states, CACHE_FORMAT, self.xp
-        )
+        states = {
+            f"states{ratio}": blocks * (BLOCK_TOKENS // size)
+            for ratio, size in STATE_BLOCK_SIZES.items()
+        }  # fmt: skip
+        self.caches = LayerCaches.allocate(
+            self.attention.spec, serving_config(options, (self.ratio,), longest),
+            {"window": blocks * SWA_PAGES, "compressed": blocks, **states}, cache_format=CACHE_FORMAT, xp=self.xp,
+        )  # fmt: skip
 
     def selected(self, tokens: int) -> Any:
         return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32) if self.ratio == 4 else None
@@ -188,7 +191,10 @@ class V32Layer(ModelLayer):
 
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
         super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
-        self.caches = DeepseekV32Caches.allocate(options.num_blocks * SWA_PAGES, SWA_BLOCK, CACHE_FORMAT, self.xp)
+        self.caches = LayerCaches.allocate(
+            self.attention.spec, serving_config(options, (1,), longest), {"rows": options.num_blocks * SWA_PAGES},
+            cache_format=CACHE_FORMAT, xp=self.xp,
+        )  # fmt: skip
 
     @property
     def scale(self) -> float:
@@ -198,14 +204,14 @@ class V32Layer(ModelLayer):
         return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32)
 
     def attended_rows(self, sequence: Sequence, position: int, rows: np.ndarray) -> np.ndarray:
-        return cached_rows(self.caches.rows, sequence.slots(rows), self.xp, self.attention.layouts.v32)
+        return cached_rows(self.caches.rows, sequence.slots(rows), self.xp, self.attention.layouts.rows)
 
 
 @dataclass
 class V41Shared:
     """State that V4.1's layers of one engine share: the selection, and the layers created so far."""
 
-    selection: DeepseekV41Selection
+    selection: SharedSelection
     layers: list[V41Layer] = field(default_factory=list)
 
 
@@ -225,13 +231,13 @@ class V41Layer(ModelLayer):
         super().__init__(index, name, options, longest, **formats)
         serving, blocks = v41_serving(self.config, options, longest), options.num_blocks
         self.shared = (
-            before[-1].shared if self.number else V41Shared(DeepseekV41Selection(self.config, serving, self.xp))
+            before[-1].shared if self.number else V41Shared(SharedSelection(self.config.specs(), serving, self.xp))
         )
         self.shared.layers.append(self)
         self.ratio, source = V41_RATIOS[name], self.config.kv_source(self.number)
         self.owner = self if source is None else self.shared.layers[source]
-        self.caches = DeepseekV41Caches.allocate(
-            self.config, self.number, serving, blocks * SWA_PAGES, blocks if self.ratio else 0, MAX_RUNNING,
+        self.caches = LayerCaches.allocate(
+            self.attention.spec, serving, {"window": blocks * SWA_PAGES, "compressed": blocks, "rings": MAX_RUNNING},
             owner=None if self.owner is self else self.owner.caches, xp=self.xp, **formats,
         )  # fmt: skip
 
@@ -240,10 +246,6 @@ class V41Layer(ModelLayer):
 
     def selected(self, tokens: int) -> Any:
         return self.shared.selection.topk_indices[:tokens] if self.ratio else None
-
-    @property
-    def layouts(self) -> tuple[Any, Any]:
-        return self.attention.layouts.window, self.attention.layouts.compressed
 
     @property
     def cache_bytes(self) -> int:

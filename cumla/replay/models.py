@@ -19,14 +19,12 @@ from ..models import (
     STATE_BLOCK_SIZES,
     DeepseekV4Attention,
     DeepseekV4Config,
-    DeepseekV4StepBuilder,
     DeepseekV32Attention,
     DeepseekV32Config,
-    DeepseekV32StepBuilder,
     DeepseekV41Attention,
     DeepseekV41Config,
-    DeepseekV41StepBuilder,
     Scratch,
+    StepBuilder,
     expected_weights,
     serving_of,
 )
@@ -85,6 +83,11 @@ def config_of(model: str, tiny: bool, heads: int, topk: int, window: int) -> Any
     )  # fmt: skip
 
 
+def model_config(model: str, options: ReplayOptions) -> Any:
+    """`config_of` a replay."""
+    return config_of(model, is_tiny(options), options.heads, options.topk, options.window)
+
+
 @functools.lru_cache(maxsize=64)
 def scratch_of(backend: str, rank: int) -> Scratch:
     """The scratch that a rank's layers share: they run one after another."""
@@ -125,13 +128,19 @@ class ModelMetadata:
         self._state_ratios = [ratio for ratio in sorted(set(ratios)) if ratio > 1]
         self._builders: dict[str, Any] = {}
         if ratios:
-            self._builders["v4"] = DeepseekV4StepBuilder(serving_config(options, ratios, longest), options.backend)
+            specs = [spec for spec, name in zip(self._specs("v4", options), V4_RATIOS, strict=True) if name in names]
+            self._builders["v4"] = StepBuilder(specs, serving_config(options, ratios, longest), options.backend)
         if "v32" in names:
-            self._builders["v32"] = DeepseekV32StepBuilder(serving_config(options, (1,), longest), options.backend)
+            serving = serving_config(options, (1,), longest)
+            self._builders["v32"] = StepBuilder(self._specs("v32", options), serving, options.backend)
         if V41_RATIOS.keys() & set(names):
-            config = config_of("v41", is_tiny(options), options.heads, options.topk, options.window)
-            self._builders["v41"] = DeepseekV41StepBuilder(v41_serving(config, options, longest), options.backend)
+            config = model_config("v41", options)
+            self._builders["v41"] = StepBuilder(config.specs(), v41_serving(config, options, longest), options.backend)
         self._rings: dict[Sequence, int] = {}
+
+    @staticmethod
+    def _specs(model: str, options: ReplayOptions) -> Any:
+        return model_config(model, options).specs()
 
     def build(self, batch: StepBatch) -> dict[str, Any]:
         return {
@@ -141,9 +150,9 @@ class ModelMetadata:
     def _tables(self, model: str, batch: StepBatch) -> tuple[Any, ...]:
         """Further arguments of a builder."""
         if model == "v4":
-            states = {ratio: self.xp.asarray(state_table(batch, ratio)) for ratio in self._state_ratios}
-            return batch.block_table, states
-        return (batch.block_table, self.xp.asarray(self.rings(batch))) if model == "v41" else ()
+            states = {f"states{ratio}": self.xp.asarray(state_table(batch, ratio)) for ratio in self._state_ratios}
+            return ({"compressed": batch.block_table, **states},)
+        return ({"compressed": batch.block_table}, self.xp.asarray(self.rings(batch))) if model == "v41" else ()
 
     def rings(self, batch: StepBatch) -> np.ndarray:
         """[num_reqs] int32, host. New requests get the rings of finished requests."""

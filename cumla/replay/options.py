@@ -9,7 +9,7 @@ from ..dispatch import backends
 from ..errors import InputError
 from ..layers.sparse import LAYOUTS
 from ..layout import CacheLayout
-from ..models.caches import KeyFormat, V41CacheFormat
+from ..models.caches import CacheFormat, KeyFormat
 from ..ops.sparse_attention import second_layouts
 from .blocks import BLOCK_TOKENS
 from .trace import INT32_MAX, TraceRequest
@@ -33,7 +33,7 @@ FORMATS = {
     for first in LAYOUTS if first.num_scales for second in second_layouts(first)
 }  # fmt: skip
 # Formats of V4.1's layers, by the same names: the layers' own names.
-V41_CACHE_FORMATS: dict[str, V41CacheFormat] = {
+V41_CACHE_FORMATS: dict[str, CacheFormat] = {
     "DSV41_FP8,DSV41_FP4": "fp4", "DSV41_FP8": "fp8",
     "DSV41_FP8_SPLIT,DSV41_FP4_SPLIT": "fp4_split", "DSV41_FP8_SPLIT": "fp8_split",
 }  # fmt: skip

@@ -31,7 +31,7 @@ from ..parallel import (
     local_slot_mapping,
     run_threads,
 )
-from ..parallel.models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
+from ..parallel.models import RankRows, ShardedAttention
 from .blocks import BLOCK_TOKENS
 from .dense import E4M3, FP8_SCALE, NOPE, DenseInputs, DenseLayer
 from .layers import Layer, LayerInputs, SparseStep
@@ -211,7 +211,6 @@ class RankModelLayer(ModelLayer):
     """
 
     is_checked = False
-    sharded_class: Any
     sharded_cache: str | None  # the name of the sharded cache
     rows_of_page: int
     unsharded_layout: Any
@@ -219,7 +218,7 @@ class RankModelLayer(ModelLayer):
     def share(self, comm: Communicator, backend: str) -> None:
         """Replace the sharded cache by the rank's part."""
         self.comm, self.backend, self.sent = comm, backend, 0
-        self.sharded = self.sharded_class(self.attention, comm)
+        self.sharded = ShardedAttention(self.attention, comm)
         self.unsharded_cache_bytes, self.unsharded_compressed_bytes = self.cache_bytes, 0
         if self.sharded_cache is not None:
             unsharded = getattr(self.caches, self.sharded_cache)
@@ -264,7 +263,7 @@ class RankModelLayer(ModelLayer):
 
 
 class RankV4Layer(RankModelLayer, V4Layer):
-    sharded_class, unsharded_layout = ShardedDeepseekV4Attention, DSV4_FP8
+    unsharded_layout = DSV4_FP8
 
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
         super().__init__(index, name, options, longest, comm.rank)
@@ -277,8 +276,7 @@ class RankV4Layer(RankModelLayer, V4Layer):
 
 
 class RankV32Layer(RankModelLayer, V32Layer):
-    sharded_class, unsharded_layout = ShardedDeepseekV32Attention, V32_FP8
-    sharded_cache, rows_of_page = "rows", SWA_BLOCK
+    unsharded_layout, sharded_cache, rows_of_page = V32_FP8, "rows", SWA_BLOCK
 
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
         super().__init__(index, name, options, longest, comm.rank)

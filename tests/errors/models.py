@@ -7,18 +7,18 @@ import numpy as np
 
 from cumla.layers.dense import BlockQuantizedWeight
 from cumla.metadata import ServingConfig
-from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
-from cumla.models.deepseek_v32 import (
+from cumla.models import (
+    DeepseekV4Attention,
+    DeepseekV4Config,
     DeepseekV32Attention,
-    DeepseekV32Caches,
     DeepseekV32Config,
-    DeepseekV32StepBuilder,
+    LayerCaches,
+    StepBuilder,
+    expected_weights,
 )
-from cumla.models.step import DeepseekV4StepBuilder
-from cumla.models.weight_shapes import expected_weights
 from support.lab import BF16
 from support.models import GoldenLayer, Started
-from support.refused import EITHER, Call, From, T, V, With, Without, read_only
+from support.refused import EITHER, Call, From, T, V, With, read_only
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SERVING = ServingConfig(compress_ratios=(4, 128))
@@ -39,7 +39,7 @@ def tables():
     """Block tables that sequences of up to 12 tokens fill: states of 4 positions a page, compressed rows of 256."""
     made = Started().made
     batch, tables = made.paged.batch(Started.BATCH)
-    tables = {"state": tables["state"][:, :3], "compressed": tables["compressed"][:, :1]}
+    tables = {"states4": tables["states4"][:, :3], "compressed": tables["compressed"][:, :1]}
     return Call(made.build, {"batch": batch, "tables": tables}, writes=(made.builder,))
 
 
@@ -51,12 +51,14 @@ def layer(name, case):
 
 
 def v4_caches():
-    arguments = {"compress_ratio": 4, "serving": SERVING, "blocks": 1, "compressed_blocks": 1, "state_blocks": 1}
-    return Call(DeepseekV4Caches.allocate, arguments, creates=True)
+    blocks = {"window": 1, "compressed": 1, "states4": 1}
+    arguments = {"spec": V4_SPECS[1], "serving": SERVING, "blocks": blocks}
+    return Call(LayerCaches.allocate, arguments, creates=True)
 
 
 def v32_caches():
-    return Call(DeepseekV32Caches.allocate, {"blocks": 1, "block_size": 64, "cache_format": "bfloat16"}, creates=True)
+    arguments = {"spec": V32_SPECS[0], "serving": ServingConfig(), "blocks": {"rows": 1}, "cache_format": "bfloat16"}
+    return Call(LayerCaches.allocate, arguments, creates=True)
 
 
 def rows(layout, block):
@@ -70,9 +72,8 @@ def of_another_batch(name):
 def of_another_window(window):
     def build(started):
         made = started.made
-        builder = DeepseekV4StepBuilder(dataclasses.replace(made.builder.config, window_size=window))
-        batch, tables = made.paged.batch(started.BATCH)
-        return builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))
+        builder = StepBuilder(made.builder.specs, dataclasses.replace(made.builder.config, window_size=window))
+        return builder.build(*made.paged.batch(started.BATCH))
 
     return From(build)
 
@@ -127,26 +128,28 @@ SIZES = {
     "hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64,
     "compress_ratios": (1, 4, 128),
 }  # fmt: skip
+V4_SPECS = DeepseekV4Config(**SIZES).specs()
+V32_SPECS = DeepseekV32Config(256, 8, 128).specs()
 
 CALLS = {
     **{f"{name}.step-{case}": lambda case=case: step(case)
        for name, case in (("DeepseekV4Attention", 3), ("DeepseekV4Attention", 8), ("DeepseekV32Attention", 13))},
-    "DeepseekV4StepBuilder.build": tables,
+    "StepBuilder.build": tables,
     "DeepseekV4Attention": lambda: layer("DeepseekV4", 3),
     "DeepseekV4Attention-window": lambda: layer("DeepseekV4", 0),
     "DeepseekV32Attention": lambda: layer("DeepseekV32", 13),
-    "DeepseekV4Caches.allocate": v4_caches,
-    "DeepseekV32Caches.allocate": v32_caches,
+    "LayerCaches.allocate-v4": v4_caches,
+    "LayerCaches.allocate-v32": v32_caches,
     "DeepseekV4Config": lambda: Call(DeepseekV4Config, SIZES, creates=True),
     "expected_weights": lambda: Call(expected_weights, {"config": DeepseekV4Config(**SIZES), "layer": 0}, creates=True),
-    "DeepseekV4StepBuilder": lambda: Call(DeepseekV4StepBuilder, {"config": SERVING}, creates=True),
-    "DeepseekV32StepBuilder": lambda: Call(DeepseekV32StepBuilder, {"config": ServingConfig()}, creates=True),
+    "StepBuilder-v4": lambda: Call(StepBuilder, {"specs": V4_SPECS, "config": SERVING}, creates=True),
+    "StepBuilder-v32": lambda: Call(StepBuilder, {"specs": V32_SPECS, "config": ServingConfig()}, creates=True),
 }  # fmt: skip
 WRONG = {
     "DeepseekV4Attention.step-3": [
-        short_of_pages("compressed", "window", 640),
+        short_of_pages("compressed", "tokens", 640),
         *(("metadata", of_another_window(window), V,
-           rf"metadata: got a window_size of {window} in the builder's config, .* 128")
+           rf"metadata: got window_size {window} in the builder's config, .* 128")
           for window in (64, 127, 129, 256)),
     ],
     "DeepseekV4Attention.step-8": [
@@ -157,8 +160,8 @@ WRONG = {
         ("layer_caches.window", None, T, None),
         *((f"layer_caches.{name}", None, V, None) for name in ("compressed", "state", "indexer", "indexer_state")),
         *no_pages("window", "compressed", "state", "indexer", "indexer_state"),
-        ("layer_caches.window", rows("v4", 32), V, None),
-        ("layer_caches.compressed", rows("v4", 32), V, None),
+        ("layer_caches.window", rows("rows", 32), V, None),
+        ("layer_caches.compressed", rows("compressed", 32), V, None),
         ("layer_caches.indexer", rows("indexer", 32), V, None),
         ("layer_caches.compressed", np.zeros((9, 64, 512), BF16), T, None),
         ("layer_caches.indexer", np.zeros((9, 64, 128), BF16), T, None),
@@ -167,12 +170,10 @@ WRONG = {
          "layer_caches.state: got"),
         ("layer_caches.state", lambda x: x.astype(np.float64), T, None),
         ("layer_caches.state", read_only, V, None),
-        short_of_pages("indexer", "window", 516),
+        short_of_pages("indexer", "tokens", 516),
         ("metadata", None, T, None),
-        ("metadata.indexer", None, V, None),
-        ("metadata.indexer", of_another_batch("indexer"), V, None),
-        ("metadata.compressors", of_another_batch("compressors"), V, "metadata: got"),
-        ("metadata.compressors", {}, V, "metadata: got"),
+        ("metadata.rows", of_another_batch("rows"), V, "metadata"),
+        ("metadata.rows", {}, V, "metadata: got rows of ratios"),
         ("topk_indices", np.full((9, 16), -1), T, None),
         ("topk_indices", np.full((8, 16), -1, np.int32), V, None),
         ("topk_indices", np.full(9, -1, np.int32), V, None),
@@ -181,18 +182,20 @@ WRONG = {
     ],
     "DeepseekV32Attention.step-13": [
         ("layer_caches", None, T, None), ("layer_caches.rows", None, T, None), ("layer_caches.indexer", None, T, None),
-        ("layer_caches.rows", rows("v32", 32), V, None), ("layer_caches.indexer", rows("indexer", 32), V, None),
+        ("layer_caches.rows", rows("rows", 32), V, None), ("layer_caches.indexer", rows("indexer", 32), V, None),
         *no_pages("rows", "indexer"), short_of_pages("rows", "tokens", 129),
         ("layer_caches.rows", np.zeros((9, 64, 576), BF16), T, None),
-        ("metadata", None, T, None), ("metadata.indexer", of_another_batch("indexer"), V, None),
+        ("metadata", None, T, None), ("metadata.rows", of_another_batch("rows"), V, "metadata.indexer: got"),
         ("topk_indices", np.full((8, 16), -1, np.int32), V, None),
     ],
-    "DeepseekV4StepBuilder.build": [
-        ("tables.state", lambda x: x[:, :2], V, r"state_block_tables\[4\]: .*3 columns"),
-        ("tables.state", lambda x: x.astype(np.int64), T, r"state_block_tables\[4\]: .*int64"),
-        ("tables.state", lambda x: x[:2], V, r"state_block_tables\[4\]: .*shape"),
-        ("tables.compressed", lambda x: x[:, :0], V, "compressed_block_table: .*1 columns"),
-        ("tables.compressed", lambda x: x.astype(np.int64), T, "compressed_block_table: .*int64"),
+    "StepBuilder.build": [
+        ("tables.states4", lambda x: x[:, :2], V, r"tables\['states4'\]: .*3 columns"),
+        ("tables.states4", lambda x: x.astype(np.int64), T, r"tables\['states4'\]: .*int64"),
+        ("tables.states4", lambda x: x[:2], V, r"tables\['states4'\]: .*shape"),
+        ("tables.states4", None, V, r"tables\['states4'\]: got None"),
+        ("tables.compressed", lambda x: x[:, :0], V, r"tables\['compressed'\]: .*1 columns"),
+        ("tables.compressed", lambda x: x.astype(np.int64), T, r"tables\['compressed'\]: .*int64"),
+        ("tables", [1], T, "tables: got"),
     ],
     "DeepseekV4Attention": [("layer", 99, V, None), *OPTIONS],
     "DeepseekV4Attention-window": [
@@ -225,37 +228,37 @@ WRONG = {
     ],
     "expected_weights": [
         ("layer", 3, V, "layer: got 3, expected at most 2"), ("layer", "first", T, "layer: got 'first'"),
-        ("config", {}, T, "config: got dict, expected a DeepseekV4Config, DeepseekV32Config or"),
+        ("config", {}, T, "config: got {}, expected the configuration of a model"),
     ],
-    "DeepseekV4Caches.allocate": [
-        ("compress_ratio", 5, V, "compress_ratio: got 5, expected 1, 4 or 128"), ("compress_ratio", 0, V, None),
-        ("serving", None, T, None), ("blocks", -1, V, None), ("cache_format", "int4", V, NO_FORMAT),
-        ("", With(blocks=-1, cache_format="float32"), V, "blocks: got -1"),
-        ("compressed_blocks", -1, V, None), ("state_blocks", -1, V, None), ("state_block_size", 0, V, None),
-        *(("", wrong, V, f"{name}: got 0, expected at least 1") for kind in ("fp8", "bfloat16", "float32")
-          for name, wrong in (
-              ("blocks", With(compress_ratio=1, blocks=0, cache_format=kind)),
-              ("compressed_blocks", Without("compressed_blocks", "state_blocks", cache_format=kind)),
-              ("state_blocks", Without("state_blocks", compress_ratio=128, cache_format=kind)),
-          )),
+    "LayerCaches.allocate-v4": [
+        ("spec", None, T, "spec: got None"), ("serving", None, T, None), ("blocks", 3, T, "blocks: got 3"),
+        ("blocks.window", -1, V, r"blocks\['window'\]: got -1"), ("cache_format", "int4", V, NO_FORMAT),
+        ("cache_format", "fp4", V, None), ("owner", {}, V, "owner: got caches, expected None"),
+        ("key_format", "mxfp8", V, "key_format: got 'mxfp8'"), ("state_block_size", 0, V, None),
+        *(("", With(blocks={"window": 1, "compressed": 1, "states4": 1, group: 0}, cache_format=kind), V,
+           rf"blocks\['{group}'\]: got 0, expected at least 1")
+          for kind in ("fp8", "bfloat16", "float32") for group in ("window", "compressed", "states4")),
     ],
-    "DeepseekV32Caches.allocate": [
-        ("blocks", 0, V, None), ("block_size", 0.5, T, "block_size: got 0.5 of type float"),
-        ("cache_format", "int4", V, NO_FORMAT),
+    "LayerCaches.allocate-v32": [
+        ("blocks.rows", 0, V, r"blocks\['rows'\]: got 0, expected at least 1"),
+        ("blocks.rows", 0.5, T, r"blocks\['rows'\]: got 0.5 of type float"),
+        ("cache_format", "int4", V, NO_FORMAT), ("key_format", "mxfp4", V, "key_format: got 'mxfp4'"),
     ],
-    "DeepseekV4StepBuilder": [
+    "StepBuilder-v4": [
+        ("specs", None, T, "specs: got None"), ("specs", (1,), T, "specs: got"),
+        ("specs", (*V4_SPECS, *V32_SPECS), V, "specs: got layers with rows"),
         ("config", None, T, None),
-        ("config", dataclasses.replace(SERVING, has_c1a=True), V, "config.has_c1a: got True"),
+        ("config", dataclasses.replace(SERVING, has_c1a=True), V, "config.compress_ratios: got"),
         ("config", ServingConfig(compress_ratios=(0, 2)), V, "config.compress_ratios: got"),
         ("state_block_sizes", None, T, None),
         ("state_block_sizes", {4: 4}, V, r"state_block_sizes: got \{4: 4\}, .* for 128"),
         *(("state_block_sizes", {4: 4, 128: size}, EITHER, r"state_block_sizes\[128\]: got")
           for size in (0, 1.5, "4", 2**31, None)),
     ],
-    "DeepseekV32StepBuilder": [
+    "StepBuilder-v32": [
         ("config", None, T, None),
         ("config", SERVING, V, "config.compress_ratios: got"),
-        ("config", ServingConfig(compress_ratios=(1,), has_c1a=True), V, "config.has_c1a: got True"),
+        ("config", ServingConfig(compress_ratios=(1,), has_c1a=True), V, "config.compress_ratios: got"),
         ("config", ServingConfig(noncausal_decodes=True), V, "config.noncausal_decodes: got True"),
     ],
 }  # fmt: skip

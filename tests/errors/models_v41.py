@@ -6,9 +6,7 @@ import ml_dtypes
 import numpy as np
 from seeded_weights import seeded_weights
 
-from cumla.models.caches import DeepseekV41Caches
-from cumla.models.deepseek_v41 import DeepseekV41Attention
-from cumla.models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
+from cumla.models import DeepseekV41Attention, LayerCaches, SharedSelection, StepBuilder, serving_of
 from support.refused import Call, From, T, V, With
 from support.v41_stack import Stack, StartedStack
 
@@ -29,7 +27,9 @@ def build():
     pages = stack.paged.pages["compressed"]
     batch, tables = stack.paged.batch([(0, 0, pages)])
     table = tables["compressed"][:, :1].copy()
-    arguments = {"common_attn_metadata": batch, "compressed_block_table": table, "rings": np.zeros(1, np.int32)}
+    arguments = {
+        "common_attn_metadata": batch, "tables": {"compressed": table}, "rings": np.zeros(1, np.int32)
+    }  # fmt: skip
     return Call(stack.builder.build, arguments, writes=(stack.builder,), source=stack)
 
 
@@ -45,8 +45,13 @@ def layer():
 
 def caches():
     stack = Stack(0)
-    arguments = {"config": stack.config, "layer": C2A, "serving": stack.serving, "blocks": 2, "compressed_blocks": 2}
-    return Call(DeepseekV41Caches.allocate, arguments | {"rings": 1, "cache_format": "float32"}, creates=True)
+    blocks = {"window": 2, "compressed": 2, "rings": 1}
+    arguments = {"spec": stack.config.spec(C2A), "serving": stack.serving, "blocks": blocks}
+    return Call(LayerCaches.allocate, arguments | {"cache_format": "float32"}, creates=True)
+
+
+def reader(spec):
+    return dataclasses.replace(spec, layer=5, selection="source", selection_source=1, keys="none")
 
 
 def serving():
@@ -67,7 +72,8 @@ def of(layout, block):
 
 def other_builder(**changes):
     def make(started):
-        builder = DeepseekV41StepBuilder(dataclasses.replace(started.stack.serving, **changes), "cpu")
+        serving, specs = dataclasses.replace(started.stack.serving, **changes), started.stack.config.specs()
+        builder = StepBuilder([x for x in specs if x.ratio in serving.compress_ratios], serving, "cpu")
         return started.metadata(builder)
 
     return From(make)
@@ -76,16 +82,15 @@ def other_builder(**changes):
 def selection(serving=(), **config):
     def make(started):
         stack = started.stack
-        return DeepseekV41Selection(
-            dataclasses.replace(stack.config, **config), dataclasses.replace(stack.serving, **dict(serving))
-        )
+        specs = dataclasses.replace(stack.config, **config).specs()
+        return SharedSelection(specs, dataclasses.replace(stack.serving, **dict(serving)))
 
     return From(make)
 
 
 def indexer_of_another_batch(started):
     batch, tables = started.stack.paged.batch([(1, 5, 1), (0, 9, 7)])
-    return started.stack.builder.build(batch, tables["compressed"], np.array([1, 0], np.int32)).rows
+    return started.stack.builder.build(batch, tables, np.array([1, 0], np.int32)).rows
 
 
 def no_pages(name):
@@ -98,16 +103,16 @@ def few_tokens(name):
 
 CALLS = {
     **{f"DeepseekV41Attention.step-{name}": lambda number=number: step(number) for number, name in NAMES.items()},
-    "DeepseekV41StepBuilder.build": build,
+    "StepBuilder.build-v41": build,
     "DeepseekV41Attention": layer,
     "DeepseekV41Attention.insert": inserting,
-    "DeepseekV41Caches.allocate": caches,
+    "LayerCaches.allocate-v41": caches,
     "serving_of": serving,
 }
 STEPS = {
     WINDOW: [
         ("hidden_states", lambda x: x[1:], V, None),
-        no_pages("window"), ("layer_caches.window", of("window", 32), V, None),
+        no_pages("window"), ("layer_caches.window", of("rows", 32), V, None),
         ("metadata", None, T, None),
     ],
     C2A: [
@@ -153,10 +158,10 @@ STEPS = {
 }  # fmt: skip
 WRONG = {
     **{f"DeepseekV41Attention.step-{NAMES[number]}": rows for number, rows in STEPS.items()},
-    "DeepseekV41StepBuilder.build": [
-        ("common_attn_metadata", batch_of(200), V, "compressed_block_table: .*request 0"),
+    "StepBuilder.build-v41": [
+        ("common_attn_metadata", batch_of(200), V, r"tables\['compressed'\]: .*request 0"),
         # The last one completes a row of ratio 1 alone.
-        ("common_attn_metadata", batch_of(129), V, "compressed_block_table: request 0 has 129 tokens, but 1 columns"),
+        ("common_attn_metadata", batch_of(129), V, r"tables\['compressed'\]: request 0 has 129 tokens, but 1 columns"),
         ("rings", np.zeros(2, np.int32), V, r"rings: got shape \(2,\)"),
         ("rings", np.zeros(1, np.int64), T, "rings: got dtype int64"),
     ],
@@ -174,11 +179,11 @@ WRONG = {
         ("self", From(lambda started: started.stack.layers[C2A]), V,
          "layer: got 1 of ratio 2, expected one of ratio 0"),
     ],
-    "DeepseekV41Caches.allocate": [
-        *((name, wrong, V, f"{name}: got {wrong}, expected at least 1")
-          for name in ("blocks", "compressed_blocks", "rings") for wrong in (0, -1)),
-        ("layer", 1.5, T, "layer: got"), ("cache_format", "fp16", V, "cache_format: got 'fp16'"),
-        ("serving", None, T, "serving: got None of type"), ("", With(layer=5, owner=3), T, "owner: got 3 of type"),
+    "LayerCaches.allocate-v41": [
+        *((f"blocks.{name}", wrong, V, rf"blocks\['{name}'\]: got {wrong}, expected at least 1")
+          for name in ("window", "compressed", "rings") for wrong in (0, -1)),
+        ("cache_format", "fp16", V, "cache_format: got 'fp16'"),
+        ("serving", None, T, "serving: got None of type"), ("", With(spec=reader, owner=3), T, "owner: got 3 of type"),
     ],
     "serving_of": [
         ("compressed_block_size", 65, V, "compressed_block_size: got 65, expected a multiple of 2"),

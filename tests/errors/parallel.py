@@ -120,9 +120,8 @@ NUMBERS = [
     ("time_limit", -1, V, r"time_limit: got -1, expected 0 to 1e\+06 seconds"),
 ]  # fmt: skip
 CALLS = {
-    **{f"ShardedDeepseekV4Attention.step-{case}": lambda case=case, tokens=tokens: whole_layer(case, tokens)
-       for case, tokens in ((2, 9), (3, 9), (8, 60))},
-    "ShardedDeepseekV32Attention.step": lambda: whole_layer(13, 60),
+    **{f"ShardedAttention.step-{case}": lambda case=case, tokens=tokens: whole_layer(case, tokens)
+       for case, tokens in ((2, 9), (3, 9), (8, 60), (13, 60))},
     "ShardedSparseMLALayer.step": sparse_layer,
     "ShardedMLALayer.forward": dense_layer,
     **{f"ContextAttention.{name}": lambda name=name: attention(name) for name in ("dense_decode", "sparse_decode")},
@@ -132,12 +131,12 @@ CALLS = {
     "Agreement": agreement,
 }  # fmt: skip
 WRONG = {
-    "ShardedDeepseekV4Attention.step-2": [("rows", NO_ROWS, V, "rows: got RankRows, expected None")],
-    "ShardedDeepseekV4Attention.step-3": [("rows", None, V, "rows: got NoneType, expected RankRows for ratio 128")],
-    "ShardedDeepseekV4Attention.step-8": [
+    "ShardedAttention.step-2": [("rows", NO_ROWS, V, "rows: got RankRows, expected None")],
+    "ShardedAttention.step-3": [("rows", None, V, "rows: got NoneType, expected RankRows for ratio 128")],
+    "ShardedAttention.step-8": [
         ("rows", None, V, "rows: got NoneType, expected RankRows for ratio 4"), *WHOLE,
     ],
-    "ShardedDeepseekV32Attention.step": [("rows", None, T, None), *WHOLE],
+    "ShardedAttention.step-13": [("rows", None, V, "rows: got NoneType"), *WHOLE],
     "ShardedSparseMLALayer.step": [
         ("compressed.topk_indices", np.zeros((5, 4)), T, "compressed.topk_indices: got dtype float64"),
         ("compressed.topk_indices", None, V, "compressed.topk_indices: got None"),

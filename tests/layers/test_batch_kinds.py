@@ -12,8 +12,7 @@ from cumla.layers import SparseMLALayer
 from cumla.layers.selection import IndexerInputs
 from cumla.layers.sparse import CompressedCache
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
-from cumla.models.step import StepIndexerMetadataBuilder
-from cumla.models.v41_step import DeepseekV41StepBuilder, V41IndexerMetadataBuilder
+from cumla.models.step import StepBuilder, StepIndexerMetadataBuilder, V41IndexerMetadataBuilder
 from support.backends import only
 from support.batch_kinds import CAPACITY, KINDS, padded
 from support.bounds import assert_within
@@ -239,7 +238,8 @@ def test_layers_of_v41(backend, kind):
     serving = dataclasses.replace(stack.serving, num_speculative_tokens=kind.drafts)
     batch, tables = stack.paged.batch(kind.scheduled)
     rings = np.array([request for request, _, _ in kind.scheduled], np.int32)
-    metadata = DeepseekV41StepBuilder(serving, backend).build(padded(batch, kind.padding), tables["compressed"], rings)
+    builder = StepBuilder(stack.config.specs(), serving, backend)
+    metadata = builder.build(padded(batch, kind.padding), tables, rings)
     spans, tokens = [slice(first, first + count) for _, first, count in kind.spans], batch.num_actual_tokens
     np.testing.assert_array_equal(metadata.ring_slot_mapping[tokens:], np.full(kind.padding, -1))
     for number, (layer, caches) in enumerate(zip(stack.layers, stack.caches, strict=True)):

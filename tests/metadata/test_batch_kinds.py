@@ -13,8 +13,7 @@ from cumla.metadata import (
     ServingConfig,
     split_decodes_and_prefills,
 )
-from cumla.models.step import StepIndexerMetadataBuilder
-from cumla.models.v41_step import V41IndexerMetadataBuilder
+from cumla.models.step import StepIndexerMetadataBuilder, V41IndexerMetadataBuilder
 from metadata.batches import make_batch
 from support.batch_kinds import BEHIND, CAPACITY, KINDS, padded
 

@@ -14,14 +14,23 @@ from cumla.metadata import (
     MLAConfig,
     ServingConfig,
 )
-from cumla.models import DeepseekV4StepBuilder, DeepseekV32StepBuilder, DeepseekV41StepBuilder
+from cumla.models import StepBuilder, config_from
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 512}
 V4 = ServingConfig(compress_ratios=(1, 4, 128), **SIZES)
 V41 = ServingConfig(compress_ratios=(0, 1, 2), has_c1a=True, **SIZES)
 TABLE = np.arange(4, dtype=np.int32).reshape(2, 2)
 BATCH = CommonAttentionMetadata.from_lengths([1, 9], [70, 9], TABLE, 64)
-STATES = {ratio: np.zeros((2, 128), np.int32) for ratio in (4, 128)}
+COMPRESSED = {"compressed": TABLE}
+V4_TABLES = {**COMPRESSED, **{f"states{ratio}": np.zeros((2, 128), np.int32) for ratio in (4, 128)}}
+MODEL = {
+    "hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+SOURCES = {"compress_ratios": [0, 1, 2], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}
+OF_V4 = config_from(MODEL | {"model_type": "deepseek_v4", "compress_ratios": [1, 4, 128]}).specs()
+OF_V32 = config_from({**{n: x for n, x in MODEL.items() if n[0] != "o"}, "model_type": "deepseek_v32"}).specs()
+OF_V41 = config_from(MODEL | SOURCES | {"model_type": "deepseek_v41"}).specs()
 RINGS = np.array([1, 0], np.int32)
 
 # builder, its tables by position and by name
@@ -30,14 +39,9 @@ BUILDERS = {
     "window of C128A": (DeepseekSparseSWAMetadataBuilder(V4, "reference"), (), {"c128a_block_table": TABLE}),
     "indexer": (DeepseekV32IndexerMetadataBuilder(V4, "reference"), (), {"block_table": TABLE}),
     "dense": (MLACommonMetadataBuilder(MLAConfig(**SIZES), "reference"), (), {}),
-    "V4": (
-        DeepseekV4StepBuilder(V4, "reference"), (TABLE, STATES),
-        {"compressed_block_table": TABLE, "state_block_tables": STATES},
-    ),
-    "V3.2": (DeepseekV32StepBuilder(ServingConfig(**SIZES), "reference"), (), {}),
-    "V4.1": (
-        DeepseekV41StepBuilder(V41, "reference"), (TABLE, RINGS), {"compressed_block_table": TABLE, "rings": RINGS},
-    ),
+    "V4": (StepBuilder(OF_V4, V4, "reference"), (V4_TABLES,), {"tables": V4_TABLES}),
+    "V3.2": (StepBuilder(OF_V32, ServingConfig(**SIZES), "reference"), (), {}),
+    "V4.1": (StepBuilder(OF_V41, V41, "reference"), (COMPRESSED, RINGS), {"tables": COMPRESSED, "rings": RINGS}),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """V4.1 attention layers against outputs and selections that equal the published inference code's."""
 
 import dataclasses
+import operator
 
 import ml_dtypes
 import numpy as np
@@ -9,10 +10,8 @@ from seeded_weights import seeded_weights
 
 from cumla.layers import selection
 from cumla.layers.weights import BlockQuantizedWeight
-from cumla.models.caches import DeepseekV41Caches
-from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
+from cumla.models import DeepseekV41Attention, DeepseekV41Config, LayerCaches, StepBuilder, serving_of
 from cumla.models.v41_config import mode_of
-from cumla.models.v41_step import DeepseekV41StepBuilder, serving_of
 from cumla.ops.candidates import candidate_topk
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import GOLDEN, Stack, check_outputs, check_picks, golden_arrays
@@ -85,7 +84,7 @@ def test_requests_of_guesses_are_entries_of_the_indexer(drafts):
     """Keys are then read once for all tokens of a request, which see different numbers of rows."""
     stack, each = Stack(0), 1 + drafts
     batch, tables = stack.paged.batch([(0, 40, each), (1, 31, each)])
-    metadata = stack.builder.build(batch, tables["compressed"], np.array([0, 1], np.int32))
+    metadata = stack.builder.build(batch, tables, np.array([0, 1], np.int32))
     for ratio, rows in metadata.rows.items():
         lens = [[(first + j + 1) // ratio for j in range(each)] for first in (40, 31)]
         np.testing.assert_array_equal(rows.indexer.decode.seq_lens.reshape(2, each), lens)
@@ -188,10 +187,8 @@ def test_a_draft_layer_attends_within_its_block(number):
     main = generator.standard_normal((prefix, config.hidden_size), dtype=np.float32)
     block = generator.standard_normal((5, config.hidden_size), dtype=np.float32)
     serving = serving_of(config, num_speculative_tokens=4, noncausal_decodes=True, max_num_batched_tokens=512)
-    builder, paged = DeepseekV41StepBuilder(serving, "cpu"), PagedRequests(1, prefix + 5, {"window": 64}, 3)
-    caches = DeepseekV41Caches.allocate(
-        config, layer.layer, serving, paged.num_blocks["window"], cache_format="float32"
-    )
+    builder, paged = StepBuilder(config.specs(), serving, "cpu"), PagedRequests(1, prefix + 5, {"window": 64}, 3)
+    caches = LayerCaches.allocate(layer.spec, serving, paged.num_blocks, cache_format="float32")
     half = prefix // 2
     for first, count in ((0, half), (half, prefix - half)):
         layer.insert(main[first : first + count], caches, builder.build(paged.batch([(0, first, count)])[0]))
@@ -256,7 +253,7 @@ def test_a_selection_of_another_layer_or_step_is_refused():
     stack = Stack(0)
     batch, tables = stack.paged.batch([(0, 0, 20)])
     rings = np.zeros(1, np.int32)
-    metadata = stack.builder.build(batch, tables["compressed"], rings)
+    metadata = stack.builder.build(batch, tables, rings)
     x = [hidden[:20] for hidden in stack.hidden[0]]
     modes = [layer.mode for layer in stack.layers]
     assert modes == ["window", "full", "reindex", "full", "reindex", "reuse"]
@@ -274,7 +271,7 @@ def test_a_selection_of_another_layer_or_step_is_refused():
     before = [array.copy() for array in vars(stack.caches[5]).values() if array is not None]
     with pytest.raises(ValueError, match="selection: got rows of layer 3, expected rows of layer 4 of this step"):
         step(5, metadata)
-    with pytest.raises(TypeError, match="selection: got NoneType, expected DeepseekV41Selection"):
+    with pytest.raises(TypeError, match="selection: got NoneType, expected SharedSelection"):
         step(3, metadata, selection=None)
     with pytest.raises(
         ValueError, match=r"layer_caches.compressed: got None, expected an array for layer 3 of ratio 1"
@@ -286,7 +283,7 @@ def test_a_selection_of_another_layer_or_step_is_refused():
         np.testing.assert_array_equal(array, old)
     step(4, metadata)
     step(5, metadata)
-    again = stack.builder.build(*stack.paged.batch([(0, 20, 1)])[:1], tables["compressed"], rings)
+    again = stack.builder.build(*stack.paged.batch([(0, 20, 1)])[:1], tables, rings)
     x = [hidden[20:21] for hidden in stack.hidden[0]]
     with pytest.raises(ValueError, match="selection: got rows of layer 4 of another step, expected rows of layer 4 "):
         step(5, again)
@@ -295,21 +292,22 @@ def test_a_selection_of_another_layer_or_step_is_refused():
 def test_tables_and_rings_are_required():
     stack = Stack(0)
     batch, tables = stack.paged.batch([(0, 0, 20)])
-    with pytest.raises(ValueError, match="compressed_block_table: got None"):
+    with pytest.raises(ValueError, match=r"tables\['compressed'\]: got None"):
         stack.builder.build(batch)
     with pytest.raises(ValueError, match="rings: got None, expected the ring of each request"):
-        stack.builder.build(batch, tables["compressed"])
+        stack.builder.build(batch, tables)
+    blocks = dict.fromkeys(("window", "compressed", "rings"), 4)
     with pytest.raises(ValueError, match="owner: got None, expected the caches of layer 1"):
-        DeepseekV41Caches.allocate(stack.config, 2, stack.serving, 4, 4, 1)
+        LayerCaches.allocate(stack.config.spec(2), stack.serving, blocks)
     with pytest.raises(ValueError, match="owner: got caches, expected None"):
-        DeepseekV41Caches.allocate(stack.config, 1, stack.serving, 4, 4, 1, owner=stack.caches[1])
+        LayerCaches.allocate(stack.config.spec(1), stack.serving, blocks, owner=stack.caches[1])
 
 
 def test_a_request_without_a_ring_completes_nothing():
     """Ring -1: a padding request, whose tokens have no slots."""
     stack = Stack(0)
     batch, tables = stack.paged.batch([(0, 0, 4), (1, 0, 4)])
-    metadata = stack.builder.build(batch, tables["compressed"], np.array([1, -1], np.int32))
+    metadata = stack.builder.build(batch, tables, np.array([1, -1], np.int32))
     np.testing.assert_array_equal(metadata.ring_slot_mapping, [8, 9, 10, 11, -1, -1, -1, -1])
     np.testing.assert_array_equal(metadata.rows[2].row_positions, [0, 0, 2, 2, 0, 0, 2, 2])
     np.testing.assert_array_equal(metadata.rows[1].row_positions, [0, 1, 2, 3, 0, 1, 2, 3])
@@ -334,13 +332,15 @@ def test_fp8_weights_have_scales_of_32_by_32():
             quantized[name.removesuffix("weight") + "scale"] = scale
     options = {"activations": "float32", "cache_format": "float32", "max_position": 64, "weight_format": "bfloat16"}
     first, second = (DeepseekV41Attention(config, 0, tensors, **options) for tensors in (quantized, plain))
-    for name in ("low_rank", "q_b", "o_b", "index_q_b"):
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    for name in ("low_rank", "queries.q_b", "output.o_b", "queries.index_q_b"):
+        get = operator.attrgetter(name)
+        np.testing.assert_array_equal(get(first), get(second))
     options["weight_format"] = "fp8"
     kept = DeepseekV41Attention(config, 0, quantized, **options)
-    assert kept.q_b.codes.base is not None  # the file's bytes
-    assert (kept.q_b.block_rows, kept.q_b.block_columns) == (32, 32)
-    np.testing.assert_array_equal(kept.q_b.dequantized(np.float32), second.q_b)
+    q_b = kept.queries.q_b
+    assert q_b.codes.base is not None  # the file's bytes
+    assert (q_b.block_rows, q_b.block_columns) == (32, 32)
+    np.testing.assert_array_equal(q_b.dequantized(np.float32), second.queries.q_b)
     np.testing.assert_array_equal(kept.low_rank.dequantized(np.float32), second.low_rank)
     assert BlockQuantizedWeight(None, None).block == (128, 128)
 

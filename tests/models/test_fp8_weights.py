@@ -10,7 +10,7 @@ from cumla.models.block_scaled import BlockScaledWeight, Parts
 from cumla.models.products import in_groups, multiply, multiply_groups, rows_of, stacked, transposed, width
 from cumla.models.scratch import Scratch
 from support.lab import BF16
-from support.models import GoldenLayer, V4Layer, V32Layer, relative_rms
+from support.models import GoldenLayer, V4Layer, V32Layer, parts_of, relative_rms
 
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 IN_FP8 = ("proj.weight", "indexer.wk.weight", "indexer.wq_b.weight")
@@ -58,11 +58,11 @@ def test_a_layer_equals_one_of_the_dequantised_weights(case, backend):
         outputs.append(layer.run(golden.splits))
     assert relative_rms(*outputs) < 1e-6
     layer = kind(golden_of(case, quantized)[0]).layer
-    assert isinstance(layer.queries if kind is V32Layer else layer.q_b, BlockScaledWeight)
+    assert isinstance(layer.queries.q_b, BlockScaledWeight)
 
 
 def all_weights(layer):
-    return [w for w in vars(layer).values() if isinstance(w, (np.ndarray, BlockScaledWeight, Parts))]
+    return [w for _, w in parts_of(layer) if isinstance(w, (np.ndarray, BlockScaledWeight, Parts))]
 
 
 @pytest.mark.parametrize("scale_type", [np.float32, E8M0])
@@ -77,7 +77,7 @@ def test_memory_is_that_of_the_file(case, scale_type):
         parts = weight if isinstance(weight, Parts) else (weight,)
         ours += sum(part.nbytes for part in parts if isinstance(part, BlockScaledWeight))
     assert 0.99 * file_bytes <= ours <= 1.05 * file_bytes
-    ours, name = (layer.o, "o_proj.weight") if kind is V32Layer else (layer.o_b, "o_b_proj.weight")
+    ours, name = (layer.output.o, "o_proj.weight") if kind is V32Layer else (layer.output.o_b, "o_b_proj.weight")
     assert np.shares_memory(ours.codes, golden.weights[name].weight.view(np.uint8))
 
 

@@ -36,7 +36,7 @@ def test_of_v41(here):
     stack.step([(1, 0, 3), (0, 0, 7)])
     step = [(0, 7, 1), (1, 3, 1)]
     batch, tables = stack.paged.batch(step)
-    metadata = stack.builder.build(batch, tables["compressed"], here.put(np.array([0, 1], np.int32)))
+    metadata = stack.builder.build(batch, tables, here.put(np.array([0, 1], np.int32)))
     for number, (layer, caches) in enumerate(zip(stack.layers, stack.caches, strict=True)):
         x = np.concatenate([stack.hidden[r][number, first : first + count] for r, first, count in step])
         x, out = here.put(x.astype(layer.activations)), here.put(np.zeros_like(x, layer.activations))

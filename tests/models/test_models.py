@@ -56,8 +56,8 @@ def break_tie(model, token, taken):
     """Layer 0 of V3.2's case: the 64th place of one token is tied at a score of exactly 0, and torch takes `taken`."""
     select = model.layers[0].indexer.select
 
-    def choose(q, weights, cache, metadata, positions, requests, table, slots, is_valid):
-        chosen = select(q, weights, cache, metadata, positions, requests, table, slots, is_valid)
+    def choose(q, weights, cache, metadata, positions, requests, table, slots, is_valid, *rest):
+        chosen = select(q, weights, cache, metadata, positions, requests, table, slots, is_valid, *rest)
         for row in np.flatnonzero(positions == token):
             assert taken not in chosen[row]
             tied = [x for x in chosen[row] if x == 63]

@@ -8,7 +8,7 @@ import pytest
 
 import cumla
 from cumla.metadata.batch import CommonAttentionMetadata
-from cumla.models.v41_step import DeepseekV41StepBuilder, serving_of
+from cumla.models import StepBuilder, serving_of
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import Stack, StartedStack
 
@@ -33,7 +33,7 @@ def test_metadata_of_an_earlier_build_is_found_in_debug_mode():
     stale = s.given["metadata"]
     s.steps = [(1, 6, 1)]
     s.metadata()
-    with cumla.debug(), pytest.raises(ValueError, match=r"metadata\.window"):
+    with cumla.debug(), pytest.raises(ValueError, match=r"metadata\.tokens"):
         s.run(C2A, metadata=stale)
 
 
@@ -41,7 +41,7 @@ def test_a_batch_without_requests():
     s = StartedStack(C2A)
     table = np.zeros((0, 8), np.int32)
     batch = CommonAttentionMetadata.from_lengths([], [], table, 64)
-    metadata, before = s.stack.builder.build(batch, table, np.zeros(0, np.int32)), s.held()
+    metadata, before = s.stack.builder.build(batch, {"compressed": table}, np.zeros(0, np.int32)), s.held()
     for number, layer in enumerate(s.stack.layers):
         none = np.zeros((0, s.stack.config.hidden_size), BF16)
         assert layer.step(none, s.stack.caches[number], metadata, s.stack.selection).shape == none.shape
@@ -62,7 +62,7 @@ def test_rings_that_requests_share_or_that_are_absent_are_found_in_debug_mode():
     stack = Stack(0)
     for rings, text in (([1, 1], "slot_mapping: requests 0 and 1 both have ring 1"), ([0, 9], "row 4 .* slot 72")):
         batch, tables = stack.paged.batch([(0, 0, 4), (1, 0, 4)])
-        metadata = stack.builder.build(batch, tables["compressed"], np.array(rings, np.int32))
+        metadata = stack.builder.build(batch, tables, np.array(rings, np.int32))
         x = np.concatenate([stack.hidden[r][C2A, :4] for r in (0, 1)])
         with cumla.debug(), pytest.raises(ValueError, match=text):
             stack.layers[C2A].step(x, stack.caches[C2A], metadata, stack.selection)
@@ -84,7 +84,7 @@ def test_padding_changes_nothing():
     slots = np.concatenate([batch.slot_mapping, [-1, -1]])
     batch = dataclasses.replace(batch, slot_mapping=slots)
     table = np.concatenate([tables["compressed"], -np.ones_like(tables["compressed"][:1])])
-    metadata = padded.builder.build(batch, table, np.array([0, 1, -1], np.int32))
+    metadata = padded.builder.build(batch, {"compressed": table}, np.array([0, 1, -1], np.int32))
     assert all((rows.row_positions[2:] == -1).all() for rows in metadata.rows.values())
     for number, (layer, caches) in enumerate(zip(padded.layers, padded.caches, strict=True)):
         x = np.concatenate([padded.hidden[r][number, first : first + 1] for r, first in ((0, 30), (1, 8))])
@@ -111,7 +111,7 @@ def test_windows_of_a_replayed_request():
             caches.window.reshape(-1, 512)[slots] += poison
         batch, tables = again.paged.batch([(0, 100, 3)])
         rings, replay = np.zeros(1, np.int32), np.array([start], np.int32)
-        metadata = again.builder.build(batch, tables["compressed"], rings, replay)
+        metadata = again.builder.build(batch, tables, rings, replay)
         outs.append([
             layer.step(again.hidden[0][number, 100:103], caches, metadata, again.selection)
             for number, (layer, caches) in enumerate(zip(again.layers, again.caches, strict=True))
@@ -125,8 +125,9 @@ def test_a_draft_layer_s_block_is_a_decode():
     """Of the longest decode: its row has window and block; a longer one is a prefill."""
     stack = Stack(2)
     serving = serving_of(stack.config, num_speculative_tokens=4, noncausal_decodes=True)
-    builder = DeepseekV41StepBuilder(dataclasses.replace(serving, compress_ratios=(0,), window_size=60), "cpu")
+    serving = dataclasses.replace(serving, compress_ratios=(0,), window_size=60)
+    builder = StepBuilder([stack.config.spec(stack.config.num_hidden_layers)], serving, "cpu")
     paged = PagedRequests(1, 80, {"window": 64}, 0)
-    window = builder.build(paged.batch([(0, 70, 5)])[0]).window
+    window = builder.build(paged.batch([(0, 70, 5)])[0]).tokens
     assert window.decode_swa_lens.tolist() == [65] * 5
-    assert builder.build(paged.batch([(0, 70, 6)])[0]).window.num_prefills == 1
+    assert builder.build(paged.batch([(0, 70, 6)])[0]).tokens.num_prefills == 1

@@ -69,4 +69,4 @@ def test_a_model_s_last_norm_is_no_name_within_a_module():
     config = DeepseekV4Config(256, 8, 128, 2, 64, (1,))
     shapes = {f"layers.0.attn.{name}": weight.shape for name, weight in expected_weights(config, 0).items()}
     weights = seeded_weights({**shapes, "norm.weight": (256,)}, 0)
-    assert DeepseekV4Attention(config, 0, weights, max_position=64).ratio == 1
+    assert DeepseekV4Attention(config, 0, weights, max_position=64).ratio == 0

@@ -68,7 +68,7 @@ def test_layers_of_v41(monkeypatch, view):
     for change in (as_they_are, VIEWS[view]):
         monkeypatch.setattr(v41_stack, "weights_of", lambda case, change=change: of_v41(weights, change))
         stack = Stack(2)
-        assert isinstance(stack.layers[0].o_b, BlockScaledWeight)
+        assert isinstance(stack.layers[0].output.o_b, BlockScaledWeight)
         outputs.append(stack.run(0, [40, 1]))
     np.testing.assert_array_equal(*outputs)
 

@@ -9,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cumla import pages
-from cumla.metadata import ServingConfig
 from cumla.models import (
-    DeepseekV4Caches,
     DeepseekV4Config,
-    DeepseekV32Caches,
     DeepseekV32Config,
-    DeepseekV41Caches,
     DeepseekV41Config,
+    LayerCaches,
     serving_of,
 )
 from cumla.parallel import Shard
@@ -46,19 +43,11 @@ def test_pages_are_the_allocated_ones(kind, sizes):
         options = {"block_size": sizes[0], "compressed_block_size": sizes[1]}
         caches = []
         for layer in range(made.layers + made.drafts):
-            if kind == "v32":
-                caches.append(DeepseekV32Caches.allocate(3, sizes[0], cache_format))
-            elif kind == "v4":
-                ratio = V4.compress_ratios[layer]
-                serving = ServingConfig(compress_ratios=V4.compress_ratios, **options)
-                caches.append(DeepseekV4Caches.allocate(ratio, serving, 3, 3, 3, cache_format))
-            else:
-                serving, source = serving_of(V41, num_speculative_tokens=9, **options), V41.kv_source(layer)
-                owner = None if source in (None, layer) else caches[source]
-                owned = source == layer
-                caches.append(DeepseekV41Caches.allocate(
-                    V41, layer, serving, 3, 3 * owned, 3 * owned, owner=owner, cache_format=cache_format
-                ))  # fmt: skip
+            config = {"v32": V32, "v4": V4, "v41": V41}[kind]
+            spec, serving = config.spec(layer), serving_of(config, num_speculative_tokens=9, **options)
+            owner = None if spec.row_source in (None, layer) else caches[spec.row_source]
+            pages_of = dict.fromkeys(spec.groups(), 3)
+            caches.append(LayerCaches.allocate(spec, serving, pages_of, owner=owner, cache_format=cache_format))
         left = {id(x) for its in caches for x in vars(its).values() if x is not None}
         for group in made:
             for cache in group.caches:
@@ -205,9 +194,8 @@ def test_config_json_is_a_configuration():
         (lambda: pages.describe(V32), "layers: got None, expected the number of layers, which DeepseekV32Config lacks"),
         (lambda: pages.describe(V4, layers=4), "layers: got 4, expected 5 as the configuration has"),
         (lambda: pages.describe(V4, 2, rank=2), "rank: got 2, expected at most 1"),
-        (lambda: pages.describe(V41, 2), "ranks: got 2, expected 1: layers of V4.1 are not sharded"),
         (lambda: pages.describe(V4, cache_format="fp4"), "cache_format: got 'fp4'"),
-        (lambda: pages.describe(V4, key_format="fp8"), "key_format: got 'fp8', expected None for DeepseekV4Config"),
+        (lambda: pages.describe(V32, layers=1, key_format="mxfp4"), "key_format: got 'mxfp4' with cache_format 'fp8'"),
         (lambda: pages.describe(V4, compressed_block_size=64), "compressed_block_size: got 64, expected a multiple of"),
         (lambda: pages.describe(V4, state_block_sizes={4: 4}), "state_block_sizes: got {4: 4}, expected one for ratio"),
         (lambda: pages.describe(V4, drafts=1), "layer: got 5, expected at most 4"),

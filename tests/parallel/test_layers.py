@@ -80,7 +80,7 @@ def test_every_kind_of_batch(case, kind):
         for request, first, _ in kind.spans:
             ranked.sharded.step(**ranked.batch([(request, 0, first)]))
         config = dataclasses.replace(builder.config, num_speculative_tokens=kind.drafts)
-        ranked.whole.builder = type(builder)(config, ranked.layer.backend)
+        ranked.whole.builder = type(builder)(builder.specs, config, ranked.layer.backend)
         return ranked.sharded.step(**ranked.batch(kind.scheduled, kind.padding))
 
     tokens = sum(kind.counts)
@@ -104,7 +104,18 @@ PARTS = {
     2: ["project", "project", "insert", *BOTH],
     3: ["compress", "project", "project", "insert", *BOTH],
     8: ["compress", "project", "select", "select", "project", "insert", "select", *BOTH],
-    13: ["project", "insert", "select", *ATTENDS["decode"], "output"],
+    13: [
+        "select",
+        "project",
+        "insert",
+        "project",
+        "select",
+        "project",
+        "insert",
+        "select",
+        *ATTENDS["decode"],
+        "output",
+    ],
 }
 
 

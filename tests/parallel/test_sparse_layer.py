@@ -23,7 +23,8 @@ class Problem:
     def __init__(self, rng, ratio, layout=cumla.DSV4_FP8, extra_layout=None, **config):
         self.config = config
         self.layout, self.extra_layout, self.extra = layout, extra_layout, extra_layout or layout
-        self.ratio, self.lens = ratio, SEQ_LENS // ratio if ratio > 1 else 0 * SEQ_LENS
+        self.has_rows = ratio > 1 or (ratio == 1 and "has_c1a" in self.config)
+        self.ratio, self.lens = ratio, SEQ_LENS // ratio if self.has_rows else 0 * SEQ_LENS
         self.request = np.repeat(np.arange(3), QUERY_LENS)
         self.position = np.concatenate([np.arange(s - q, s) for s, q in zip(SEQ_LENS, QUERY_LENS, strict=True)])
         self.sink = rng.standard_normal(HEADS).astype(np.float32)
@@ -34,7 +35,7 @@ class Problem:
         self.context.q = rng.standard_normal((len(self.request), HEADS, 512)).astype(BF16)
         # Any rows in any order; some are not complete yet.
         self.selected = np.stack([rng.permutation(np.arange(-2, 80))[:TOPK] for _ in self.request]).astype(np.int32)
-        self.selected[:, 0] = (self.position + 1) // 4  # the next row
+        self.selected[:, 0] = (self.position + 1) // max(ratio, 1)  # the next row
 
     def slots(self, request, positions):
         return self.table[request, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
@@ -52,8 +53,8 @@ class Problem:
         windows, rows = [], []
         for token, (request, position) in enumerate(zip(self.request, self.position, strict=True)):
             windows.append(self.slots(request, np.arange(max(position - WINDOW + 1, 0), position + 1)))
-            complete = (position + 1) // self.ratio if self.ratio > 1 else 0
-            seen = self.selected[token] if self.ratio == 4 else np.arange(complete)
+            complete = (position + 1) // self.ratio if self.has_rows else 0
+            seen = np.arange(complete) if self.ratio == 128 else self.selected[token]
             rows.append(seen[(seen >= 0) & (seen < complete)].astype(np.int64) + self.context.starts[request])
         caches = [(self.window_cache(SEQ_LENS), self.layout, windows), (whole, self.extra, rows)]
         half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # equivalent to half the default scale
@@ -71,7 +72,7 @@ class Problem:
             self.table, self.slots(self.request, self.position),
         )  # fmt: skip
         compressed, shard = None, Shard(comm.rank, comm.size, 2)
-        given = self.ratio > 1 if given is None else given
+        given = self.has_rows if given is None else given
         if given:
             table, pages = self.context.pages(shard)
             slots, cache = self.context.slots(table, shard, backend), self.extra.allocate(pages, BLOCK)
@@ -80,7 +81,7 @@ class Problem:
             rows = self.context.rows[old]
             cumla.quantize_and_insert_k_cache(rows, cache, slots[old], layout=self.extra, backend=backend)
             compressed = ShardedCompressedCache(
-                cache, table, shard, self.context.rows[new], slots[new], self.selected if self.ratio == 4 else None
+                cache, table, shard, self.context.rows[new], slots[new], None if self.ratio == 128 else self.selected
             )
         c128a = np.zeros((3, 4), np.int32) if 128 in config.compress_ratios else None
         heads = self.context.own_heads(comm) if split_heads else slice(None)
@@ -127,29 +128,18 @@ def test_layers_of_ratio_0_of_v41(rng):
     ranks.check_outs(outs, problem.wanted(), False, 2)
 
 
-@pytest.mark.parametrize(("ratio", "options"), [(2, {}), (1, {"has_c1a": True}), (2, {"has_c1a": True})])
-@pytest.mark.parametrize("given", [True, False])
-def test_compressed_rows_of_v41_are_refused(rng, ratio, options, given):
-    """The error names the argument, before anything is written."""
-    problem, written = Problem(rng, ratio, **options), []
-
-    def on(comm):
-        cache = cumla.DSV4_FP8.allocate(30, BLOCK)
-        written.append(cache)
-        problem.window_cache = lambda upto: cache
-        return problem.on(comm, False, given=given)
-
-    for size in (1, 2):
-        with pytest.raises(RankError, match=rf"compress_ratio: got {ratio} with V4.1's .* expected ratio 4 or 128"):
-            run_threads(size, on, SECONDS)
-    assert len(written) == 3
-    assert not any(cache.any() for cache in written)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_compressed_rows_of_v41(rng, ratio, size):
+    problem = Problem(rng, ratio, cumla.DSV41_FP8, cumla.DSV41_FP4, has_c1a=True)
+    outs = run_threads(size, lambda comm: problem.on(comm, False), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), False, size)
 
 
 @pytest.mark.parametrize(
     ("ratio", "given", "message"),
     [
-        (0, True, "compressed: got rows, expected None at compress_ratio 0: ranks serve ratio 4 or 128"),
+        (0, True, "compressed: got rows, expected None at compress_ratio 0"),
         (1, True, "compressed: got rows, expected None at compress_ratio 1"),
         (4, False, "compressed: got None, expected rows at compress_ratio 4"),
         (128, False, "compressed: got None, expected rows at compress_ratio 128"),

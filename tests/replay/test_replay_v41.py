@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cumla.__main__ import main
-from cumla.models.caches import V41_FORMATS
+from cumla.models.caches import FORMATS
 from cumla.replay.options import V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 from support import replay_oracle, wrong_calls
@@ -124,12 +124,12 @@ def padding(rows):
     ("what", "layer", "found"),
     [
         ("cumla.models.output_projection.apply_rope", "v41 window", "output"),
-        ("cumla.models.deepseek_v41.norm_rope_and_insert", "v41 window", "window rows"),
-        ("cumla.models.deepseek_v41.compress_latents", "v41 c2a full", "rows"),
-        ("cumla.models.deepseek_v41.indexer_k_quant_and_cache", "v41 c1a full", "keys"),
+        ("cumla.models.rows.norm_rope_and_insert", "v41 window", "window rows"),
+        ("cumla.models.pooled.compress_latents", "v41 c2a full", "rows"),
+        ("cumla.models.keys.indexer_k_quant_and_cache", "v41 c1a full", "keys"),
         ("cumla.layers.selection.candidate_topk", "v41 c1a reindex", "selection"),
         ("cumla.layers.selection.indexer_topk", "v41 c1a full", "selection"),
-        ("cumla.models.deepseek_v41.apply_rope", "v41 c2a reuse", "output"),
+        ("cumla.models.rows.apply_rope", "v41 c2a reuse", "output"),
         ("cumla.models.selection.fused_indexer_q_rope_quant", "v41 c1a reindex", "queries"),
     ],
 )
@@ -142,9 +142,9 @@ def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
 
 def test_layouts_are_those_of_the_caches():
     for layout, cache_format in V41_CACHE_FORMATS.items():
-        formats = V41_FORMATS[cache_format]
-        assert ",".join(dict.fromkeys((formats.window.name, formats.compressed.name))) == layout
-    assert set(V41_FORMATS) - set(V41_CACHE_FORMATS.values()) == {"bfloat16", "float32"}
+        formats = FORMATS["v41"][cache_format]
+        assert ",".join(dict.fromkeys((formats.rows.name, formats.compressed.name))) == layout
+    assert set(FORMATS["v41"]) - set(V41_CACHE_FORMATS.values()) == {"bfloat16", "float32"}
 
 
 def test_rings_are_kept_for_a_request_s_life_and_reused():

@@ -7,15 +7,16 @@ import numpy as np
 from seeded_weights import seeded_weights
 
 from cumla.metadata.batch import CommonAttentionMetadata
-from cumla.metadata.builder import ServingConfig
-from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
-from cumla.models.deepseek_v32 import (
+from cumla.models import (
+    STATE_BLOCK_SIZES,
+    DeepseekV4Attention,
+    DeepseekV4Config,
     DeepseekV32Attention,
-    DeepseekV32Caches,
     DeepseekV32Config,
-    DeepseekV32StepBuilder,
+    LayerCaches,
+    StepBuilder,
+    serving_of,
 )
-from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
 
 from .golden import DATA
 
@@ -46,6 +47,15 @@ class GoldenLayer:
         self.weights = seeded_weights(self.record["parameters"], seed)
         self.out = outputs("layers")[f"{case}/out"].astype(np.float64)
         self.topk = outputs("layers").get(f"{case}/topk")
+
+
+def parts_of(layer):
+    """The attributes of a layer and of its parts, by path."""
+    for name, value in vars(layer).items():
+        if type(value).__module__.startswith("cumla.models.") and name in ("queries", "rows", "keys", "output"):
+            yield from ((f"{name}.{inner}", x) for inner, x in vars(value).items())
+        else:
+            yield name, value
 
 
 def relative_rms(got, want):
@@ -100,14 +110,14 @@ class PagedLayer:
             config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
             backend=backend, xp=xp,
         )  # fmt: skip
-        serving = ServingConfig(
-            compress_ratios=getattr(config, "compress_ratios", (1,)), index_topk=config.index_topk, num_heads=8,
-            num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
+        serving = serving_of(
+            config, num_heads=8, num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
             max_model_len=MAX_TOKENS,
         )  # fmt: skip
-        self.builder = self.builder_type(serving, backend)
+        self.builder = StepBuilder(config.specs(), serving, backend)
         self.paged = PagedRequests(requests, golden.tokens, self.pages(), seed, put=put)
-        self.caches = self.allocated(self.paged.num_blocks, serving, cache_format, xp)
+        blocks = {**self.paged.num_blocks, "rows": self.paged.num_blocks["window"]}
+        self.caches = LayerCaches.allocate(self.layer.spec, serving, blocks, cache_format=cache_format, xp=xp)
 
     def step(self, scheduled, given=True):
         """Outputs of (request, first position, tokens), one array each; `given`: the golden selection is used."""
@@ -134,13 +144,10 @@ class PagedLayer:
 class V32Layer(PagedLayer):
     """A golden V3.2 layer."""
 
-    config_type, layer_type, builder_type = DeepseekV32Config, DeepseekV32Attention, DeepseekV32StepBuilder
+    config_type, layer_type = DeepseekV32Config, DeepseekV32Attention
 
     def pages(self):
         return {"window": 64}
-
-    def allocated(self, blocks, serving, cache_format, xp):
-        return DeepseekV32Caches.allocate(blocks["window"], 64, cache_format, xp)
 
     def build(self, batch, tables):
         return self.builder.build(batch)
@@ -149,24 +156,23 @@ class V32Layer(PagedLayer):
 class V4Layer(PagedLayer):
     """A golden V4 layer."""
 
-    config_type, layer_type, builder_type = DeepseekV4Config, DeepseekV4Attention, DeepseekV4StepBuilder
+    config_type, layer_type = DeepseekV4Config, DeepseekV4Attention
 
     def pages(self):
-        return {"window": 64, "compressed": 256, "state": STATE_BLOCK_SIZES.get(self.layer.ratio, 4)}
-
-    def allocated(self, blocks, serving, cache_format, xp):
-        counts = (blocks[pool] for pool in ("window", "compressed", "state"))
-        return DeepseekV4Caches.allocate(self.layer.ratio, serving, *counts, cache_format, xp)
+        return {"window": 64, "compressed": 256} | {
+            f"states{ratio}": size for ratio, size in STATE_BLOCK_SIZES.items() if ratio == self.layer.ratio
+        }
 
     def arrays(self):
         """The layer's caches, by pool."""
         caches = self.caches
+        states = f"states{self.layer.ratio}"
         found = [("window", caches.window), ("compressed", caches.compressed), ("compressed", caches.indexer),
-                 ("state", caches.state), ("state", caches.indexer_state)]  # fmt: skip
+                 (states, caches.state), (states, caches.indexer_state)]  # fmt: skip
         return [(pool, array) for pool, array in found if array is not None]
 
     def build(self, batch, tables):
-        return self.builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))
+        return self.builder.build(batch, tables)
 
 
 class Started:

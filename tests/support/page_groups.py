@@ -80,7 +80,7 @@ class MovingLayer(Moving):
         return self.made.caches
 
     def table(self, group, request):
-        pool = "state" if group.startswith("states") else "window" if group == "rows" else group
+        pool = "window" if group == "rows" else group
         return self.made.paged.tables[pool][request]
 
     def step(self, request, first, count):

@@ -10,9 +10,8 @@ from cumla.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from cumla.parallel import (
     RankRows,
     Shard,
+    ShardedAttention,
     ShardedCompressedCache,
-    ShardedDeepseekV4Attention,
-    ShardedDeepseekV32Attention,
     local_slot_mapping,
 )
 
@@ -32,13 +31,12 @@ class Ranked:
         self.is_v32 = golden.record["model"] == "v32"
         self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests, backend=backend)
         self.layer = self.whole.layer
-        self.ratio = 1 if self.is_v32 else self.layer.ratio
+        self.ratio = self.layer.ratio
         self.shard = Shard(comm.rank, comm.size, INTERLEAVE)
-        sharded = ShardedDeepseekV32Attention if self.is_v32 else ShardedDeepseekV4Attention
-        self.sharded = sharded(self.layer, comm)
+        self.sharded = ShardedAttention(self.layer, comm)
         self.name = "rows" if self.is_v32 else "compressed"
         self.caches = self.whole.caches
-        if self.is_v32 or self.ratio > 1:
+        if self.ratio:
             columns = -(-golden.tokens // self.ratio // (PAGE * comm.size)) + 1
             pages = np.random.default_rng(comm.rank).permutation(requests * columns).astype(np.int32)
             self.table = pages.reshape(requests, columns)
@@ -59,7 +57,7 @@ class Ranked:
         hidden = np.full((tokens + padding, golden.hidden.shape[1]), np.nan, np.float32)
         spans = [golden.hidden[first : first + count] for _, first, count in scheduled]
         hidden[:tokens] = np.concatenate([hidden[:0], *spans])
-        if self.is_v32 or self.ratio > 1:
+        if self.ratio:
             table = self.table[[request for request, _, _ in scheduled]]
             slots = local_slot_mapping(
                 batch.query_start_loc, batch.seq_lens, table, PAGE, self.shard, num_tokens=len(hidden),

@@ -8,10 +8,15 @@ import numpy as np
 from seeded_weights import seeded_weights
 
 import oracles
-from cumla.models.caches import DeepseekV41Caches
-from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
-from cumla.models.scratch import Scratch
-from cumla.models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
+from cumla.models import (
+    DeepseekV41Attention,
+    DeepseekV41Config,
+    LayerCaches,
+    Scratch,
+    SharedSelection,
+    StepBuilder,
+    serving_of,
+)
 
 from .golden import DATA
 from .models import PagedRequests, relative_rms
@@ -78,20 +83,20 @@ class Stack:
             source = self.config.kv_source(layer)
             owner = None if source in (None, layer) else self.caches[source]
             self.caches.append(
-                DeepseekV41Caches.allocate(
-                    self.config, layer, self.serving, blocks["window"], blocks["compressed"], len(self.hidden),
-                    owner=owner, cache_format=cache_format, key_format=key_format, xp=self.xp,
+                LayerCaches.allocate(
+                    self.config.spec(layer), self.serving, {**blocks, "rings": len(self.hidden)}, owner=owner,
+                    cache_format=cache_format, key_format=key_format, xp=self.xp,
                 )
             )  # fmt: skip
-        self.builder = DeepseekV41StepBuilder(self.serving, backend)
-        self.selection = DeepseekV41Selection(self.config, self.serving, self.xp)
+        self.builder = StepBuilder(self.config.specs(), self.serving, backend)
+        self.selection = SharedSelection(self.config.specs(), self.serving, self.xp)
         self.picks = {layer: [{} for _ in self.hidden] for layer in self.config.index_source_layer_ids}
 
     def step(self, scheduled):
         """Outputs [layers, count, hidden] of each (request, first position, count)."""
         batch, tables = self.paged.batch(scheduled)
         rings = self.put(np.array([request for request, _, _ in scheduled], np.int32))
-        metadata = self.builder.build(batch, tables["compressed"], rings)
+        metadata = self.builder.build(batch, tables, rings)
         outputs = []
         for number, (layer, caches) in enumerate(zip(self.layers, self.caches, strict=True)):
             x = np.concatenate([self.hidden[r][number, first : first + count] for r, first, count in scheduled])
@@ -179,7 +184,7 @@ class StartedStack:
     def metadata(self, builder=None):
         batch, tables = self.stack.paged.batch(self.steps)
         rings = np.array([request for request, _, _ in self.steps], np.int32)
-        return (builder or self.stack.builder).build(batch, tables["compressed"], rings)
+        return (builder or self.stack.builder).build(batch, tables, rings)
 
     def run(self, number, **changes):
         return self.stack.layers[number].step(**(self.given | changes))

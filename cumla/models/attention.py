@@ -1,0 +1,324 @@
+"""One attention layer of any model, from hidden states to its output, as its LayerSpec describes it.
+
+x       products with the hidden states: those of queries, rows and tokens' index keys in one, and in float32 those of
+        compressors and of the weights of the indexer's heads (queries.py, rows.py, keys.py, pooled.py)
+q, rows the normed latent of queries becomes heads, rotated; rows and index keys are rotated and inserted
+select  the indexer scores queries of its own against the keys so far, and selects the top-k rows (selection.py)
+o       = attention over the selected rows, and the window's (attended.py)
+out     = output projection of o (output_projection.py)
+
+The parts of a layer depend on its spec alone, and do not know each other. `Step` orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arrays.streams import InOrder
+from ..dispatch.backends import choose
+from ..dispatch.values import check_flags, check_kind
+from ..layers.sparse import Observer, not_observed
+from ..layers.weights import BLOCK
+from .attended import FLOAT32, Chosen, OneList, WindowAndList
+from .caches import CacheFormat, KeyFormat, LayerCaches, formats_of
+from .context import LayerContext, StepContext
+from .hidden_states import attend
+from .keys import LatentKeys, TokenKeys
+from .layer_spec import LATENT
+from .output_projection import GroupedOutput, HeadOutput
+from .pooled import Compressors, Latents
+from .products import compute_type, in_groups, multiply, width
+from .queries import LatentQueries, WindowQueries
+from .rows import LatentRows, WindowRows
+from .scratch import Scratch
+from .selection import Indexer
+from .shared_selection import SharedSelection
+from .step import StepMetadata
+from .validation import check_options, check_step
+from .weight_shapes import named, shapes_of
+from .weights import WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
+
+QUERIES: dict[str, Any] = {"latent": LatentQueries, "window": WindowQueries}
+ROWS: dict[str, Any] = {"latent": LatentRows, "window": WindowRows}
+ATTENDED: dict[str, Any] = {"latent": OneList, "window": WindowAndList}
+POOLED: dict[str, Any] = {"compressor": Compressors, "latents": Latents}
+KEYS: dict[str, Any] = {"tokens": TokenKeys, "latents": LatentKeys}
+
+
+class SparseAttention(LayerContext):
+    """One attention layer. A model's class has the model's configuration.
+
+    Args:
+        config: of the model
+        layer: the layer's number; for V4.1 from num_hidden_layers on a layer that predicts further tokens
+        weights: transformers' or the published names within the attention module ("q_a_proj.weight") -> arrays, or a
+            checkpoint's tensors under the names of the whole model: arrays of any framework and strides in float32 or
+            bfloat16, or FP8 with a scale for each block: a BlockQuantizedWeight, or separate scales, "q_b_proj.scale"
+            or "q_b_proj.weight_scale_inv". Only the layer's are read
+        activations: bfloat16, or on the host also float32. "fp8", not for V4.1: bfloat16, and products of more than
+            384 tokens with FP8 weights round them to e4m3, with a scale, a power of two, for 128 values of a token
+        cache_format, key_format: of the caches passed to `step`, as in `LayerCaches.allocate`. For V4.1's key_format
+            "fp8" queries are e4m3, for "mxfp4" rounded to MXFP4, as in DeepSeek's code
+        weight_format: "fp8": FP8 matrices are stored in FP8; "bfloat16": the constructor dequantises them
+        max_position: positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
+        round_pooled, round_rows: of V4.1: round a pooled row to bfloat16 before its norm, and rotated rows before
+            quantisation, as DeepSeek's code and SGLang do; False: as vLLM. None: only rotated rows
+        scratch: temporary memory, shared by layers that run one after another
+        xp: numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
+
+    Other weights are stored in the type that the device multiplies: the activations' type, on the host float32.
+    """
+
+    config_type: ClassVar[type]
+
+    def __init__(
+        self,
+        config: Any,
+        layer: int,
+        weights: Mapping[str, Any],
+        *,
+        activations: Any = "bfloat16",
+        cache_format: CacheFormat | None = None,
+        key_format: KeyFormat | None = None,
+        weight_format: WeightFormat = "fp8",
+        max_position: int | None = None,
+        round_pooled: bool | None = None,
+        round_rows: bool | None = None,
+        scratch: Scratch | None = None,
+        xp: Any = None,
+        backend: str | None = None,
+    ) -> None:
+        check_kind(self.config_type, config=config)
+        if scratch is not None:
+            check_kind(Scratch, scratch=scratch)
+        check_kind(Mapping, weights=weights)
+        spec: Any = config.spec(layer)
+        for name, value in (("round_pooled", round_pooled), ("round_rows", round_rows)):
+            if value is not None:
+                check_flags(**{name: value})
+                if spec.cache_formats != "v41":
+                    raise ValueError(f"{name}: got {value}, expected None for a model other than V4.1")
+                spec = replace(spec, **{name: bool(value)})
+        self.layouts = formats_of(spec, cache_format, key_format)
+        expected, block = named(shapes_of(spec), config.names), getattr(config, "scale_block", BLOCK)
+        weights = weights_of_layer(weights, layer, config.names, block, getattr(config, "num_hidden_layers", None))
+        self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
+        self.activations = check_options(
+            spec, activations, cache_format, max_position, self.xp is np, backend, weight_format, block == BLOCK
+        )
+        self.config, self.spec, self.layer, self.backend = config, spec, layer, backend
+        self.dtype, self.scratch = compute_type(self.activations, self.xp), scratch or Scratch()
+        self.rounds_activations = activations == "fp8"
+        self.cos_sin = self.xp.asarray(spec.cos_sin_table(max_position or config.max_position_embeddings))
+        read = WeightReader(weights, expected, self.xp, keeps_fp8(weight_format))
+        self._load(read)
+        read.check_all_read()
+
+    def _load(self, get: WeightReader) -> None:
+        spec = self.spec
+        kv_b = None
+        if spec.rows == "latent":
+            kv_b = in_groups(self.matrix(get, "wkv_b", rounds=False), spec.heads)
+        self.queries, self.rows = QUERIES[spec.rows](self, get, kv_b), ROWS[spec.rows](self, get)
+        self.pooled = POOLED[spec.pooling](self, get) if spec.pooling in POOLED else None
+        self.keys = KEYS[spec.keys](self, get) if spec.owns_keys and spec.keys in KEYS else None
+        self.norms_with_keys = isinstance(self.keys, LatentKeys)
+        self.attended = ATTENDED[spec.rows](self, get)
+        self.output = (GroupedOutput if spec.o_groups else HeadOutput)(self, get, kv_b)
+        low = (*self.queries.low, *(() if self.keys is None else self.keys.low), *self.rows.low)
+        self.low_rank = self.matrix(get, *low)
+        shapes, end = shapes_of(spec), 0
+        self.columns: dict[str, slice] = {}  # of the products with low_rank
+        for name in low:
+            first, end = end, end + shapes[f"{name}.weight"][0]
+            self.columns[name] = slice(first, end)
+        wide = () if self.pooled is None else self.pooled.wide
+        if spec.selects:
+            wide = (*wide, "indexer.weights_proj")
+            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend)
+        self.wide = self.matrix(get, *wide, rounds=False) if wide else None
+
+    @property
+    def ratio(self) -> int:
+        """Positions of a selected row; 0: the layer has a window alone."""
+        return self.spec.ratio
+
+    @property
+    def mode(self) -> str:
+        return self.spec.mode
+
+    @property
+    def sinks(self) -> Any:
+        """float32 [heads], or None."""
+        return self.attended.sink
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: LayerCaches,
+        metadata: StepMetadata,
+        selection: SharedSelection | None = None,
+        *,
+        topk_indices: Any = None,
+        early_release: bool = True,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """Insert a step's rows, states and keys into the caches, and attend.
+
+        Args:
+            hidden_states: [T, hidden_size] of the layer's activations, after the layer's input norm; T are the
+                metadata's tokens (padding included)
+            layer_caches: written; only an owner writes rows that layers share
+            metadata: of the step's batch (StepBuilder)
+            selection: of the model, for layers that share selections or rows: layers that select write it, the others
+                read it
+            topk_indices: [T, topk] int32, rows that each token selects, counted within its request, -1 for none, in
+                place of the selection of a layer that shares none, which is then not computed. Rows that are not
+                complete at the token's position are left out
+            early_release: False: no later kernel starts before the results are stored (docs/interop.md)
+            out: [T, hidden_size] of hidden_states' dtype to write instead of allocating
+            observe: called with a part's name around each part ("project", "insert", "compress", "select", "map",
+                "decode", "gather", "prefill", "output")
+
+        Returns out, to which the caller adds the residual. A step that is run again, as after an error in a later
+        layer, gives the same bytes in out and in the caches. A step of decodes, once one of its size has run, allocates
+        nothing if `out` is given, and can be captured in a CUDA graph.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit, and where the
+        layer's owner or source has not run in this step, or wrote to other caches.
+        """
+        check_step(self, hidden_states, layer_caches, metadata, selection, topk_indices)
+        run = Step(self, layer_caches, metadata, selection, observe).run
+        shape = len(metadata.positions), self.spec.hidden_size
+        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
+
+    def insert(
+        self, hidden_states: Any, layer_caches: LayerCaches, metadata: StepMetadata, *, stream: Any = None
+    ) -> None:
+        """Insert a step's rows into the window cache, without attending; of a layer of ratio 0.
+
+        A draft layer keeps the rows of the main model's hidden states, not the rows of the tokens that it drafted.
+        The arguments are the same as those of `step`.
+        """
+        if self.ratio:
+            raise ValueError(f"layer: got {self.layer} of ratio {self.ratio}, expected one of ratio 0")
+        check_step(self, hidden_states, layer_caches, metadata, None, None)
+        run = Step(self, layer_caches, metadata, None, not_observed)
+        shape = len(metadata.positions), self.spec.hidden_size
+        into = self.scratch.shaped("inserted", shape, self.activations, self.cos_sin)  # attend's out, not written
+        attend(run.only_insert, hidden_states, shape, self.activations, None, into, stream)
+
+
+@dataclass(frozen=True)
+class Step(StepContext):
+    """The parts of one step in order. The caller's stream is current."""
+
+    layer: SparseAttention
+
+    def run(self, x: Any, topk_indices: Any, out: Any) -> None:
+        """Decodes leave multiprocessors idle, so independent work is queued on two streams."""
+        layer = self.layer
+        selects, side, wide, latents = layer.spec.selects and topk_indices is None, self.side(), None, None
+        if layer.pooled is not None or selects:
+            with side.branch(), self.observe("select" if layer.pooled is None else "compress"):
+                wide = self.array("wide", (len(x), width(layer.wide)), FLOAT32)
+                multiply(x, layer.wide, wide, layer.backend)
+                if layer.pooled is not None:
+                    latents = layer.pooled.run(self, wide)
+        qr, kv, keys = self.project(x)
+        if layer.keys is not None:  # may norm qr
+            layer.keys.insert(self, keys if latents is None else latents, qr)
+        projected, index_q = layer.queries.project(self, qr, selects)
+        if selects:
+            side.join()
+            with self.observe("select"):
+                weights = None if wide is None else wide[:, -layer.spec.index_heads :]
+                inputs = layer.indexer.queries(index_q, weights, self.metadata.positions, layer.cos_sin)
+            with side.branch():  # after the scores, concurrently with the selection
+                q = self.finish(projected, kv)
+            with self.observe("select"):
+                chosen = self.select(*inputs)
+        else:
+            q = self.finish(projected, kv)
+            chosen = self.chosen(topk_indices)
+        o = self.array("o", (*q.shape[:2], LATENT))
+        self.attend(q, chosen, o, side.join)
+        with self.observe("output"):
+            layer.output.run(self, o, out)
+
+    def only_insert(self, x: Any, *_: Any) -> None:
+        _, kv, _ = self.project(x)
+        self.layer.rows.insert(self, kv, normed=True)
+
+    def side(self) -> InOrder:
+        """The side stream. Work runs in order for prefills, which keep a device busy, and under an observer."""
+        layer = self.layer
+        independent = layer.pooled is not None and layer.pooled.is_independent
+        if not independent or self.metadata.tokens.num_prefills or self.observe is not not_observed:
+            return InOrder()
+        if choose(layer.backend, on_device=layer.xp is not np) != "cuda":
+            return InOrder()
+        return layer.scratch.side(layer.cos_sin)
+
+    def project(self, x: Any) -> tuple[Any, Any, Any]:
+        """Products with x: for the queries, for rows, and for index keys, or None. The first two are normed, unless the
+        norms of index keys and of the insert do it.
+        """
+        layer, columns = self.layer, self.layer.columns
+        with self.observe("project"):
+            low = self.array("low_rank", (len(x), width(layer.low_rank)))
+            multiply(x, layer.low_rank, low, layer.backend)
+            qr, kv = (low[:, columns[part.low[0]]] for part in (layer.queries, layer.rows))
+            if not layer.norms_with_keys:
+                self.norm(qr, kv[:, :LATENT], layer.rows.norm)
+        return qr, kv, low[:, columns["indexer.wk"]] if "indexer.wk" in columns else None
+
+    def finish(self, projected: Any, kv: Any) -> Any:
+        """Queries of attention. Inserts the step's rows."""
+        q = self.layer.queries.finish(self, projected)
+        self.layer.rows.finish(self, q, kv)
+        if self.selection is not None and self.layer.spec.owns_rows:
+            self.selection.note_owned(self.layer.layer, self.metadata, self.caches)
+        return q
+
+    def select(self, q: Any, weights: Any) -> Chosen:
+        """Select rows by the indexer's queries and weights."""
+        layer, tokens, shared = self.layer, self.metadata.tokens, self.selection
+        chosen, decodes = self.memory(len(q), layer.spec.topk), tokens.num_decode_tokens if self.maps_slots else 0
+        assert self.rows.indexer is not None
+        layer.indexer.select(
+            q, weights, self.caches.indexer, self.rows.indexer, tokens.positions, tokens.token_to_req_indices,
+            self.rows.block_table, (chosen.slots[:decodes], chosen.lens[:decodes]) if decodes else None,
+            tokens.is_valid_token, chosen.topk_indices, None if shared is None else shared.candidates(layer.spec),
+        )  # fmt: skip
+        if shared is not None:
+            shared.note(layer.spec, self.metadata)
+        return chosen._replace(mapped=decodes)
+
+    def chosen(self, topk_indices: Any) -> Chosen:
+        """The rows that are given, or that another layer selected."""
+        tokens = len(self.metadata.positions)
+        if topk_indices is not None:
+            return self.memory(tokens, topk_indices.shape[1])._replace(topk_indices=topk_indices)
+        if self.layer.spec.selection != "source":
+            return Chosen(None, None, None, 0)
+        decodes = self.metadata.tokens.num_decode_tokens if self.maps_slots else 0
+        return self.memory(tokens, self.layer.spec.topk)._replace(mapped=decodes)
+
+    def memory(self, tokens: int, topk: int) -> Chosen:
+        """Memory for the rows that tokens select."""
+        shared = self.selection
+        if shared is not None:
+            return Chosen(shared.topk_indices[:tokens], shared.slots[:tokens], shared.lens[:tokens], 0)
+        shape = tokens, topk
+        indices, slots = (self.array(name, shape, np.int32) for name in ("topk_indices", "slots"))
+        return Chosen(indices, slots, self.array("lens", (tokens,), np.int32), 0)
+
+    def attend(self, q: Any, chosen: Chosen, o: Any, join: Any) -> None:
+        """Write o [tokens, heads, 512]. join: called before q is read."""
+        self.layer.attended.run(self, q, chosen, o, join)

@@ -1,0 +1,51 @@
+"""Index keys: of tokens, or of the latents of compressed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import dlpack
+from ..ops.norm_rope import apply_rope, indexer_knorm_rope_and_insert
+from ..ops.sparse_cache import indexer_k_quant_and_cache
+from .context import LayerContext, StepContext
+from .layer_spec import INDEX_DIM
+from .products import multiply
+from .weights import WeightReader
+
+
+class TokenKeys:
+    """A key a token: a LayerNorm of a projection of its hidden state, rotated."""
+
+    low = ("indexer.wk",)
+
+    def __init__(self, layer: LayerContext, get: WeightReader) -> None:
+        self.norm, self.bias = get.vector("indexer.k_norm.weight"), get.vector("indexer.k_norm.bias")
+
+    def insert(self, step: StepContext, keys: Any, qr: Any) -> None:
+        layer, slots = step.layer, dlpack.borrow(step.rows.slot_mapping, "slot_mapping")
+        with step.observe("insert"):
+            indexer_knorm_rope_and_insert(
+                keys, self.norm, self.bias, step.caches.indexer, slots, step.metadata.positions, layer.cos_sin,
+                eps=layer.spec.key_eps, layout=layer.layouts.indexer, backend=layer.backend,
+            )  # fmt: skip
+
+
+class LatentKeys:
+    """A key a compressed row: an RMSNorm of a projection of its latent, rotated."""
+
+    low = ()
+
+    def __init__(self, layer: LayerContext, get: WeightReader) -> None:
+        self.k, self.norm = layer.matrix(get, "indexer.wk"), get.vector("indexer.k_norm.weight")
+
+    def insert(self, step: StepContext, latents: Any, qr: Any) -> None:
+        """One launch norms the queries' latent and the keys."""
+        layer, rows = step.layer, step.rows
+        with step.observe("compress"):
+            keys = step.array("index_k", (len(latents), INDEX_DIM))
+            multiply(latents, self.k, keys, layer.backend)
+            step.norm(qr, keys, self.norm)
+            heads = keys[:, None]
+            apply_rope(heads, rows.row_positions, layer.cos_sin, out=heads, backend=layer.backend)
+            tile = layer.layouts.indexer.scale_tile or INDEX_DIM
+            indexer_k_quant_and_cache(keys, step.caches.indexer, rows.slot_mapping, tile, backend=layer.backend)

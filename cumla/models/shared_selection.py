@@ -1,0 +1,87 @@
+"""The selection that layers of a model share within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..arrays.memory import coincide
+from ..dispatch.values import check_kind
+from ..layers.selection import Candidates
+from ..metadata.builder import ServingConfig
+from .caches import LayerCaches
+from .layer_spec import LayerSpec
+from .step import StepMetadata, check_specs
+
+
+class SharedSelection:
+    """The rows that the tokens of a step select: a layer that selects writes them, later layers read them.
+
+    Attributes:
+        topk_indices: int32 [max_num_batched_tokens, topk], rows counted within a token's request, then -1
+        slots: int32 of the same shape, slots of the selected rows; for decode tokens only
+        lens: int32 [max_num_batched_tokens], their count; for decode tokens only
+        candidate_blocks: int32 [max_num_batched_tokens, candidate_blocks]; None for a model without candidate blocks
+
+    One selection serves all layers of a model, one step after another.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], serving: ServingConfig, xp: Any = np) -> None:
+        check_specs(specs)
+        check_kind(ServingConfig, serving=serving)
+        tokens, topk = serving.max_num_batched_tokens, max(spec.topk for spec in specs)
+        self.topk_indices = xp.full((tokens, topk), -1, np.int32)
+        self.slots = xp.full((tokens, topk), -1, np.int32)
+        self.lens = xp.zeros(tokens, np.int32)
+        blocks = max(spec.candidate_blocks if spec.candidates != "none" else 0 for spec in specs)
+        self.candidate_blocks: Any = xp.full((tokens, blocks), -1, np.int32) if blocks else None
+        self._written: dict[str, tuple[int, Any]] = {}
+        self._owned: dict[int, tuple[Any, Any]] = {}  # by owner: the step, and the caches that it wrote
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self.topk_indices, self.slots, self.lens, self.candidate_blocks
+
+    def candidates(self, spec: LayerSpec) -> Candidates | None:
+        """The candidate blocks that a layer writes or reads."""
+        if spec.candidates == "none":
+            return None
+        return Candidates(self.candidate_blocks, spec.candidate_block_size, spec.candidates == "written")
+
+    def note(self, spec: LayerSpec, metadata: StepMetadata) -> None:
+        """Remember that this layer wrote "rows", and "candidates" if it does, for the step."""
+        self._written["rows"] = spec.layer, metadata
+        if spec.candidates == "written":
+            self._written["candidates"] = spec.layer, metadata
+
+    def check(self, what: str, layer: int | None, metadata: StepMetadata) -> None:
+        """Raise ValueError unless this layer wrote the "rows" or "candidates" last, and for this step."""
+        found, step = self._written.get(what, (None, None))
+        if found != layer or step is not metadata:
+            got = f"no {what}" if found is None else f"{what} of layer {found}"
+            when = "" if found is None or step is metadata else " of another step"
+            raise ValueError(f"selection: got {got}{when}, expected {what} of layer {layer} of this step")
+
+    def note_owned(self, layer: int, metadata: StepMetadata, caches: LayerCaches) -> None:
+        """Remember the caches to which an owner added the step's rows and keys."""
+        self._owned[layer] = metadata, caches
+
+    def check_owned(self, spec: LayerSpec, metadata: StepMetadata, caches: LayerCaches) -> None:
+        """Raise ValueError unless the owner wrote the step's rows and keys to the arrays of these caches."""
+        layer = spec.row_source
+        step, written = self._owned.get(-1 if layer is None else layer, (None, None))
+        if step is not metadata:
+            raise ValueError(
+                f"selection: layer {layer}, which owns the rows, has not run in this step, expected it before"
+            )
+        for name in ("rows", "compressed") if spec.owns_keys else ("rows", "compressed", "indexer"):
+            ours, owned = getattr(caches, name), getattr(written, name)
+            if ours is not owned and ours is not None:
+                ours, owned = (dlpack.borrow(x, f"layer_caches.{name}") for x in (ours, owned))
+                if ours.shape != owned.shape or not coincide(ours, owned):
+                    raise ValueError(
+                        f"layer_caches.{name}: got another array, expected the array of layer {layer}, the rows' owner"
+                    )
