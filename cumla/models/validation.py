@@ -212,7 +212,7 @@ def check_rings(name: str, ring: Any, window: DeepseekSparseSWAMetadata) -> None
     """Raise ValueError for fewer rings than the step has requests with tokens."""
     requests = window.num_decodes + window.num_prefills
     if len(getattr(ring, "shape", ())) and ring.shape[0] < requests:  # some may be padding
-        starts = host_integers("metadata.window.query_start_loc_cpu", window.query_start_loc_cpu)[: requests + 1]
+        starts = host_integers("metadata.tokens.query_start_loc_cpu", window.query_start_loc_cpu)[: requests + 1]
         served = int(np.count_nonzero(np.diff(starts) > 0))
         check_pages(name, ring, served, f"the {served} requests of the step, a ring each", "rings")
 

@@ -121,7 +121,7 @@ def test_names_as_transformers_saves_them():
     golden = GoldenLayer(0)
     names = {within: name for name, within in V4_ATTENTION.items()} | {"kv_norm.weight": "norm.weight"}
     golden.weights = {f"model.layers.0.attn.{names[within]}": weight for within, weight in golden.weights.items()}
-    np.testing.assert_array_equal(V4Layer(golden).layer.kv_norm, GoldenLayer(0).weights["kv_norm.weight"])
+    np.testing.assert_array_equal(V4Layer(golden).layer.rows.norm, GoldenLayer(0).weights["kv_norm.weight"])
 
 
 def sharded(folder, **files):
