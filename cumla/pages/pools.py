@@ -91,7 +91,7 @@ def pools_of(description: Description, caches: Sequence[Any]) -> Pools:
 
     Args:
         description: of the model, with the sizes of these caches' pages
-        caches: of each layer in order, draft layers last, such as DeepseekV4Caches; arrays of NumPy, CuPy or torch
+        caches: of each layer in order, draft layers last, LayerCaches; arrays of NumPy, CuPy or torch
 
     Raises TypeError or ValueError for caches that differ from the description.
     """
