@@ -56,7 +56,7 @@ def test_described_pages_are_enough(case, cache_format):
 def test_every_described_page_is_needed(case):
     """Without one, the outputs differ, and `missing` names it."""
     target, left_out = moving(case, "float32", 1), 0
-    for tokens in LENGTHS[case][2:]:
+    for tokens in LENGTHS[case][2 : 3 if case == V41 else None]:
         source = computed(case, "float32", tokens)
         after = [array.copy() for *_, array in source.pages()]
         want = goes_on(source, 0, tokens)
