@@ -27,7 +27,9 @@ KNOWN = {*WITHOUT_TYPE, *LIMITS, "rope_type", "type", "truncate", "finetuned"}
 COMPUTED = {"extrapolation_factor": 1, "attn_factor": 1}  # other parameters: the only value that is supported
 
 
-def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
+def cos_sin_table(
+    dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None, alpha: Any | None = None
+) -> np.ndarray:
     """float32 [max_position, dim]: cosines of the dim / 2 pairs, then sines.
 
     Args:
@@ -35,20 +37,32 @@ def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[st
         scaling: None, or YaRN's parameters: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
             attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor), truncate
             (True: the first and last pair of the ramp are rounded); a parameter that is None counts as absent
+        alpha: [dim / 2] numbers, the radians' learned factors exp(alpha) (LeRoPE of Mistral Large 4); None: 1
 
-    Raises ValueError for a kind of scaling other than YaRN.
+    Raises ValueError for a kind of scaling other than YaRN, and for alpha of another shape.
     """
+    frequencies = radians(dim, theta, scaling, alpha)
+    scaling = checked_scaling(scaling)
+    scale = 1.0 if scaling is None else attention_factor(scaling)
+    angles = np.arange(max_position, dtype=FLOAT32)[:, None] * frequencies
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * FLOAT32(scale)
+
+
+def radians(dim: int, theta: float, scaling: Mapping[str, Any] | None = None, alpha: Any | None = None) -> np.ndarray:
+    """float32 [dim / 2]: radians of a position of each pair; arguments as in cos_sin_table."""
     scaling = checked_scaling(scaling)
     wavelengths = FLOAT32(theta) ** (np.arange(0, dim, 2, dtype=FLOAT32) / FLOAT32(dim))
     frequencies = FLOAT32(1) / wavelengths
-    scale = 1.0
     if scaling is not None:
         stretched = FLOAT32(1) / (FLOAT32(scaling["factor"]) * wavelengths)
         unscaled = FLOAT32(1) - _ramp(dim, theta, scaling)
         frequencies = stretched * (FLOAT32(1) - unscaled) + frequencies * unscaled
-        scale = attention_factor(scaling)
-    angles = np.arange(max_position, dtype=FLOAT32)[:, None] * frequencies
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * FLOAT32(scale)
+    if alpha is not None:
+        factors = np.asarray(alpha, FLOAT32)
+        if factors.shape != frequencies.shape:
+            raise ValueError(f"alpha: got shape {factors.shape}, expected {frequencies.shape}, one factor a pair")
+        frequencies = frequencies * np.exp(factors)
+    return frequencies
 
 
 def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -100,7 +100,8 @@ def mqa_logits(args: PackedScores) -> None:
     if not len(k):
         return
     maps, heads = None, q.shape[1]
-    size = HopperSize(max(heads, 1), PACKED_COLUMNS // max(heads, 1), query_groups=2 if len(q) < MANY_QUERIES else 4)
+    of_product = min(PACKED_COLUMNS // max(heads, 1), MOST_OF_PRODUCT)
+    size = HopperSize(max(heads, 1), of_product, query_groups=2 if len(q) < MANY_QUERIES else 4)
     if kernel_for_packed(args, q.data.device_id) == "hopper" and k.strides[0] == DIM:
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
@@ -197,7 +198,8 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 
 # ---- scores on Hopper
 
-HEADS = (32, 64)  # heads of a query that the kernel supports
+HEADS = (16, 32, 64)  # heads of a query that the kernel supports; for MXFP4 keys not 16
+MOST_OF_PRODUCT = 4  # queries of a product: the lanes that share a key's sums
 PACKED_COLUMNS = 128  # columns of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # from this number of queries on, groups of eight leave little idle
 BOX_ROWS = 64  # most rows of a page in one copy
@@ -215,7 +217,8 @@ def kernel_for_packed(args: PackedScores, device: int) -> str:
 
 def kernel_for_pages(q: Any, pages: Pages, rows: int, device: int) -> str:
     """The kernel that scores aligned paged keys by boxes of at most `rows` rows: "hopper" or "portable"."""
-    fits = pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8" and q.shape[2] in HEADS
+    heads = {INDEXER_FP8: HEADS, INDEXER_MXFP4: HEADS[1:]}.get(pages.layout, ())
+    fits = q.dtype.name == "uint8" and q.shape[2] in heads
     return "hopper" if fits and is_hopper(device) and box_rows(rows, pages.block_size) else "portable"
 
 
@@ -276,7 +279,7 @@ def queries_at_once(heads: int, next_n: int, mxfp4: bool) -> HopperSize:
         return HopperSize(heads, min(next_n, 2), query_groups=1 if next_n <= 2 else 2)
     if next_n <= 4:
         return HopperSize(heads, (next_n, 4)[next_n > 2])
-    return HopperSize(heads, 3 if next_n <= 6 else 4, query_groups=2)
+    return HopperSize(heads, 3 if heads == 32 and next_n <= 6 else 4, query_groups=2)
 
 
 def query_map(q: Any) -> Words:

@@ -6,7 +6,7 @@ import cumla
 from cumla.kernels.cuda.device import assumed, has_clusters, limits
 from cumla.kernels.cuda.sparse import portable as sparse_portable
 
-LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.V32_NOPE_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 KIB = 1024
 # Shared memory of a thread block and of a multiprocessor (CUDA programming guide, compute capabilities).
 DEVICES = {

@@ -17,6 +17,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", [name for name in emulation.SCHE
     ("heads", "block_size", "next_n", "columns"),
     [
         (64, 64, 1, 45), (64, 8, 2, 170), (64, 24, 1, 130), (64, 16, 4, 60), (64, 128, 5, 5), (32, 64, 1, 45),
+        (16, 64, 1, 45), (16, 64, 2, 45), (16, 16, 3, 60), (16, 64, 5, 21),
         (32, 64, 2, 45), (32, 16, 3, 60), (32, 64, 4, 20), (32, 64, 6, 21), (32, 32, 8, 30),
     ],
 )  # fmt: skip
@@ -83,8 +84,8 @@ def test_rings_of_candidate_blocks(here, rng, monkeypatch, schedule, heads, bloc
 @SCHEDULES
 @pytest.mark.parametrize("width", [0, 90])
 @pytest.mark.parametrize("queries", [1, 13])
-@pytest.mark.parametrize("heads", [64, 32])
-@pytest.mark.thorough(when=lambda x: x.get("heads") == 32 and x.get("queries") == 1)
+@pytest.mark.parametrize("heads", [64, 32, 16])
+@pytest.mark.thorough(when=lambda x: x.get("heads") != 64 and x.get("queries") == 1)
 def test_groups_of_many_queries(here, rng, monkeypatch, schedule, width, queries, heads):
     monkeypatch.setattr(launcher, "MANY_QUERIES", 1)
     monkeypatch.setattr(launcher, "device_sms", lambda device: 2)

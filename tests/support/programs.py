@@ -160,6 +160,10 @@ SOURCES = [
             (64, 1, 1, 1),
             (64, 1, 2, 1),
             (64, 1, 2, 2),
+            (16, 0, 4, 4),
+            (16, 1, 1, 1),
+            (16, 1, 4, 1),
+            (16, 1, 4, 2),
             (32, 0, 4, 2),
             (32, 0, 4, 4),
             (32, 1, 1, 1),
@@ -451,6 +455,7 @@ COMPILATIONS += [
             *((x, x) for x in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16, cumla.DSV41_FP8)),
             (cumla.DSV41_FP8, cumla.DSV41_FP4),
             (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+            (cumla.V32_NOPE_FP8, cumla.V32_NOPE_FP8),
         )
     )
     for target in TARGETS

@@ -1,4 +1,4 @@
-// Indexer logits of FP8 or MXFP4 keys for FP8 queries of 64 or 32 heads, on Hopper (sm_90a):
+// Indexer logits of FP8 or MXFP4 keys for FP8 queries of 64, 32 or 16 heads, on Hopper (sm_90a):
 // logits = scale * sum of weights * relu(q . k).
 //
 // QUERIES queries are a *group*; their keys are processed KEYS at a time, a *tile*.
@@ -44,8 +44,8 @@
 //
 // Limits: heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
 //
-// Macros: HEADS (32 or 64), PAGED (a paged cache, or packed keys), MXFP4 (keys of a paged cache, or e4m3 ones), PASS (queries of a
-// product: 1 or 2, of 32 heads and e4m3 keys up to 4), PASSES (products of a warpgroup's keys; MXFP4 only), QUERY_GROUPS (1, 2 or 4),
+// Macros: HEADS (64, 32, or 16 with e4m3 keys), PAGED (a paged cache, or packed keys), MXFP4 (keys of a paged cache, or e4m3 ones),
+// PASS (queries of a product: 1 or 2, of 16 and 32 heads and e4m3 keys up to 4), PASSES (products of a warpgroup's keys; MXFP4 only), QUERY_GROUPS (1, 2 or 4),
 // MAXIMA (whether the largest of each 8 logits is written, too; pages only), CANDIDATES (keys are candidate blocks of 8 positions of
 // pages, of each query others: a group is one query, a box one block).
 #include "sm90/indexer/mxfp4.cuh"
