@@ -13,10 +13,16 @@ from .rope import checked_scaling
 MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
 # Prefixes of the names of entries that change attention, and names with such a prefix that do not change it.
 ATTENTION = (
-    "attention", "attn", "candidate", "compress", "head_dim", "index", "kv_", "layer_types", "lerope", "no_rope",
-    "nope", "num_key_value", "o_groups", "o_lora", "partial_rotary", "q_lora", "qk_", "rope", "sink", "sliding",
-    "softmax", "ssmax", "use_nope", "use_qk", "use_rope", "use_sliding", "v_head",
+    "attention", "attn", "candidate", "clip_qkv", "compress", "dsa_", "dual_chunk", "full_attention", "gated_att",
+    "gated_mla", "global_attn", "head_dim", "head_size", "index", "is_causal", "kv_", "layer_types", "learnable_sink",
+    "lerope", "linear_att", "llama_4_scaling", "local_att", "local_window", "logit_soft", "logits_soft",
+    "max_window_layers", "mla_", "moba", "mrope", "no_rope", "nope", "nsa_", "num_key_value", "num_kv_heads", "o_bias",
+    "o_groups", "o_lora", "partial_rotary", "position_embedding_type", "q_lora", "qk_", "qkv_", "query_pre_attn",
+    "rope", "rotary", "sink", "sliding", "softmax", "ssmax", "swa_", "use_alibi", "use_att", "use_bidirectional",
+    "use_gated", "use_mla", "use_mrope", "use_nope", "use_qk", "use_rope", "use_sink", "use_sliding", "v_head",
+    "window",
 )  # fmt: skip
+COMPUTED = {"is_causal": True, "use_mla": True}  # by all models' layers
 NEUTRAL = {
     "attention_dropout", "attn_implementation", "attn_implementation_internal",
     "index_skip_topk_offset",  # without effect while index_topk_freq is 1
@@ -58,7 +64,7 @@ def check_all_read(config: Mapping[str, Any], read: Iterable[str], computed: Map
     Entries whose names begin with a prefix in ATTENTION change attention, unless they are NEUTRAL. An entry that is
     None counts as absent.
     """
-    known = NEUTRAL.union(read)
+    known, computed = NEUTRAL.union(read), COMPUTED | computed
     for name, value in config.items():
         if value is None or name in known or not str(name).startswith(ATTENTION):
             continue

@@ -128,8 +128,8 @@ def _indexed(folder: pathlib.Path) -> dict[str, str]:
         text = _mapped(path)[:]
         try:
             files = json.loads(text, object_pairs_hook=_once)["weight_map"].items()
-            if not all(isinstance(file, str) for _, file in files):
-                raise TypeError("files that are no names")
+            if not files or not all(isinstance(file, str) for _, file in files):
+                raise TypeError("no names of files")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path.name}: got no weight_map, expected the file of each array{_twice(error)}"
@@ -281,5 +281,7 @@ def _check_entry(name: Any, array: Any) -> None:
         raise ValueError(f"{name}: got an array of this name, which the format reserves")
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: got {type(array).__name__}, expected a NumPy array")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name}: got a masked array, whose mask would be lost, expected a plain one")
     if array.dtype not in NAMES:
         raise ValueError(f"{name}: got dtype {array.dtype}, expected one of {', '.join(map(str, NAMES))}")

@@ -151,6 +151,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path, monkeypatch, failing):
         ({"a": np.zeros(1), "z": np.zeros(1, complex)}, ValueError, "^z: got dtype complex128, expected one of"),
         ({"z": np.zeros(1, ">f4")}, ValueError, "^z: got dtype >f4, expected one of"),
         ({"z": [1.0]}, TypeError, "^z: got list, expected a NumPy array"),
+        ({"z": np.ma.array([1.0], mask=[True])}, TypeError, "^z: got a masked array, whose mask would be lost"),
         ({5: np.zeros(1)}, TypeError, "^5: got a name of type int, expected a string"),
         ({"__metadata__": np.zeros(1)}, ValueError, "^__metadata__: got an array of this name"),
     ],

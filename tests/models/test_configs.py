@@ -153,6 +153,16 @@ SAME = {  # entries that are not fields: by model, the value that its layers com
     "sliding_window_pattern": ({}, 6), "use_sliding_window": ({}, True), "kv_source_layers": ({}, [0, 0]),
     "attention_sink_size": ({}, 4), "softmax_scale": ({}, 0.5), "no_rope_layers": ({}, [1, 0]),
     "rope_anything": ({}, 1),
+    "is_causal": ({"v32": True, "v4": True, "v41": True}, False),
+    "use_mla": ({"v32": True, "v4": True, "v41": True}, False),
+    "clip_qkv": ({}, 8.0), "dsa_topk": ({}, 64), "dual_chunk_attention_config": ({}, {"chunk_size": 8}),
+    "full_attention_interval": ({}, 4), "gated_attention": ({}, True), "gated_mla": ({}, True),
+    "global_attn_every_n_layers": ({}, 2), "head_size": ({}, 64), "learnable_sink": ({}, True),
+    "linear_attn_config": ({}, {"full_attn_layers": [3]}), "llama_4_scaling": ({}, {"beta": 0.1}),
+    "logits_soft_cap": ({}, 30.0), "logit_softcapping": ({}, 30.0), "mla_scale_q_lora": ({}, True),
+    "mrope_section": ({}, [16, 8, 8]), "num_kv_heads": ({}, 2), "o_bias": ({}, True), "qkv_bias": ({}, True),
+    "position_embedding_type": ({}, "absolute"), "query_pre_attn_scalar": ({}, 256), "rotary_dim": ({}, 32),
+    "swa_window": ({}, 64), "use_bidirectional_attention": ({}, True), "window_size": ({}, 64),
 }  # fmt: skip
 
 

@@ -275,7 +275,14 @@ def test_an_index_has_an_array_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "a.safetensors", "b": 5}}', "[]", "[" * 100_000]
+    "text",
+    [
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": "a.safetensors", "b": 5}}',
+        "[]",
+        "[" * 100_000,
+    ],
 )
 def test_an_index_that_names_no_files(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
