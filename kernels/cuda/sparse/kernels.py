@@ -279,6 +279,11 @@ def epilogue_ctas(units: int, device: int) -> int:
     return min(units, EXACT_BLOCKS_PER_SM * device_sms(device))
 
 
+@cached_by_capability
+def _epilogue(formats: Formats, aligned: bool, heads: int, split: bool) -> Kernel:
+    return kernel("common/sparse/exact.cu", "attention_epilogue", **exact_macros(formats, aligned, heads, split))
+
+
 def launch_epilogue(
     work: AttentionCall,
     problem: tuple[Any, ...],
@@ -306,7 +311,6 @@ def launch_epilogue(
         combined = division.parts or division.ranges // work.tiles + 2  # combined parts of a split tile: rarely more
         pieces = min(work.tiles, division.ranges) * work.tile_heads * V_DIM // COMBINE_VALUES
         units = max(units, pieces // 2)  # occupies all SMs, even for a single tile
-    macros = exact_macros(work.formats, aligned, work.tile_heads, division.split)
-    function = kernel("common/sparse/exact.cu", "attention_epilogue", **macros)
+    function = _epilogue(work.formats, aligned, work.tile_heads, division.split)
     grid = (epilogue_ctas(units, device),)
     function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts, combined), overlap=True)
