@@ -21,7 +21,7 @@ from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..specs import indexer as indexer_inputs
 from ..specs import indexer_topk as topk_inputs
 from . import peers
-from .problem import BLOCK, Peer, Problem, Sizes, by_backend, calls_of, kind_of, problem_of
+from .problem import BLOCK, Peer, Problem, Sizes, calls_of, kind_of, problem_of
 
 HEADS, V41_HEADS, DIM = 64, 32, 128
 PAGED = "q", "kv_cache", "weights", "context_lens", "block_table"  # in the order of peers
@@ -222,7 +222,8 @@ class Choice:
         function = f"{peers.top_k_function(self.rows)}, vLLM 0.26" if decode else peers.VLLM_PREFILL_CHOICE
         seen = (ends,) if decode else (None, starts, ends)
         return problem_of(
-            self, sizes, by_backend(cumla.top_k_per_row, [(each, self.topk) for each in scores], outs, **options),
+            self, sizes,
+            calls_of(cumla.top_k_per_row, [{"logits": each} for each in scores], outs, topk=self.topk, **options),
             4 * int(lens.sum()), check,
             peer=Peer("vllm", function, peers.vllm_top_k, [(each, self.topk, *seen) for each in scores]),
         )  # fmt: skip

@@ -137,18 +137,6 @@ def calls_of(
     return lambda backend: [functools.partial(function, **x, **options, backend=backend) for x in keywords]
 
 
-def by_backend(
-    call: Callable[..., Any], sets: Sequence[Sequence[Any]], outs: Sequence[Any] | None = None, **options: Any
-) -> Callable[[str], Calls]:
-    """Calls of a backend over sets of arguments, each with an output of its own where `outs` are given."""
-
-    def calls(backend: str) -> Calls:
-        made = [functools.partial(call, *arguments, **options, backend=backend) for arguments in sets]
-        return made if outs is None else [functools.partial(x, out=out) for x, out in zip(made, outs, strict=True)]
-
-    return calls
-
-
 def problem_of(
     case: Case, sizes: Sizes, ours: Callable[[str], Calls], moved: float, check: Callable[[Any], float],
     clear: Callable[[], Any] | None = None, *, flop: float = 0, peer: Peer | None = None, copied: bool = False,

@@ -28,10 +28,10 @@ from .problem import (
     BLOCK,
     CHECKED,
     WINDOW,
+    Calls,
     Peer,
     Problem,
     Sizes,
-    by_backend,
     calls_of,
     error_within,
     first,
@@ -87,12 +87,14 @@ class Decode:
         keys = sum(x.keys for x in sets) / SETS
         width = self.layout.head_dim + 512
         moved = sum(x.row_bytes for x in sets) / SETS + self.batch * self.s_q * self.heads * 2 * width
-        one_of_each = [(x,) for x in sets]
+
+        def ours(backend: str) -> Calls:
+            return [functools.partial(DecodeInputs.cumla, x, backend) for x in sets]
+
         problem = problem_of(
-            self, sizes, by_backend(DecodeInputs.cumla, one_of_each), moved, sets[0].check, sets[0].clear,
-            flop=keys * 2 * self.heads * width,
+            self, sizes, ours, moved, sets[0].check, sets[0].clear, flop=keys * 2 * self.heads * width,
             peer=None if self.layout not in (DSV4_FP8, V32_FP8)
-            else Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
+            else Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, [(x,) for x in sets]),
         )  # fmt: skip
         if self.beside_portable and sizes.backend == "cuda":
             problem.impls["portable"] = "cupy", [x.portable for x in sets]

@@ -34,6 +34,8 @@ class Memory:
         self.ptr, self.size, self.device_id = start + GUARD + pages - inside, size, device_id
 
     def __del__(self):
+        if queues is None:  # the interpreter is shutting down
+            return
         if queues.is_anything_queued():  # CuPy's pool reuses it for later work on the same stream
             queues.kept.append(self._map)
 
