@@ -163,6 +163,17 @@ __device__ inline float reciprocal_fast(float x) {
     return y;
 }
 
+// ---- reductions over a quad, the four lanes that have a row of a product
+
+__device__ inline float quad_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ inline float quad_sum(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
 // ---- eight values at a time between global memory and registers
 //
 // ALIGNED: whether 16-byte accesses are allowed; otherwise every access is a single element or byte. STREAM: data is

@@ -110,8 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float new_top = -infinity();
 #pragma unroll
             for (int n = 0; n < KEYS / 8; ++n) new_top = fmaxf(new_top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
-            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
+            new_top = quad_max(new_top);
             new_top = fmaxf(top[half], new_top * scale_log2);
             float base = new_top == -infinity() ? 0.0f : new_top, rescale = exp2_approx(top[half] - base);
             top[half] = new_top;
@@ -155,8 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        total[half] = quad_sum(total[half]);
         if (row + 8 * half >= tile.queries) continue;
         int64 query = tile.first_query + row + 8 * half;
         bool empty = top[half] == -infinity() && total[half] == 0.0f;  // a row of NaN is not empty

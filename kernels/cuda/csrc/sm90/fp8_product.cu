@@ -181,8 +181,7 @@ struct Consumer {
             float magnitude = fabsf(from[i / 2 * 4 + i % 2]);
             largest = fmaxf(largest, magnitude < infinity() ? magnitude : 0.0f);
         }
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = quad_max(largest);
         int exponent = scale_exponent(largest, -126), c = lane % 4;
         float factor = power_of_two(-exponent);
         bool present = token < p.tokens && at.row < p.rows;

@@ -47,11 +47,9 @@ struct PrefillConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             Row& row = rows[r];
-            row.total += __shfl_xor_sync(~0u, row.total, 1);
-            row.total += __shfl_xor_sync(~0u, row.total, 2);
+            row.total = quad_sum(row.total);
             if (REDUCES) {
-                row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 1));
-                row.highest = fmaxf(row.highest, __shfl_xor_sync(~0u, row.highest, 2));
+                row.highest = quad_max(row.highest);
             }
             if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {row.total, row.highest});
         }

@@ -61,8 +61,7 @@ struct Softmax {
             float new_top = -infinity();
 #pragma unroll
             for (int i = 2 * half; i < 64; i += 4) new_top = fmaxf(new_top, fmaxf(x[i], x[i + 1]));
-            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 1));
-            new_top = fmaxf(new_top, __shfl_xor_sync(~0u, new_top, 2));
+            new_top = quad_max(new_top);
             new_top = fmaxf(top[half], new_top * scale_log2);
             float base = new_top == -infinity() ? 0.0f : new_top, sum = 0.0f;
             rescale[half] = exp2_approx(top[half] - base);
@@ -255,8 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float total = softmax.total[half];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
+        total = quad_sum(total);
         if (row + 8 * half >= tile.queries) continue;
         int64 query = tile.first_query + row + 8 * half;
         bool empty = softmax.top[half] == -infinity() && total == 0.0f;  // a row of only NaN scores is not empty

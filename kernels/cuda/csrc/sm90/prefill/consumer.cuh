@@ -96,8 +96,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
             float largest = -infinity();
 #pragma unroll
             for (int i = 2 * r; i < 32; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
+            largest = quad_max(largest) * scale_log2;
             rows[r].highest = fmaxf(rows[r].highest, largest);
             raised[r] = largest > rows[r].reference + RAISE ? largest : rows[r].reference;
             if (lane % 4 == 0) sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32 * r, raised[r]);

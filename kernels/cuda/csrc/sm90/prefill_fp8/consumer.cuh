@@ -181,8 +181,7 @@ template <int CONSUMER> struct Consumer : PrefillConsumer {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
-            largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
+            largest[r] = quad_max(largest[r]);
             raised[r] = largest[r] > rows[r].reference + RAISE ? largest[r] : rows[r].reference;
             base[r] = raised[r] == -infinity() ? 0.0f : raised[r] - HEADROOM;
         }

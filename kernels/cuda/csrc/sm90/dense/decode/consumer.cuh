@@ -149,8 +149,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
             float largest = -infinity();
 #pragma unroll
             for (int i = 2 * half; i < 32; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
+            largest = quad_max(largest) * scale_log2;
             raised[half] = largest > reference[half] + RAISE ? largest : reference[half];
             if (lane % 4 == 0) sts_float(window + REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, raised[half]);
             float base = raised[half] == -infinity() ? 0.0f : raised[half], scale = scale_log2;
@@ -208,8 +207,7 @@ __device__ inline uint32 consume_token(const DenseProblem& problem, const DenseT
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        total[half] += __shfl_xor_sync(~0u, total[half], 1);
-        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        total[half] = quad_sum(total[half]);
         if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
     DenseWork work = load_work(window);  // reloaded: the products use its registers
