@@ -280,8 +280,8 @@ def epilogue_ctas(units: int, device: int) -> int:
 
 
 @cached_by_capability
-def _epilogue(formats: Formats, aligned: bool, heads: int, split: bool) -> Kernel:
-    return kernel("common/sparse/exact.cu", "attention_epilogue", **exact_macros(formats, aligned, heads, split))
+def _epilogue(formats: Formats, aligned: bool, heads: int, combines: bool) -> Kernel:
+    return kernel("common/sparse/exact.cu", "attention_epilogue", **exact_macros(formats, aligned, heads, combines))
 
 
 def launch_epilogue(
