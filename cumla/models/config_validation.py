@@ -64,7 +64,7 @@ def check_all_read(config: Mapping[str, Any], read: Iterable[str], computed: Map
     Entries whose names begin with a prefix in ATTENTION change attention, unless they are NEUTRAL. An entry that is
     None counts as absent.
     """
-    known, computed = NEUTRAL.union(read), COMPUTED | computed
+    known, computed = NEUTRAL.union(read), {**COMPUTED, **computed}
     for name, value in config.items():
         if value is None or name in known or not str(name).startswith(ATTENTION):
             continue
