@@ -5,8 +5,12 @@
 `us_graph` of a row is the time on the stream, the copy of the list of spans included; no graph is captured.
 """
 
+from __future__ import annotations
+
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import common
 import numpy as np
@@ -17,7 +21,7 @@ from cumla.models import DeepseekV4Config, DeepseekV32Config
 ROUNDS = 9
 
 
-def models(layers):
+def models(layers: int) -> dict[str, pages.Description]:
     ratios = (1, 4, 128, 4, *[4, 128] * layers)[:layers]
     v4 = DeepseekV4Config(4096, 64, 1024, 8, 1024, compress_ratios=ratios)
     return {
@@ -25,9 +29,11 @@ def models(layers):
     }  # fmt: skip
 
 
-def plan(model, requests, tokens, rng):
+def plan(
+    model: pages.Description, requests: int, tokens: int, rng: np.random.Generator
+) -> tuple[dict[str, int], dict[str, np.ndarray]]:
     """Pages of each pool, and pairs of device page and host page by group."""
-    counts, pairs = {}, {}
+    counts, pairs = dict[str, int](), dict[str, np.ndarray]()
     for part in model.needs(tokens).parts:
         count = max(requests * len(part.pages), 1)
         counts[part.group] = count
@@ -36,9 +42,9 @@ def plan(model, requests, tokens, rng):
     return counts, pairs
 
 
-def timed(xp, call):
+def timed(xp: Any, call: Callable[[], Any]) -> tuple[float, float]:
     """Microseconds on the stream, and of the host."""
-    device, host = [], []
+    device, host = list[float](), list[float]()
     for _ in range(ROUNDS):
         start, end = xp.cuda.Event(), xp.cuda.Event()
         xp.cuda.Device().synchronize()
@@ -52,7 +58,7 @@ def timed(xp, call):
     return statistics.median(device[1:]), statistics.median(host[1:])
 
 
-def measure(xp, report, name, model, requests, tokens):
+def measure(xp: Any, report: common.Report, name: str, model: pages.Description, requests: int, tokens: int) -> None:
     rng = np.random.default_rng(0)
     counts, pairs = plan(model, requests, tokens, rng)
     device = pages.Pools.allocate(model, counts, xp)
@@ -65,7 +71,7 @@ def measure(xp, report, name, model, requests, tokens):
     flat = xp.zeros(moved, xp.uint8)
     runtime, stream = xp.cuda.runtime, xp.cuda.get_current_stream().ptr
 
-    def check():
+    def check() -> None:
         xp.cuda.Device().synchronize()
         for ours, theirs in zip(device.pools, host.pools, strict=True):
             its = pairs[ours.group.name]
@@ -89,7 +95,7 @@ def measure(xp, report, name, model, requests, tokens):
         print(f"{op} {config}: {moved / 1e6:.0f} MB, {copy_us / us:.0%} of memcpy, host {us_host:.0f} us", flush=True)
 
 
-def main():
+def main() -> None:
     import cupy
 
     parser = common.arguments(__doc__)

@@ -174,9 +174,8 @@ def test_each_rank_packs_its_own_part(case):
 
     def tables_of(ranked, of):
         tables = {name: table[0] for name, table in ranked.whole.paged.tables.items()}
-        names = {group.name: "state" if group.name.startswith("states") else "window" for group in of}
-        names["compressed"] = "compressed"
-        return {x.name: ranked.table[0] if x.name == "rank_rows" else tables[names[x.name]] for x in of}
+        tables |= {"rank_rows": ranked.table[0], "rows": tables["window"]}
+        return {group.name: tables[group.name] for group in of}
 
     def on(comm):
         source, target = Ranked(case, comm), Ranked(case, comm)
