@@ -220,9 +220,10 @@ def kernel_for_decode(device: int, layout: CacheLayout, heads: int) -> str:
 
 @cached_by_capability
 def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
+    macros = *layout_macros(formats).items(), ("TILE_HEADS", heads)
+
     def program(parts: int) -> Program:
-        macros = {**layout_macros(formats), "TILE_HEADS": heads, "PARTS": parts}
-        return Program("sm90/decode/decode.cu", "sparse_mla_decode", "sm_90a", tuple(macros.items()))
+        return Program("sm90/decode/decode.cu", "sparse_mla_decode", "sm_90a", (*macros, ("PARTS", parts)))
 
     return FastKernel(
         program, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
