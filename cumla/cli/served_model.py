@@ -13,6 +13,7 @@ from ..dispatch.values import check_integers
 from ..errors import InputError
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, CacheLayout
 from ..models.config_validation import check_fixed, numbers_of
+from ..models.registry import CONFIGS
 from ..models.v4_config import DeepseekV4Config
 from ..models.v32_config import DeepseekV32Config
 from ..models.v41_config import DeepseekV41Config
@@ -50,13 +51,13 @@ class DenseConfig:
 
 
 # How models read their config.json: a model that refuses one would not run what is compiled for it.
-CONFIGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "v4": DeepseekV4Config.from_dict, "v41": DeepseekV41Config.from_dict, "v32": DeepseekV32Config.from_dict,
     "mla": DenseConfig.from_dict,
 }  # fmt: skip
 MODEL_TYPES = {
     "deepseek_v4": "v4", "deepseek_v41": "v41", "deepseek_v41_text": "v41", "deepseek_v32": "v32",
-    "deepseek_v2": "mla", "deepseek_v3": "mla",
+    "deepseek_v2": "mla", "deepseek_v3": "mla", "glm_moe_dsa": "v32",
 }  # fmt: skip
 
 
@@ -157,7 +158,8 @@ class Model:
         if not isinstance(config, dict):
             raise InputError(f"--config: {path} holds no object")
         kind = _kind_of(config, path)
-        read = CONFIGS[kind]
+        named = CONFIGS.get(str(config.get("model_type")))
+        read = READERS[kind] if named is None else named.from_dict
         try:
             sizes = read(config)
         except (TypeError, ValueError) as error:

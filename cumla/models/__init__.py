@@ -5,6 +5,7 @@ from .caches import STATE_BLOCK_SIZES, LayerCaches
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
+from .glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaConfig
 from .layer_spec import LayerSpec
 from .registry import config_from
 from .safetensors import Checkpoint
@@ -27,6 +28,8 @@ __all__ = [
     "DeepseekV41Attention",
     "DeepseekV41Config",
     "ExpectedWeight",
+    "GlmMoeDsaAttention",
+    "GlmMoeDsaConfig",
     "LayerCaches",
     "LayerSpec",
     "Scratch",

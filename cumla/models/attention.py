@@ -238,7 +238,7 @@ class Step(StepContext):
             side.join()
             with self.observe("select"):
                 weights = None if wide is None else wide[:, -layer.spec.index_heads :]
-                inputs = layer.indexer.queries(index_q, weights, self.metadata.positions, layer.cos_sin)
+                inputs = layer.indexer.queries(index_q, weights, self.metadata.positions, layer.index_cos_sin)
             with side.branch():  # after the scores, concurrently with the selection
                 q = self.finish(projected, kv)
             with self.observe("select"):

@@ -42,6 +42,11 @@ class LayerContext:
     norms_with_keys: bool
     queries: Any
 
+    @property
+    def index_cos_sin(self) -> Any:
+        """RoPE's table of the indexer; None if it does not rotate."""
+        return None if self.spec.index_pairs == "none" else self.cos_sin
+
     def matrix(self, get: WeightReader, *names: str, rounds: bool = True) -> Any:
         """Stacked weights; rounds: whether products of many tokens round activations to FP8 if the layer does."""
         weight = stacked([get.matrix(f"{name}.weight") for name in names], self.dtype, self.xp, self.scratch)

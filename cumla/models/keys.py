@@ -22,11 +22,13 @@ class TokenKeys:
         self.norm, self.bias = get.vector("indexer.k_norm.weight"), get.vector("indexer.k_norm.bias")
 
     def insert(self, step: StepContext, keys: Any, qr: Any) -> None:
-        layer, slots = step.layer, dlpack.borrow(step.rows.slot_mapping, "slot_mapping")
+        layer, spec = step.layer, step.layer.spec
+        slots = dlpack.borrow(step.rows.slot_mapping, "slot_mapping")
         with step.observe("insert"):
             indexer_knorm_rope_and_insert(
-                keys, self.norm, self.bias, step.caches.indexer, slots, step.metadata.positions, layer.cos_sin,
-                eps=layer.spec.key_eps, layout=layer.layouts.indexer, backend=layer.backend,
+                keys, self.norm, self.bias, step.caches.indexer, slots, step.metadata.positions, layer.index_cos_sin,
+                eps=layer.spec.key_eps, rope_first=spec.index_part == "first", is_neox=spec.index_pairs == "halves",
+                layout=layer.layouts.indexer, backend=layer.backend,
             )  # fmt: skip
 
 

@@ -6,15 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..dispatch.values import check_choice, check_kind
-from .v4_config import DeepseekV4Config
-from .v32_config import DeepseekV32Config
-from .v41_config import MODEL_TYPES, DeepseekV41Config
+from .attention import SparseAttention
+from .deepseek_v4 import DeepseekV4Attention
+from .deepseek_v32 import DeepseekV32Attention
+from .deepseek_v41 import DeepseekV41Attention
+from .glm_moe_dsa import GlmMoeDsaAttention
+from .v41_config import MODEL_TYPES
 
-CONFIGS: dict[str, Any] = {
-    "deepseek_v32": DeepseekV32Config,
-    "deepseek_v4": DeepseekV4Config,
-    **dict.fromkeys(MODEL_TYPES, DeepseekV41Config),
+MODELS: dict[str, type[SparseAttention]] = {
+    "deepseek_v32": DeepseekV32Attention,
+    "deepseek_v4": DeepseekV4Attention,
+    **dict.fromkeys(MODEL_TYPES, DeepseekV41Attention),
+    "glm_moe_dsa": GlmMoeDsaAttention,
 }
+CONFIGS: dict[str, Any] = {name: attention.config_type for name, attention in MODELS.items()}
 
 
 def config_from(config: Mapping[str, Any]) -> Any:

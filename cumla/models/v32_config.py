@@ -58,7 +58,7 @@ class DeepseekV32Config:
     rope_scaling: Mapping[str, Any] | None = None
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
+    def from_dict(cls, config: Mapping[str, Any]) -> Any:
         """Read a config.json.
 
         Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
@@ -68,12 +68,25 @@ class DeepseekV32Config:
         check_absent(
             config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
         )
-        numbers = numbers_of(cls, config, besides=("rope_scaling",))
-        heads = Choice((ROPE_DIM, numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE_DIM))
-        check_all_read(config, (*names_of(cls), *READ), COMPUTED | {"head_dim": heads, "qk_head_dim": heads[1]})
+        return cls.from_checked(config, COMPUTED)
+
+    @classmethod
+    def from_checked(
+        cls, config: Mapping[str, Any], computed: Mapping[str, Any], read: tuple[str, ...] = (), **fields: Any
+    ) -> Any:
+        """Read the entries of a config.json that models with latent rows share.
+
+        Args:
+            computed, read: of `check_all_read`, in addition to the fields
+            fields: other fields
+        """
+        numbers = numbers_of(cls, config, besides=("rope_scaling", *fields))
+        width = numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE_DIM
+        known = {"head_dim": Choice((ROPE_DIM, width)), "qk_head_dim": width, **computed}
+        check_all_read(config, (*names_of(cls), *READ, *read), known)
         rope = rope_of(config)
         check_rotated(ROPE_DIM, ROPE_DIM, config, rope or {})
-        return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope)
+        return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope, **fields)
 
     def __post_init__(self) -> None:
         check_numbers(self)

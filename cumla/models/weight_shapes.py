@@ -23,7 +23,10 @@ def expected_weights(config: Any, layer: int) -> dict[str, ExpectedWeight]:
     """
     if not callable(getattr(config, "spec", None)):
         raise TypeError(f"config: got {shown(config)}, expected the configuration of a model's attention layers")
-    return named(shapes_of(config.spec(layer)), config.names)
+    found = named(shapes_of(config.spec(layer)), config.names)
+    if getattr(config, "published_as", "") == "transformers":
+        return {weight.transformers: weight for weight in found.values()}
+    return found
 
 
 def named(shapes: Shapes, names: Mapping[str, str]) -> dict[str, ExpectedWeight]:

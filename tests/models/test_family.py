@@ -1,0 +1,168 @@
+"""Layers of GLM-5.x against transformers in float64: outputs and selections, by any schedule, on ranks, and errors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cumla.models import GlmMoeDsaConfig, config_from, expected_weights
+from cumla.parallel import RankRows, Shard, ShardedAttention, local_slot_mapping, run_threads
+from support.family_stack import GOLDEN, FamilyStack
+
+REQUESTS = [
+    (case, request)
+    for case, stack in enumerate(GOLDEN["stacks"])
+    if stack["config"]["model_type"] == "glm_moe_dsa"
+    for request in range(len(stack["requests"]))
+]
+GLM = {
+    "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+    "index_head_dim": 128, "index_topk": 2048, "num_hidden_layers": 78, "rms_norm_eps": 1e-5, "head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8000000.0}, "rope_interleave": True,
+    "indexer_rope_interleave": True, "max_position_embeddings": 1048576, "attention_bias": False,
+    "index_topk_freq": 4, "index_skip_topk_offset": 3, "index_share_for_mtp_iteration": True,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "request_number"), REQUESTS)
+def test_outputs_and_selections_are_transformers(case, request_number):
+    stack = FamilyStack(case)
+    stack.check(request_number, stack.run(request_number, GOLDEN["stacks"][case]["requests"][request_number]))
+
+
+@pytest.mark.parametrize("splits", [[216, 45], [1] * 36 + [225], [64, 1, 3, 63, 2, 128]])
+def test_any_schedule_gives_the_same(splits):
+    stack = FamilyStack(0)
+    stack.check(0, stack.run(0, splits))
+
+
+def test_requests_in_one_step():
+    """Decodes, drafts that are rejected and computed again, and a prompt's chunks, of two requests."""
+    stack, parts = FamilyStack(0), {0: [], 1: []}
+    stack.step([(0, 0, 40)])
+    for scheduled in ([(0, 30, 1), (1, 0, 20)], [(1, 20, 1), (0, 31, 69)], [(0, 100, 3), (1, 21, 15)], [(0, 100, 161)]):
+        for (request, first, _), out in zip(scheduled, stack.step(scheduled), strict=True):
+            parts[request].append((first, out))
+    for request, start in ((0, 30), (1, 0)):
+        whole = np.zeros((4, stack.hidden[request].shape[1], 128), np.float32)
+        whole[:, :start] = FamilyStack(0).run(request, [start])[:, :start] if start else 0
+        for first, out in parts[request]:
+            whole[:, first : first + out.shape[1]] = out
+        stack.picks = {}
+        stack.check(request, whole)
+
+
+def test_ranks_select_and_give_what_one_device_does():
+    splits = GOLDEN["stacks"][0]["requests"][0]
+
+    def on(comm):
+        stack, page = FamilyStack(0), 5
+        shard = Shard(comm.rank, comm.size, 2)
+        columns = -(-sum(splits) // (page * comm.size)) + 2
+        table = np.random.default_rng(comm.rank).permutation(columns).astype(np.int32)[None]
+        for number, caches in stack.caches.items():
+            stack.caches[number] = dataclasses.replace(caches, rows=np.zeros((columns, page, 576), np.float32))
+
+        class OnRank:
+            def __init__(self, layer):
+                self.sharded, self.layer, self.spec = ShardedAttention(layer, comm), layer.layer, layer.spec
+                self.activations = layer.activations
+
+            def step(self, x, caches, metadata, selection):
+                tokens = metadata.tokens
+                slots = local_slot_mapping(
+                    tokens.query_start_loc, tokens.seq_lens, table, page, shard, num_tokens=len(x), backend="cpu"
+                )
+                return self.sharded.step(x, caches, metadata, RankRows(shard, table, slots), selection)
+
+        stack.layers = [OnRank(layer) for layer in stack.layers]
+        stack.check(0, stack.run(0, splits))
+        return stack.picks
+
+    first, second = run_threads(2, on, 60)
+    for layer in first:
+        for token, chosen in first[layer][0].items():
+            np.testing.assert_array_equal(chosen, second[layer][0][token])
+
+
+def test_rounded_caches_stay_near():
+    """Outputs of FP8 rows are off by about three percent, as the stack's record says."""
+    splits = GOLDEN["stacks"][0]["requests"][1]
+    exact = FamilyStack(0).run(1, splits)
+    for cache_format, bound in (("bfloat16", 0.02), ("fp8", 0.08)):
+        got = FamilyStack(0, cache_format, activations="bfloat16").run(1, splits).astype(np.float64)
+        assert np.sqrt(np.square(got - exact).mean() / np.square(exact).mean()) < bound
+
+
+def test_the_published_configuration():
+    config = config_from(GLM)
+    assert config.selecting == (0, 1, 2, *range(6, 78, 4))
+    assert len(config.selecting) == 21
+    spec = config.spec(9)
+    assert (spec.selection, spec.selection_source, spec.keys, spec.mode) == ("source", 6, "none", "reuse")
+    assert (spec.head_dim, spec.v_dim, spec.q_eps, spec.index_pairs, spec.index_part) == (
+        256, 256, 1e-5, "neighbours", "first",
+    )  # fmt: skip
+    assert spec.softmax_scale == 256**-0.5
+    assert config.spec(78).selects
+    assert config_from(GLM | {"indexer_rope_interleave": False}).spec(0).index_pairs == "halves"
+    names = expected_weights(config, 9)
+    assert names["q_b_proj.weight"].shape == (64 * 256, 2048)
+    assert not any("indexer" in name for name in names)
+    assert {name for name in expected_weights(config, 6) if "indexer" in name} == {
+        "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.wq_b.weight",
+        "indexer.weights_proj.weight",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, range(8)),
+        ({"index_topk_freq": 4}, (0, 1, 5)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (0, 1, 2, 6)),
+        ({"index_topk_pattern": "FSFSSSSF", "index_topk_freq": 4}, (0, 2, 7)),
+        ({"indexer_types": ["full"] + ["shared"] * 7, "index_topk_pattern": "F" * 8}, (0,)),
+    ],
+)
+def test_layers_that_select(changes, want):
+    config = {name: value for name, value in GLM.items() if not name.startswith(("index_topk_f", "index_skip"))}
+    assert config_from(config | {"num_hidden_layers": 8} | changes).selecting == tuple(want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"indexer_types": ["shared"] * 78}, "selecting: got .*, expected layer 0 first"),
+        ({"indexer_types": ["full"] * 3}, "indexer_types: got 3 entries, expected one for each of 78 layers"),
+        ({"indexer_types": ["full"] * 77 + ["none"]}, r"indexer_types\[77\]: got 'none'"),
+        ({"index_topk_pattern": "F" * 77 + "x"}, r"index_topk_pattern\[77\]: got 'x'"),
+        ({"index_topk_freq": 0}, "index_topk_freq: got 0"),
+        ({"rope_interleave": False}, "rope_interleave: got False, expected True"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank: got 256, expected 512"),
+        ({"index_kpool": 4}, "index_kpool: got 4"),
+        ({"sliding_window": 128}, "sliding_window: got 128, expected none: it changes attention"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
+        ({"attention_bias": True}, "attention_bias: got True"),
+    ],
+)
+def test_a_rule_that_is_not_served_is_named(changes, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        GlmMoeDsaConfig.from_dict(GLM | changes)
+
+
+def test_a_reader_needs_its_source():
+    stack = FamilyStack(0)
+    batch, _ = stack.paged.batch([(0, 0, 5)])
+    metadata, x = stack.builder.build(batch), stack.hidden[0][1, :5]
+    reader, caches = stack.layers[1], stack.caches[1]
+    assert caches.indexer is None
+    with pytest.raises(ValueError, match="selection: got no rows, expected rows of layer 0 of this step"):
+        reader.step(x, caches, metadata, stack.selection)
+    with pytest.raises(TypeError, match="selection: got NoneType, expected SharedSelection"):
+        reader.step(x, caches, metadata)
+    with pytest.raises(ValueError, match="topk_indices: got an array"):
+        reader.step(x, caches, metadata, stack.selection, topk_indices=np.zeros((5, 32), np.int32))
+    assert not caches.rows.any()

@@ -1,0 +1,126 @@
+"""Golden stacks of attention layers of GLM and its relatives: requests run through them, results compared."""
+
+import functools
+import json
+
+import numpy as np
+from seeded_weights import seeded_weights
+
+from cumla.models import LayerCaches, Scratch, SharedSelection, StepBuilder, serving_of
+from cumla.models.registry import MODELS, config_from
+
+from .golden import DATA
+from .models import PagedRequests
+
+GOLDEN = json.loads((DATA / "family.json").read_text())
+AMBIGUOUS = 1e-5  # `gap` below which float32 may choose other tokens than float64
+BOUND = 1e-4  # of the largest magnitude
+
+
+@functools.cache
+def golden_arrays():
+    with np.load(DATA / "family.npz") as archive:
+        return dict(archive)
+
+
+def hidden_states(case, request):
+    record = GOLDEN["stacks"][case]
+    shape = len(record["attention_layers"]), sum(record["requests"][request]), record["config"]["hidden_size"]
+    generator = np.random.Generator(np.random.PCG64(record["seed"] + 7 + request))
+    return generator.standard_normal(shape, dtype=np.float32)
+
+
+@functools.cache
+def weights_of(case):
+    """Parameters of a case by name, float32."""
+    return seeded_weights(GOLDEN["stacks"][case]["parameters"], GOLDEN["stacks"][case]["seed"])
+
+
+class FamilyStack:
+    """The layers of a golden case with their caches, for all of its requests.
+
+    Attributes:
+        picks: by layer that selects, by request: {position: selected tokens}
+    """
+
+    def __init__(self, case, cache_format="float32", backend="cpu", activations="float32", seed=0, lab=None):
+        record = GOLDEN["stacks"][case]
+        self.case, self.numbers = case, record["attention_layers"]
+        self.config = config_from(record["config"])
+        self.hidden = [hidden_states(case, request) for request in range(len(record["requests"]))]
+        longest = max(map(sum, record["requests"]))
+        self.put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
+        self.serving = serving_of(
+            self.config, num_speculative_tokens=3, max_num_batched_tokens=512, max_num_seqs=4, max_model_len=1024,
+            num_heads=8,
+        )  # fmt: skip
+        specs, scratch = [self.config.spec(number) for number in self.numbers], Scratch()
+        attention = MODELS[record["config"]["model_type"]]
+        self.layers = [
+            attention(
+                self.config, number, weights_of(case), activations=activations, cache_format=cache_format,
+                max_position=longest, scratch=scratch, xp=xp, backend=backend,
+            )
+            for number in self.numbers
+        ]  # fmt: skip
+        self.paged = PagedRequests(len(self.hidden), longest, {"window": 64}, seed, put=self.put)
+        self.caches = {}
+        for spec in specs:
+            owner = None if spec.owns_rows else self.caches[spec.row_source]
+            self.caches[spec.layer] = LayerCaches.allocate(
+                spec, self.serving, {"rows": self.paged.num_blocks["window"]}, owner=owner, cache_format=cache_format,
+                xp=xp,
+            )  # fmt: skip
+        self.builder = StepBuilder(specs, self.serving, backend)
+        self.selection = SharedSelection(specs, self.serving, xp)
+        self.picks = {spec.layer: [{} for _ in self.hidden] for spec in specs if spec.selects}
+
+    def step(self, scheduled):
+        """Outputs [layers, count, hidden] of each (request, first position, count)."""
+        batch, _ = self.paged.batch(scheduled)
+        metadata, outputs = self.builder.build(batch), []
+        for index, (layer, number) in enumerate(zip(self.layers, self.numbers, strict=True)):
+            x = np.concatenate([self.hidden[r][index, first : first + count] for r, first, count in scheduled])
+            out = layer.step(self.put(x.astype(layer.activations)), self.caches[number], metadata, self.selection)
+            outputs.append(out if isinstance(out, np.ndarray) else out.get())
+            if number in self.picks:
+                self._keep_picks(number, scheduled)
+        splits = batch.query_start_loc_cpu[1:-1]
+        return [np.stack(parts) for parts in zip(*(np.split(out, splits) for out in outputs), strict=True)]
+
+    def _keep_picks(self, number, scheduled):
+        chosen = self.selection.topk_indices
+        chosen, row = chosen if isinstance(chosen, np.ndarray) else chosen.get(), 0
+        for request, first, count in scheduled:
+            for position in range(first, first + count):
+                self.picks[number][request][position] = chosen[row].copy()
+                row += 1
+
+    def run(self, request, splits):
+        first, parts = 0, []
+        for count in splits:
+            parts += self.step([(request, first, count)])
+            first += count
+        return np.concatenate(parts, axis=1)
+
+    def check(self, request, got):
+        """Assert that outputs [layers, tokens, hidden] and selections are transformers'."""
+        prefix, arrays = f"{self.case}/{request}", golden_arrays()
+        want, rows = arrays[f"{prefix}/out"].astype(np.float64), arrays[f"{prefix}/rows"]
+        for index, layer in enumerate(self.layers):
+            unclear = np.zeros(got.shape[1], bool)
+            if layer.spec.selection_source is not None:
+                unclear = arrays[f"{prefix}/gap{layer.spec.selection_source}"] < AMBIGUOUS
+            clear = ~unclear[rows]
+            assert clear.mean() > 0.9
+            error = np.abs(got[index][rows[clear]] - want[index][clear]).max() / np.abs(want[index]).max()
+            assert error < BOUND, f"layer {layer.layer}: {error}"
+            if layer.layer in self.picks:
+                self._check_picks(prefix, layer.layer, self.picks[layer.layer][request], unclear)
+
+    def _check_picks(self, prefix, layer, picks, unclear):
+        arrays = golden_arrays()
+        for row, want in zip(arrays[f"{prefix}/pick_rows"], arrays[f"{prefix}/picks{layer}"], strict=True):
+            if not unclear[row]:
+                got = picks[int(row)]
+                np.testing.assert_array_equal(got[got >= 0], want[want >= 0], f"layer {layer}, token {row}")
