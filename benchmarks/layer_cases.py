@@ -15,7 +15,7 @@ from cumla.bench.caches import QueryNormInsert, sample
 from cumla.bench.problem import BLOCK, Problem, Sizes, calls_of, error_within, on_host, picked, problem_of
 from cumla.bounds import ROUNDED
 from cumla.dispatch.call import BFLOAT16
-from cumla.layout import DSV4_FP8
+from cumla.layout import DSV4_FP8, INDEXER_FP8
 from cumla.metadata.slots import ring_capacity
 from cumla.models.step import STATE_BLOCK_SIZES
 
@@ -119,6 +119,52 @@ class CompressLatents:
         return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 21)
 
 
+@dataclass(frozen=True)
+class PooledKeys:
+    """GLM-5.3-Flash's index keys of four tokens: decodes, of which every fourth completes a key, or a prompt."""
+
+    tokens: int
+    prompt: bool = False
+
+    op: ClassVar[str] = "indexer_kpool_and_insert"
+
+    def __str__(self) -> str:
+        return f"pools of 4, {self.tokens:,} tokens, {'a prompt' if self.prompt else 'decodes'}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        tokens, pool, width = self.tokens, 4, 2 * 2 * INDEXER_FP8.head_dim
+        requests, capacity = 1 if self.prompt else tokens, ring_capacity(0, pool)
+        x = sizes.inputs(
+            requests=requests, tokens=tokens, context=0 if self.prompt else CONTEXT, pages=-(-tokens // BLOCK),
+            lengths=False, stagger=pool,
+        )  # fmt: skip
+        completed = int(((x.step.positions + 1) % pool == 0).sum())
+        moved = width * (tokens + requests * min(tokens // requests, capacity)) + completed * INDEXER_FP8.token_bytes
+        if not self.prompt:
+            moved += completed * (pool - 1) * width  # from rings
+        sets = [
+            specs.key_pools.pooled_keys(x, INDEXER_FP8, pool, capacity, BFLOAT16, restart=False)
+            for _ in range(sizes.sets(moved))
+        ]
+        cache, state = sets[0]["k_cache"], sets[0]["state_cache"]
+        before, host = state.copy(), on_host(sets[0])
+        cumla.indexer_kpool_and_insert(**host, backend="cpu")
+
+        def check(_: Any) -> float:
+            got, want = (x.astype(np.float32) for x in (to_host(state), host["state_cache"]))
+            error = error_within(got, want, ROUNDED)
+            same = to_host(cache) == host["k_cache"]
+            assert same.mean() > 0.99, same.mean()  # a sum that rounds otherwise is another code
+            return error
+
+        def clear() -> None:
+            cache.fill(0)
+            state[...] = before
+
+        calls = calls_of(cumla.indexer_kpool_and_insert, sets)
+        return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 21)
+
+
 def _first_rows(cache: np.ndarray, tokens: int) -> np.ndarray:
     """The first rows of a cache on the host, dequantised."""
     pages, out = DSV4_FP8.allocate(len(cache), BLOCK), np.empty((1, tokens, HEAD_DIM), np.float32)
@@ -186,10 +232,11 @@ class Merge:
         )  # fmt: skip
 
 
-def compressor(sizes: Sizes) -> Iterator[Compress | CompressLatents]:
+def compressor(sizes: Sizes) -> Iterator[Compress | CompressLatents | PooledKeys]:
     for ratio in STATE_BLOCK_SIZES:
         yield from (Compress(ratio, batch) for batch in sizes.batch)
     yield from (CompressLatents(2, batch) for batch in sizes.batch)
+    yield from (PooledKeys(batch) for batch in sizes.batch)
 
 
 def norms(sizes: Sizes) -> Iterator[QueryNormInsert | InverseRope]:

@@ -9,7 +9,7 @@ from dense_cases import DenseLayerPrefill, DensePlan, DensePrefill
 from framework_calls import DECODE, INSERT, MAP, FrameworkCall
 from index_cases import Combine, GlobalTopk, Mixed, Windows
 from indexer_inputs import QueryQuant, Schedule
-from layer_cases import Compress, CompressLatents, InverseRope, Merge
+from layer_cases import Compress, CompressLatents, InverseRope, Merge, PooledKeys
 from portable_cases import BY_BITS, OF_16_BITS, WithLimits
 from product_cases import FLASH, BlockLinear
 from step_cases import INDEXER, WINDOWS, Build
@@ -171,6 +171,8 @@ def compressor():
         *(CompressLatents(2, tokens) for tokens in (1, 32, 128)),
         CompressLatents(2, 768, 6),
         *(CompressLatents(ratio, 4096, prompt=True) for ratio in (2, 1)),
+        *(PooledKeys(tokens) for tokens in (1, 128)),
+        *(PooledKeys(tokens, prompt=True) for tokens in (4096, 32768)),
         *(QueryNormInsert(tokens, 128) for tokens in (1, 17, 4096)),
         InverseRope(128, 128),
     ]

@@ -45,7 +45,8 @@ def debug() -> Iterator[None]:
     positions          without a row in RoPE's table, except -1 for padding
     softmax scales     not above 0, or above 4.5 / sqrt(d); YaRN's reach 4.2 / sqrt(d). NaN and infinity always are
                        errors
-    rings              of V4.1's compressor, that two requests have, and slots that are not at their position
+    rings              of V4.1's compressor and of pooled keys, that two requests have, and slots that are not at their
+                       position
     replay_start       after a request's first position of the step
     requests           of a token, without a row in the block table
     batches            seq_lens and query_start_loc that differ from their copies in host memory

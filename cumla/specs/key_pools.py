@@ -19,15 +19,15 @@ from .spec import CACHE, Array, OperationSpec, Variant
 def pooled_keys(
     x: Inputs, layout: CacheLayout, pool: int = 4, capacity: int = 4, dtype: Any = np.float32, restart: bool = True
 ) -> dict[str, Any]:
-    """dtype: of the rings; capacity: rows of a ring; restart: what a step needs to be run again is kept."""
+    """dtype: of keys, gates and rings; capacity: rows of a ring; restart: what a step needs to be run again is kept."""
     step = x.step
     tokens, requests = step.num_tokens, x.size.requests + x.size.spare
     slots = x.rng.permutation(x.size.pages * x.size.block_size)[:tokens]
     slots = np.where((step.positions + 1) % pool == 0, np.resize(slots, tokens), -1)
-    state = x.states(requests, capacity, 2 * DIM) if dtype is np.float32 else x.rows(requests, capacity, 2 * DIM)
+    values = x.states if dtype is np.float32 else x.rows
     arguments = {
-        "k": x.floats(tokens, DIM), "gate": x.floats(tokens, DIM), "weight": x.floats(DIM), "bias": x.floats(DIM),
-        "ape": x.put(x.numbers(pool, DIM), np.float32), "state_cache": state,
+        "k": values(tokens, DIM), "gate": values(tokens, DIM), "weight": x.floats(DIM), "bias": x.floats(DIM),
+        "ape": x.put(x.numbers(pool, DIM), np.float32), "state_cache": values(requests, capacity, 2 * DIM),
         "state_slot_mapping": x.put(step.requests * capacity + step.positions % capacity, np.int64),
         "k_cache": x.new_cache(layout), "slot_mapping": x.put(slots, np.int64),
         "positions": x.put(step.positions, np.int64), "query_start_loc": x.starts(step.query_lens),
@@ -36,8 +36,7 @@ def pooled_keys(
     if restart:  # of every other request, at the step's first position
         restarts = np.zeros(requests, np.int32)
         restarts[1 : x.size.requests : 2] = (step.seq_lens - step.query_lens)[1::2]
-        rows = (requests, pool - 1, 2 * DIM)
-        arguments["restart_rows"] = x.states(*rows) if dtype is np.float32 else x.rows(*rows)
+        arguments["restart_rows"] = values(requests, pool - 1, 2 * DIM)
         arguments["restart_positions"] = x.put(restarts)
     return arguments
 

@@ -80,6 +80,8 @@ SMALL = [
     layer_cases.CompressLatents(2, 9),
     layer_cases.CompressLatents(2, 12, 6),
     layer_cases.CompressLatents(1, 41, prompt=True),
+    layer_cases.PooledKeys(9),
+    layer_cases.PooledKeys(41, prompt=True),
     layer_cases.InverseRope(9, 4),
     layer_cases.Merge(9, 4),
     layer_cases.Merge(150, 2, 128),
@@ -97,7 +99,7 @@ UNREAD_BY_PEERS = (DSV41_FP8, DSV41_FP4, INDEXER_MXFP4)
 WITHOUT_PEERS = {
     "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
-    "compress_latents", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
+    "compress_latents", "indexer_kpool_and_insert", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
     "build_flashinfer_mixed_sparse_indices", step_cases.WINDOWS, step_cases.INDEXER, "select_candidate_blocks",
     "candidate_topk", "candidate_source", "dense_mla_decode, first layer",
 }  # fmt: skip
