@@ -21,6 +21,7 @@ from cumla.models import (
     StepBuilder,
     serving_of,
 )
+from cumla.pages import describe
 
 PAGE = 64  # positions
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -60,6 +61,7 @@ class Model:
             LayerCaches.allocate(attention.spec(layer), serving, pages, cache_format=cache_format, xp=xp)
             for layer in layers
         ]
+        self.description = describe(attention, layers=len(layers), cache_format=cache_format, block_size=PAGE)
         self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 

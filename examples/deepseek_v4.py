@@ -24,6 +24,7 @@ from cumla.models import (
     StepBuilder,
     serving_of,
 )
+from cumla.pages import describe
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
 SCORES = ("sqrtsoftplus", "sigmoid")  # of experts, from the router's logits
@@ -69,6 +70,9 @@ class Model:
                 )
             )
             self.caches.append(LayerCaches.allocate(spec, serving, self.num_pages, cache_format=cache_format, xp=xp))
+        self.description = describe(
+            attention, cache_format=cache_format, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE
+        )
         self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 

@@ -30,6 +30,7 @@ from cumla.models import (
     StepBuilder,
     serving_of,
 )
+from cumla.pages import describe
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -85,6 +86,10 @@ class Model:
                     owner=None if owner in (None, layer) else self.caches[owner],
                 )
             )  # fmt: skip
+        self.description = describe(
+            attention, drafts=drafts, cache_format=cache_format, block_size=PAGE,
+            compressed_block_size=COMPRESSED_PAGE, num_speculative_tokens=self.block,
+        )  # fmt: skip
         self.layers, self.drafts = self.layers[:layers], self.layers[layers:]
         self.weights = checkpoint.load(tensors, config, xp)
         if drafts:

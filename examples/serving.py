@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tiny_checkpoint
+from page_cache import PageCache
 
 from cumla.metadata.batch import CommonAttentionMetadata
 
@@ -31,6 +32,7 @@ class Request:
     computed: int = 0
     drafts: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
+    swapped: dict[str, list[int]] = field(default_factory=dict)  # pages in host memory, by group
     logits: list[np.ndarray] = field(default_factory=list)
 
     @property
@@ -44,6 +46,23 @@ class Pages:
     def __init__(self, groups: dict[str, tuple[int, int | None]], num_pages: dict[str, int]) -> None:
         self.groups = groups
         self.free = {name: list(range(num_pages[name] - 1, -1, -1)) for name in groups}
+        self.shared: dict[tuple[str, int], int] = {}  # users of a page beside the first
+
+    def take(self, name: str) -> int | None:
+        """A free page, or None."""
+        return self.free[name].pop() if self.free[name] else None
+
+    def share(self, name: str, page: int) -> None:
+        """Add a user of a page."""
+        self.shared[name, page] = self.shared.get((name, page), 0) + 1
+
+    def give_back(self, name: str, page: int) -> None:
+        """Remove a user of a page, which is free after its last one."""
+        users = self.shared.pop((name, page), 0)
+        if users > 1:
+            self.shared[name, page] = users - 1
+        elif not users:
+            self.free[name].append(page)
 
     def reserve(self, request: Request, end: int) -> bool:
         """Take pages for positions up to `end`; if there are too few, take none and return False."""
@@ -69,7 +88,7 @@ class Pages:
 
     def _give_back(self, name: str, pages: list[int], i: int) -> None:
         if pages[i] >= 0:
-            self.free[name].append(pages[i])
+            self.give_back(name, pages[i])
             pages[i] = -1
 
 
@@ -79,6 +98,7 @@ class Server:
     Attributes:
         batch_tokens: tokens of a step; a longer prompt is prefilled in chunks
         decode_tokens: most tokens of a request that the model's metadata treats as a decode
+        cache: None, or a PageCache (page_cache.py)
     """
 
     decode_tokens = 1
@@ -88,7 +108,7 @@ class Server:
         self.batch_tokens, self.max_running = batch_tokens, max_running
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.preempted = 0
+        self.preempted, self.computed, self.cache = 0, 0, None
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
         """All requests, finished: `tokens` is prompt and answer, `logits` has the logits of each new token."""
@@ -113,7 +133,11 @@ class Server:
         rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
         logits = self.model.forward(tokens, self.model.build(batch, tables), rows)
         for (request, count), its in zip(scheduled, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+            self.computed += count
+            is_prompt = request.computed + count == len(request.tokens) and not request.logits
             self.take(request, count, its)
+            if self.cache is not None and is_prompt:
+                self.cache.keep(request)
             self.pages.forget(request)
             if request.done:
                 self.pages.release(request)
@@ -130,11 +154,15 @@ class Server:
     def schedule(self) -> list[tuple[Request, int]]:
         """Requests with the number of tokens to compute; the youngest is preempted if there are too few pages."""
         while self.waiting and len(self.running) < self.max_running:
+            if self.cache is not None and not self.cache.admit(self.waiting[0]):
+                break
             self.running.append(self.waiting.pop(0))
         left, scheduled = self.batch_tokens, []
         for request in list(self.running):
             count = min(left, len(request.tokens) - request.computed)
             while count and not self.pages.reserve(request, request.computed + count):
+                if self.cache is not None and self.cache.evict():
+                    continue
                 victim = self.running[-1]
                 if victim is request or any(victim is r for r, _ in scheduled):
                     count = 0
@@ -146,10 +174,12 @@ class Server:
         return scheduled
 
     def preempt(self, request: Request) -> None:
-        """Free a request's pages; later it starts again, with its generated tokens as part of the prompt."""
+        """Free a request's pages. Later it goes on if they were swapped out, or it starts again, with its generated
+        tokens as part of the prompt."""
+        if self.cache is None or not self.cache.swap_out(request):
+            request.computed = 0
         self.pages.release(request)
         self.running.remove(request)
-        request.computed = 0
         self.waiting.insert(0, request)
         self.preempted += 1
 
@@ -253,6 +283,8 @@ def main(
     parser.add_argument("--longest", type=positive, default=200, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=positive, default=16)
     parser.add_argument("--batch-tokens", type=positive, default=128)
+    parser.add_argument("--prefix-cache", action="store_true", help="keep the pages of prompts for later requests")
+    parser.add_argument("--host-pages", type=positive, help="swap preempted requests to so many host pages a group")
     parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -274,12 +306,16 @@ def main(
         lengths = np.linspace(shortest, options.longest, options.prompts).astype(int)
         prompts = [rng.integers(2, config["vocab_size"], length).tolist() for length in lengths]
         server = server_class(model, model.num_pages, options.batch_tokens)
+        if options.prefix_cache or options.host_pages:
+            server.cache = PageCache(model, server.pages, options.host_pages or 0, 8 if options.prefix_cache else 0)
         start = time.perf_counter()
         for request in server.generate(prompts, options.new_tokens):
             length = len(prompts[request.number])
             print(f"{length} tokens -> {request.tokens[length:]}")
         seconds = time.perf_counter() - start
         print(f"{name}: {options.prompts * options.new_tokens} tokens in {seconds:.2f} s")
+        if server.cache is not None:
+            print(f"hits {sum(server.cache.hits.values())} tokens, {server.cache.swapped} requests swapped out")
         if options.plot:
             model.stopwatch.plot(options.plot, f"{name}, {options.cache_format} caches, {options.device}")
         return server

@@ -47,8 +47,8 @@ def run(name, capsys, *arguments):
 
 # Whole models and their shared files: tests/models/test_models.py and test_example_v41.py run them.
 MODELS = {
-    "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "seeded_weights.py", "serving.py",
-    "tiny_checkpoint.py",
+    "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "page_cache.py", "seeded_weights.py",
+    "serving.py", "tiny_checkpoint.py",
 }  # fmt: skip
 
 
