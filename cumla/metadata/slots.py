@@ -14,6 +14,7 @@ from ..ops.indices import request_arrays
 INT64 = (np.dtype(np.int64),)
 MOST_TOKENS = 2**31 - 1
 LEAST_RING = 8
+STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of the compressor's states, by compress ratio
 
 
 @plain_integers

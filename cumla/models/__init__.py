@@ -1,7 +1,8 @@
 """Attention layers of models, from hidden states to output, with weights under their published names."""
 
+from ..metadata.slots import STATE_BLOCK_SIZES
 from .attention import SparseAttention
-from .caches import STATE_BLOCK_SIZES, LayerCaches
+from .caches import LayerCaches
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention

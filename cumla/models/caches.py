@@ -29,11 +29,10 @@ from ..layout import (
     CacheLayout,
 )
 from ..metadata.builder import ServingConfig
-from ..metadata.slots import ring_capacity
+from ..metadata.slots import STATE_BLOCK_SIZES, ring_capacity
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
 
 RING_VALUES = 2 * LATENT  # values of a token in a ring: kv, then score
-STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
 
 CacheFormat = Literal["fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", "float32"]
 KeyFormat = Literal["fp8", "mxfp4"]

@@ -15,10 +15,9 @@ from ..metadata.batch import CommonAttentionMetadata, HostLens
 from ..metadata.build_order import takes_prefix_len
 from ..metadata.builder import MOST_POSITIONS, ServingConfig
 from ..metadata.indexer import DeepseekV32IndexerMetadata, DeepseekV32IndexerMetadataBuilder
-from ..metadata.slots import get_compressed_slot_mapping, ring_capacity
+from ..metadata.slots import STATE_BLOCK_SIZES, get_compressed_slot_mapping, ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..metadata.validation import check_tables
-from .caches import STATE_BLOCK_SIZES
 from .layer_spec import LayerSpec
 
 POOLED = 2  # the ratio at which rings have the positions that are pooled

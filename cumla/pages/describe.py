@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
 from ..layout import INDEXER_FP8, CacheLayout
-from ..metadata.slots import ring_capacity
-from ..models.caches import RING_VALUES, STATE_BLOCK_SIZES, Formats, formats_of
+from ..metadata.slots import STATE_BLOCK_SIZES, ring_capacity
+from ..models.caches import RING_VALUES, Formats, formats_of
 from ..models.layer_spec import LATENT, LayerSpec
 from ..models.registry import CONFIGS, config_from
 from .description import Description, Group, PagedCache

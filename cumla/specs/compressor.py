@@ -11,7 +11,7 @@ from ..bounds import ROUNDED
 from ..dispatch.call import FLOAT32, INT32, SLOTS
 from ..dispatch.debug_checks import compressor as checks
 from ..layout import DSV4_BF16, INDEXER_BF16, CacheLayout
-from ..models.step import STATE_BLOCK_SIZES
+from ..metadata.slots import STATE_BLOCK_SIZES
 from ..ops.compressor import PROJECTED, compress_and_insert
 from .inputs import Inputs
 from .spec import CACHE, Array, OperationSpec, Variant

@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -139,3 +141,9 @@ def test_rows_may_be_apart(spec, variant):
     got = spec.run({name: apart(x) if name in spec.arrays else x for name, x in arguments.items()}, "reference")
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_the_self_test_imports_no_models():
+    """A first call imports it before it returns."""
+    code = "import cumla.specs.self_test, sys; print([x for x in sys.modules if x.startswith('cumla.models')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
