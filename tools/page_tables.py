@@ -23,8 +23,13 @@ V41_FLASH = DeepseekV41Config(
     candidate_topk_blocks=2048,
 )  # fmt: skip
 V4 = DeepseekV4Config(4096, 64, 1024, 8, 1024, compress_ratios=(128, 128, *(128, 4) * 20, 128))
+GLM = {
+    "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
+    "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3,
+}  # fmt: skip
 MODELS = {
     "V3.2": lambda: describe(DeepseekV32Config(7168, 128, 1536), layers=61),
+    "GLM-5.2": lambda: describe(GLM, drafts=1),
     "V4": lambda: describe(V4),
     "V4.1": lambda: describe(V41_FLASH, drafts=3, num_speculative_tokens=5),
 }
@@ -33,7 +38,7 @@ HEADINGS = (
     "bytes, n = 8,191", "n = 131,071",
 )  # fmt: skip
 LENGTHS = (8191, 131071)
-TABLE = re.compile(r"^<!-- pages of ([\w.]+) -->\n(?:\|[^\n]*\n)*", re.MULTILINE)
+TABLE = re.compile(r"^<!-- pages of ([\w.-]+) -->\n(?:\|[^\n]*\n)*", re.MULTILINE)
 
 
 def rewritten(page: str) -> str:

@@ -139,7 +139,7 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
     if spec.rows == "latent":
         if spec.owns_rows:
             yield of_format("rows", "rows", sizes.block)
-        if spec.selects:
+        if spec.owns_keys:
             yield of_format("rows", "indexer", sizes.block)
         return
     yield of_format("window", "window", sizes.block)
@@ -147,7 +147,7 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
         return
     rows = _divided("compressed_block_size", sizes.compressed, spec.ratio)
     yield of_format("compressed", "compressed", rows, spec.ratio)
-    if spec.keys != "none":
+    if spec.owns_keys:
         yield of_format("compressed", "indexer", rows, spec.ratio)
     width = (4 if spec.overlap else 2) * LATENT
     if spec.states == "pages":

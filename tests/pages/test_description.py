@@ -14,11 +14,16 @@ from cumla.models import (
     DeepseekV32Config,
     DeepseekV41Config,
     LayerCaches,
+    config_from,
     serving_of,
 )
 from cumla.parallel import Shard
 
 V32 = DeepseekV32Config(256, 8, 128)
+GLM = config_from({
+    "model_type": "glm_moe_dsa", "hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128,
+    "num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "shared", "full"],
+})  # fmt: skip
 V4 = DeepseekV4Config(256, 8, 128, 2, 64, compress_ratios=(1, 128, 4, 128, 4))
 V41 = DeepseekV41Config(
     256, 8, 128, 2, 64, compress_ratios=(0, 2, 2, 1, 1, 0), kv_source_layer_ids=(1, 3),
@@ -29,11 +34,12 @@ V41 = DeepseekV41Config(
 def described(kind, **options):
     return {
         "v32": lambda: pages.describe(V32, layers=3, **options), "v4": lambda: pages.describe(V4, **options),
+        "glm": lambda: pages.describe(GLM, drafts=1, **options),
         "v41": lambda: pages.describe(V41, drafts=1, num_speculative_tokens=9, **options),
     }[kind]()  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["v32", "v4", "v41"])
+@pytest.mark.parametrize("kind", ["v32", "v4", "v41", "glm"])
 @pytest.mark.parametrize("sizes", [(64, 256), (32, 128)])
 def test_pages_are_the_allocated_ones(kind, sizes):
     """Bytes, rows and strides of every array of every layer's caches, and no array is left out."""
@@ -43,7 +49,7 @@ def test_pages_are_the_allocated_ones(kind, sizes):
         options = {"block_size": sizes[0], "compressed_block_size": sizes[1]}
         caches = []
         for layer in range(made.layers + made.drafts):
-            config = {"v32": V32, "v4": V4, "v41": V41}[kind]
+            config = {"v32": V32, "v4": V4, "v41": V41, "glm": GLM}[kind]
             spec, serving = config.spec(layer), serving_of(config, num_speculative_tokens=9, **options)
             owner = None if spec.row_source in (None, layer) else caches[spec.row_source]
             pages_of = dict.fromkeys(spec.groups(), 3)
@@ -84,6 +90,17 @@ def test_what_a_hit_needs():
         assert needs.part("rings").pages == range(n % 2)
         assert (needs.part("draft_window").first, needs.part("draft_window").end) == (max(0, n - 128), n)
     assert [group.name for group in of["v41"]] == ["window", "compressed", "rings", "draft_window"]
+
+
+def test_layers_that_share_a_selection_have_no_keys():
+    """Draft layers have rows and keys of their own."""
+    of = described("glm")
+    layers = {(group.name, cache.cache): cache.layers for group in of for cache in group.caches}
+    assert layers == {
+        ("rows", "rows"): (0, 1, 2, 3, 4), ("rows", "indexer"): (0, 1, 4),
+        ("draft_rows", "rows"): (5,), ("draft_rows", "indexer"): (5,),
+    }  # fmt: skip
+    assert of.packed_bytes(10) == 10 * (656 * 6 + 132 * 4)
 
 
 def test_pages_that_later_tokens_write_into_are_copied():
