@@ -22,8 +22,8 @@ OPS = {  # values of --ops: the files of kernels whose examples they are
     "caches": ("sparse_cache", "prefill_rows", "dense_cache", "blocks", "advance", "indices", "shards"),
     "attention": ("sparse_attention", "dense_attention"),
     "indexer": ("indexer", "indexer_topk", "candidates"),
-    "layers": ("norm_rope", "compressor", "latents", "key_pools", "projection"),
 }
+OPS["layers"] = tuple(sorted({spec.kernels for spec in SPECS.values()}.difference(*OPS.values())))  # all others
 
 
 class Fuzz:
