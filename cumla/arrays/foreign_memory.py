@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from . import streams
+from .whole_import import import_whole
 
 LEGACY_STREAM = 1  # DLPack's handle of the default stream; DLPack reserves 0
 
@@ -20,6 +21,8 @@ class NoCuPyError(ValueError):
 
 def cupy_module() -> Any:
     try:
+        if "cupy" not in sys.modules:
+            import_whole("cupy")
         import cupy
 
         if hasattr(cupy, "ndarray"):  # else another package of that name

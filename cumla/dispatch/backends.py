@@ -7,11 +7,11 @@ for a call with any backend that takes such arrays; nothing falls back silently.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
+from ..arrays.whole_import import import_whole
 from . import dry_run
 from .values import shown
 
@@ -63,7 +63,7 @@ def _lacks(name: str) -> str | None:
     if not on_device:
         return None
     try:
-        runtime = importlib.import_module("cupy").cuda.runtime
+        runtime = import_whole("cupy").cuda.runtime
     except (ImportError, AttributeError) as error:  # another package of that name, or libraries that it lacks
         return f"CuPy cannot be imported ({error}): {backend.install}"
     try:
@@ -94,7 +94,7 @@ def best() -> str:
 
 def array_module(name: str) -> ModuleType:
     """The module, numpy or cupy, whose arrays backend `name` takes; in a dry run of a device elsewhere numpy."""
-    return importlib.import_module("cupy" if takes_device_arrays(name) and not _elsewhere() else "numpy")
+    return import_whole("cupy" if takes_device_arrays(name) and not _elsewhere() else "numpy")
 
 
 def _elsewhere() -> bool:
@@ -126,7 +126,7 @@ def kernels(name: str, file: str) -> ModuleType:
     """The module `kernels/<name>/<file>.py`. Raises ValueError if the backend does not have that file yet."""
     module = f"cumla.kernels.{name}.{file}"
     try:
-        return importlib.import_module(module)
+        return import_whole(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
@@ -137,12 +137,14 @@ def simulated() -> bool:
     """Whether Numba's CUDA simulator is on."""
     if not is_installed("numba.cuda"):
         return False
-    return bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+    return bool(import_whole("numba.core.config").ENABLE_CUDASIM)
 
 
 def is_installed(module: str) -> bool:
     """Whether a module can be found. Not a folder of that name without code, nor a stand-in among the imported ones."""
     try:
+        if "." in module:  # find_spec imports the parent
+            import_whole(module.rpartition(".")[0])
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # no parent, or a module without a specification
         return False

@@ -1,6 +1,9 @@
 """Backends that can run here, also next to folders with the names of packages that they need."""
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 import types
 
@@ -53,3 +56,38 @@ def test_an_error_of_the_driver_is_not_remembered(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", module("cupy", cuda=types.SimpleNamespace(runtime=runtime)))
     assert backends.unavailable("cuda") == "no CUDA device can be used (out of memory)"
     assert backends.unavailable("cuda") is None
+
+
+FIRST_CALL = """
+import os, signal, sys
+import numpy as np
+import cumla
+
+class TimeLimit(Exception):
+    pass
+
+def raise_limit(*signal_and_frame):
+    raise TimeLimit
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba.core.types":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+signal.signal(signal.SIGALRM, raise_limit)
+sys.meta_path.insert(0, Finder())
+arguments = np.array([[1.0, 3.0, 2.0]], np.float32), 2
+try:
+    cumla.top_k_per_row(*arguments)
+except TimeLimit:
+    assert cumla.top_k_per_row(*arguments).tolist() == [[1, 2]]
+    print("right")
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs signals")
+def test_a_time_limit_while_numba_is_imported():
+    """It reaches the caller, and the next call works: Numba cannot be imported again after half of an import."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=os.environ)
+    assert (done.stdout, done.returncode) == ("right\n", 0), done.stderr
