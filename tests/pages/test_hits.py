@@ -7,17 +7,18 @@ import pytest
 
 import cumla
 from cumla import pages
-from support.page_groups import MovingLayer, MovingStack
+from support.page_groups import MovingFamily, MovingLayer, MovingStack
 
-WINDOW, C128, C4, V32, V41 = 2, 3, 6, 12, "v41"  # cases of golden layers
+WINDOW, C128, C4, V32, V41, GLM = 2, 3, 6, 12, "v41", "glm"  # cases of golden layers, and stacks
 LENGTHS = {WINDOW: (5, 64, 130, 195), C128: (127, 128, 200, 384), C4: (3, 4, 127, 256, 258), V32: (1, 64, 150)}
-LENGTHS[V41] = (31, 64, 127, 130)
+LENGTHS |= {V41: (31, 64, 127, 130), GLM: (5, 64, 150)}
 REST = 135  # tokens after a hit: enough to complete a row of 128 positions
 
 
 @functools.cache
 def moving(case, cache_format="float32", seed=0):
-    return MovingStack(0, cache_format, seed) if case == V41 else MovingLayer(case, cache_format, seed)
+    make = {V41: MovingStack, GLM: MovingFamily}.get(case, MovingLayer)
+    return make(case if make is MovingLayer else 0, cache_format, seed)
 
 
 def computed(case, cache_format, tokens):

@@ -3,6 +3,7 @@
 import numpy as np
 
 from cumla import pages
+from support.family_stack import FamilyStack
 from support.models import GoldenLayer, V4Layer, V32Layer
 from support.v41_stack import SPECULATIVE, Stack
 
@@ -108,6 +109,30 @@ class MovingStack(Moving):
 
     def table(self, group, request):
         return np.array([request]) if group == "rings" else self.made.paged.tables[group][request]
+
+    def step(self, request, first, count):
+        return self.made.step([(request, first, count)])[0]
+
+
+class MovingFamily(Moving):
+    """A golden stack of GLM, whose second request has the hidden states of the first."""
+
+    def __init__(self, case=0, cache_format="float32", seed=0):
+        self.made = FamilyStack(case, cache_format, seed=seed)
+        assert len(self.made.hidden) > 1
+        self.made.hidden[1] = self.made.hidden[0]
+        self.config = self.made.config
+        self.description = pages.describe(self.config, cache_format=cache_format)
+        self.tokens = self.made.hidden[0].shape[1]
+
+    def hidden(self, request):
+        return self.made.hidden[request]
+
+    def caches_of(self, layer):
+        return self.made.caches[layer]
+
+    def table(self, group, request):
+        return self.made.paged.tables["window"][request]
 
     def step(self, request, first, count):
         return self.made.step([(request, first, count)])[0]
