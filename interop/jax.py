@@ -59,6 +59,7 @@ from .ops import OPS, Op
 Static = tuple[tuple[str, Any], ...]
 Described = tuple[tuple[str, tuple[int, ...], Any], ...]  # name, shape and dtype of each array
 MOST_PROGRAMS = 256  # of eager calls; the program used longest ago is dropped
+MOST_CHECKED = 4096  # kinds of calls, traced or eager, that are not checked again
 
 
 def _traceable(op: Op) -> Callable[..., Any]:
@@ -207,7 +208,7 @@ def _check_static(op: Op, arrays: Described, static: Static) -> None:
         raise TypeError(f"{op.name}: got {shown(dict(static))}, expected values that can be hashed") from None
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=MOST_CHECKED)
 def _checked(op: Op, arrays: Described, static: Static, types: tuple[type, ...]) -> None:
     """`_dry_run`, cached by arguments and their types."""
     _dry_run(op, arrays, static)
@@ -225,7 +226,7 @@ def _seen_as(name: str, dtype: Any) -> Any:
     return "uint8" if dtype.name.startswith("float8") else dtype
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_CHECKED)
 def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[..., Any]:
     """The operation with all arguments except arrays fixed; the same object each time, as JAX caches by identity."""
     written = [name for name in op.writes if name in names]
