@@ -14,7 +14,6 @@ SOURCE = "common/copy_spans.cu"
 THREADS, CHUNK = constant(SOURCE, "THREADS"), constant(SOURCE, "CHUNK")
 ARRAYS, KINDS = constant(SOURCE, "ARRAYS"), constant(SOURCE, "KINDS")
 MOST_PIECES = 64  # CTAs of a span
-PINNED = 1  # cudaMemoryTypeHost
 
 
 class Side(NamedTuple):
@@ -77,19 +76,19 @@ def copy_spans_across(src: Sequence[Any], dst: Sequence[Any], spans: np.ndarray)
     import cupy
 
     on_host = src if isinstance(src[0], np.ndarray) else dst
-    if all(is_pinned(array) for array in on_host if array.size):
+    if all(is_accessible(array) for array in on_host if array.size):
         copy_spans(src, dst, cupy.asarray(spans))
     else:
         copy_each(src, dst, spans)
 
 
-def is_pinned(array: np.ndarray) -> bool:
-    """Whether the first and the last byte of a host array are in pinned memory."""
+def is_accessible(array: np.ndarray) -> bool:
+    """Whether a device reads the first and the last byte of a host array where they are, as of pinned memory."""
     import cupy
 
     last = array.ctypes.data + (len(array) - 1) * array.strides[0] + array.shape[1] - 1
     attributes = cupy.cuda.runtime.pointerGetAttributes
-    return all(attributes(at).type == PINNED for at in (array.ctypes.data, last))
+    return all(attributes(at).devicePointer == at for at in (array.ctypes.data, last))
 
 
 def copy_each(src: Sequence[Any], dst: Sequence[Any], spans: np.ndarray) -> None:

@@ -146,11 +146,10 @@ def copy_memory(target, source, size, kind, stream):
 
 
 class PointerAttributes:
-    """runtime.pointerGetAttributes of an address: 1 is pinned host memory, other attributes and device 1 are not
-    supported."""
+    """runtime.pointerGetAttributes of an address. devicePointer is of host memory; device 1 is not supported."""
 
     def __init__(self, address):
-        self.device, self.type = 0, 1 if address in PINNED else 2
+        self.device, self.devicePointer = 0, address if address in PINNED else 0
 
 
 class Pinned:
