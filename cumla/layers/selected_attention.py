@@ -33,6 +33,7 @@ class SelectedAttention:
     Attributes:
         cache: [num_blocks, block_size, ..], rows of `layout`
         softmax_scale: of the scores
+        attn_sink: [h] float32, as in sparse_mla_decode, or None
         path: of prefills: "pages", "rows", or None for the faster one
         observe: called with a part's name around each part ("map", "gather", "decode", "prefill")
     """
@@ -43,6 +44,7 @@ class SelectedAttention:
     path: str | None = None
     backend: str | None = None
     observe: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
+    attn_sink: Any = None
 
     def attend(
         self,
@@ -80,7 +82,7 @@ class SelectedAttention:
             with self.observe("decode"):
                 sparse_mla_decode(
                     q[part, None], self.cache, slots[part, None], layout=self.layout, topk_length=lens[part],
-                    softmax_scale=self.softmax_scale, out=out[part, None], lse=lse[part],
+                    attn_sink=self.attn_sink, softmax_scale=self.softmax_scale, out=out[part, None], lse=lse[part],
                     plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:
@@ -147,7 +149,8 @@ class SelectedAttention:
             logits = dlpack.empty((2, tokens.stop - tokens.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
                 q[tokens], rows.reshape(-1, self.layout.head_dim), slots[tokens], softmax_scale=self.softmax_scale,
-                topk_length=lens[tokens], out=(out[tokens], logits[0], logits[1]), backend=self.backend,
+                attn_sink=self.attn_sink, topk_length=lens[tokens], out=(out[tokens], logits[0], logits[1]),
+                backend=self.backend,
             )  # fmt: skip
 
     def _map(

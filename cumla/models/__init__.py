@@ -7,6 +7,7 @@ from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
 from .glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaConfig
+from .hy_v4 import HyV4Attention, HyV4Config
 from .layer_spec import LayerSpec
 from .registry import config_from
 from .safetensors import Checkpoint
@@ -31,6 +32,8 @@ __all__ = [
     "ExpectedWeight",
     "GlmMoeDsaAttention",
     "GlmMoeDsaConfig",
+    "HyV4Attention",
+    "HyV4Config",
     "LayerCaches",
     "LayerSpec",
     "Scratch",

@@ -33,18 +33,17 @@ class Chosen(NamedTuple):
 
 
 class OneList:
-    """Attention over the selected latent rows."""
-
-    sink: Any = None
+    """Attention over the selected latent rows, with a sink if the layer has one."""
 
     def __init__(self, layer: LayerContext, get: WeightReader) -> None:
-        pass
+        self.sink = get.vector("attn_sink") if layer.spec.sink else None
 
     def run(self, step: StepContext, q: Any, chosen: Chosen, o: Any, join: Callable[[], None]) -> None:
         layer = step.layer
         attention = SelectedAttention(
-            step.caches.rows, layer.layouts.rows, layer.spec.softmax_scale, backend=layer.backend, observe=step.observe
-        )
+            step.caches.rows, layer.layouts.rows, layer.spec.softmax_scale, backend=layer.backend,
+            observe=step.observe, attn_sink=self.sink,
+        )  # fmt: skip
         lse = step.array("lse", (len(q), q.shape[1], 1), FLOAT32)
         join()
         attention.attend(q, step.metadata.tokens, *chosen, o, lse)

@@ -129,7 +129,7 @@ class SparseAttention(LayerContext):
         self.norms_with_keys = isinstance(self.keys, LatentKeys)
         self.attended = ATTENDED[spec.rows](self, get)
         self.output = (GroupedOutput if spec.o_groups else HeadOutput)(self, get, kv_b)
-        low = (*self.queries.low, *(() if self.keys is None else self.keys.low), *self.rows.low)
+        low = (*self.queries.low, *(() if self.keys is None else self.keys.low), *self.rows.low, *self.output.low)
         self.low_rank = self.matrix(get, *low)
         shapes, end = shapes_of(spec), 0
         self.columns: dict[str, slice] = {}  # of the products with low_rank
@@ -230,9 +230,10 @@ class Step(StepContext):
                 multiply(x, layer.wide, wide, layer.backend)
                 if layer.pooled is not None:
                     latents = layer.pooled.run(self, wide)
-        qr, kv, keys = self.project(x)
+        low = self.project(x)
+        qr, kv = (low[part.low[0]] for part in (layer.queries, layer.rows))
         if layer.keys is not None:  # may norm qr
-            layer.keys.insert(self, keys if latents is None else latents, qr)
+            layer.keys.insert(self, low["indexer.wk"] if latents is None else latents, qr)
         projected, index_q = layer.queries.project(self, qr, selects)
         if selects:
             side.join()
@@ -249,11 +250,11 @@ class Step(StepContext):
         o = self.array("o", (*q.shape[:2], LATENT))
         self.attend(q, chosen, o, side.join)
         with self.observe("output"):
-            layer.output.run(self, o, out)
+            layer.output.run(self, o, out, low.get("linear_gate"))
 
     def only_insert(self, x: Any, *_: Any) -> None:
-        _, kv, _ = self.project(x)
-        self.layer.rows.insert(self, kv, normed=True)
+        rows = self.layer.rows
+        rows.insert(self, self.project(x)[rows.low[0]], normed=True)
 
     def side(self) -> InOrder:
         """The side stream. Work runs in order for prefills, which keep a device busy, and under an observer."""
@@ -265,18 +266,17 @@ class Step(StepContext):
             return InOrder()
         return layer.scratch.side(layer.cos_sin)
 
-    def project(self, x: Any) -> tuple[Any, Any, Any]:
-        """Products with x: for the queries, for rows, and for index keys, or None. The first two are normed, unless the
-        norms of index keys and of the insert do it.
-        """
-        layer, columns = self.layer, self.layer.columns
+    def project(self, x: Any) -> dict[str, Any]:
+        """Products with x by their weights' names; queries and rows are normed, unless other norms include them."""
+        layer = self.layer
         with self.observe("project"):
             low = self.array("low_rank", (len(x), width(layer.low_rank)))
             multiply(x, layer.low_rank, low, layer.backend)
-            qr, kv = (low[:, columns[part.low[0]]] for part in (layer.queries, layer.rows))
+            found = {name: low[:, columns] for name, columns in layer.columns.items()}
             if not layer.norms_with_keys:
+                qr, kv = (found[part.low[0]] for part in (layer.queries, layer.rows))
                 self.norm(qr, kv[:, :LATENT], layer.rows.norm)
-        return qr, kv, low[:, columns["indexer.wk"]] if "indexer.wk" in columns else None
+        return found
 
     def finish(self, projected: Any, kv: Any) -> Any:
         """Queries of attention. Inserts the step's rows."""

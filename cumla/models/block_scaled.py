@@ -109,14 +109,6 @@ class Parts(tuple[Any, ...]):
         return sum(part.nbytes for part in self)
 
 
-def enable_fp8_activations(layer: Any, *names: str) -> None:
-    """Set that products of many tokens with these matrices of a layer round activations to FP8."""
-    for name in names:
-        weight = getattr(layer, name, None)
-        if isinstance(weight, BlockScaledWeight):
-            setattr(layer, name, replace(weight, rounds_activations=True))
-
-
 def can_stay(weight: Any) -> bool:
     """Whether the products take a weight in FP8, without dequantising it first."""
     return isinstance(weight, BlockQuantizedWeight) and weight.block[1] % COLUMNS_STEP == 0

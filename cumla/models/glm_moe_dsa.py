@@ -29,7 +29,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
         rms_norm_eps: also of the norms of the two latents
     """
 
-    published_as: ClassVar = "transformers"
+    published: ClassVar[dict[str, str]] = {}  # by DeepSeek's names; others have transformers' names
 
     qk_nope_head_dim: int = 192
     v_head_dim: int = 256
@@ -75,11 +75,11 @@ class GlmMoeDsaConfig(DeepseekV32Config):
         return replace(found, selection="source", selection_source=source, keys="none")
 
 
-def selecting_layers(config: Mapping[str, Any], offset: int = 2) -> tuple[int, ...]:
+def selecting_layers(config: Mapping[str, Any], freq: int = 1, offset: int = 2) -> tuple[int, ...]:
     """The layers that select for themselves: by indexer_types, else index_topk_pattern, else by frequency and offset.
 
     Args:
-        offset: of a configuration without index_skip_topk_offset
+        freq, offset: of a configuration without index_topk_freq, without index_skip_topk_offset
     """
     layers: Any = config.get("num_hidden_layers")
     check_integers(1, MOST_LAYERS, num_hidden_layers=layers)
@@ -90,8 +90,8 @@ def selecting_layers(config: Mapping[str, Any], offset: int = 2) -> tuple[int, .
             allowed = tuple(KINDS)[:2] if name == "index_topk_pattern" else tuple(KINDS)[2:]
             check_choice(allowed, **{f"{name}[{layer}]": kind for layer, kind in enumerate(kinds)})
             return tuple(layer for layer in range(layers) if KINDS[kinds[layer]])
-    freq, found = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
-    freq, offset = 1 if freq is None else freq, offset if found is None else found
+    given = (config.get(name) for name in SELECTION[2:])
+    freq, offset = (value if found is None else found for value, found in zip((freq, offset), given, strict=True))
     check_integers(1, index_topk_freq=freq)
     check_integers(0, index_skip_topk_offset=offset)
     return tuple(layer for layer in range(layers) if max(layer - offset + 1, 0) % freq == 0)

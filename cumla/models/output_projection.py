@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+
+from ..arrays import dlpack
 from ..ops.linear import by_group
 from ..ops.norm_rope import apply_rope, inverse_rope_and_quantize
 from .context import LayerContext, StepContext
@@ -21,30 +24,42 @@ from .products import (
 from .scratch import Scratch
 from .weights import WeightReader
 
+MOST_EXPONENT = 80  # of a gate's sigmoid: its exponential is a float32
+
 
 class HeadOutput:
-    """W_UV projects the attention of each head from the latent to its values; W_o, all heads' values to the output."""
+    """W_UV projects the attention of each head from the latent to its values; W_o, all heads' values to the output.
+
+    A gate multiplies the values by the sigmoid of a projection of the hidden states, in float32.
+    """
 
     def __init__(self, layer: LayerContext, get: WeightReader, kv_b: Any) -> None:
+        self.low = ("linear_gate",) if layer.spec.gate else ()
         nope = layer.spec.nope_dim
         self.value = rows_of(kv_b, nope, nope + layer.spec.v_dim)  # W_UV: [h, V, 512]
         self.o = layer.matrix(get, "wo")
 
-    def run(self, step: StepContext, o: Any, out: Any) -> None:
+    def run(self, step: StepContext, o: Any, out: Any, gate: Any) -> None:
         values = step.array("values", (len(o), step.layer.spec.heads, step.layer.spec.v_dim))
         multiply_groups(o.transpose(1, 0, 2), self.value, values.transpose(1, 0, 2), step.layer.backend)
+        if gate is not None:
+            exponents = -gate.astype(np.float32).clip(-MOST_EXPONENT, MOST_EXPONENT)
+            shares = 1 / (1 + dlpack.namespace_of(values).exp(exponents))
+            values[...] = (values.astype(np.float32) * shares.reshape(values.shape)).astype(values.dtype)
         multiply(flat(values), self.o, out, step.layer.backend)
 
 
 class GroupedOutput:
     """`project_output` with a layer's weights."""
 
+    low = ()
+
     def __init__(self, layer: LayerContext, get: WeightReader, kv_b: None) -> None:
         self.o_a, self.o_b = in_groups(layer.matrix(get, "wo_a"), layer.spec.o_groups), layer.matrix(get, "wo_b")
         self.backend, self.scratch, self.activations = layer.backend, layer.scratch, layer.activations
         self.cos_sin = layer.cos_sin
 
-    def run(self, step: StepContext, o: Any, out: Any) -> None:
+    def run(self, step: StepContext, o: Any, out: Any, gate: None) -> None:
         project_output(self, o, step.metadata.positions, out)
 
 

@@ -46,8 +46,9 @@ class LatentQueries:
             multiply_groups(nope, self.latent, q[..., :LATENT].transpose(1, 0, 2), layer.backend)
             rotated = q[..., LATENT:]
             apply_rope(
-                heads[..., spec.nope_dim :], step.metadata.positions, layer.cos_sin, out=rotated, backend=layer.backend
-            )
+                heads[..., spec.nope_dim :], step.metadata.positions, layer.cos_sin,
+                is_neox=spec.rope_pairs == "halves", out=rotated, backend=layer.backend,
+            )  # fmt: skip
         return q
 
 

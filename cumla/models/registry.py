@@ -11,6 +11,7 @@ from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
 from .glm_moe_dsa import GlmMoeDsaAttention
+from .hy_v4 import HyV4Attention
 from .v41_config import MODEL_TYPES
 
 MODELS: dict[str, type[SparseAttention]] = {
@@ -18,6 +19,7 @@ MODELS: dict[str, type[SparseAttention]] = {
     "deepseek_v4": DeepseekV4Attention,
     **dict.fromkeys(MODEL_TYPES, DeepseekV41Attention),
     "glm_moe_dsa": GlmMoeDsaAttention,
+    "hy_v4": HyV4Attention,
 }
 CONFIGS: dict[str, Any] = {name: attention.config_type for name, attention in MODELS.items()}
 

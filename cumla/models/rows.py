@@ -25,7 +25,10 @@ class LatentRows:
         """Insert rows [T, 512 + rope_dim], which are normed. Queries are rotated already."""
         layer, rows = step.layer, kv[:, None]
         with step.observe("insert"):
-            apply_rope(rows, step.metadata.positions, layer.cos_sin, out=rows, backend=layer.backend)
+            apply_rope(
+                rows, step.metadata.positions, layer.cos_sin, is_neox=layer.spec.rope_pairs == "halves", out=rows,
+                backend=layer.backend,
+            )  # fmt: skip
             concat_and_cache_mla(
                 kv[:, :LATENT], kv[:, LATENT:], step.caches.rows, step.row_slots, self.cache_dtype,
                 backend=layer.backend,

@@ -24,9 +24,10 @@ def expected_weights(config: Any, layer: int) -> dict[str, ExpectedWeight]:
     if not callable(getattr(config, "spec", None)):
         raise TypeError(f"config: got {shown(config)}, expected the configuration of a model's attention layers")
     found = named(shapes_of(config.spec(layer)), config.names)
-    if getattr(config, "published_as", "") == "transformers":
-        return {weight.transformers: weight for weight in found.values()}
-    return found
+    published = getattr(config, "published", None)
+    if published is None:
+        return found
+    return {published.get(name, weight.transformers): weight for name, weight in found.items()}
 
 
 def named(shapes: Shapes, names: Mapping[str, str]) -> dict[str, ExpectedWeight]:
@@ -48,6 +49,8 @@ def shapes_of(spec: LayerSpec) -> Shapes:
         }  # fmt: skip
     if spec.sink:
         found["attn_sink"] = (heads,)
+    if spec.gate:
+        found["linear_gate.weight"] = (heads * spec.v_dim, hidden)
     if spec.o_groups:
         width = spec.o_groups * spec.o_rank
         found |= {"wo_a.weight": (width, heads * spec.v_dim // spec.o_groups), "wo_b.weight": (hidden, width)}

@@ -118,5 +118,6 @@ class _RankStep(Step):
             )  # fmt: skip
         self.context.observe = lambda part: self.observe("decode" if part == "attend" else part)
         self.context.sparse_decode(
-            q, self.caches.rows, slots, lens, layout=layer.layouts.rows, softmax_scale=layer.spec.softmax_scale, out=o
-        )
+            q, self.caches.rows, slots, lens, attn_sink=layer.sinks, layout=layer.layouts.rows,
+            softmax_scale=layer.spec.softmax_scale, out=o,
+        )  # fmt: skip

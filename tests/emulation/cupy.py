@@ -20,7 +20,7 @@ from .arrays import Array
 from .queues import Device, Stream
 
 NUMPY_FUNCTIONS = (
-    "arange", "broadcast_to", "concatenate", "cumsum", "full", "maximum", "ones", "stack", "where", "zeros_like",
+    "arange", "broadcast_to", "concatenate", "cumsum", "exp", "full", "maximum", "ones", "stack", "where", "zeros_like",
 )  # fmt: skip
 UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
 FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may request unless the kernel is allowed more

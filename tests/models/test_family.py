@@ -1,18 +1,19 @@
-"""Layers of GLM-5.x against transformers in float64: outputs and selections, by any schedule, on ranks, and errors."""
+"""Layers of GLM-5.x and Hy4: transformers' outputs and selections by any schedule and on ranks, and errors."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from cumla.models import GlmMoeDsaConfig, config_from, expected_weights
+from cumla.models import GlmMoeDsaConfig, HyV4Config, config_from, expected_weights
 from cumla.parallel import RankRows, Shard, ShardedAttention, local_slot_mapping, run_threads
+from support.batch_kinds import padded
 from support.family_stack import GOLDEN, FamilyStack
 
 REQUESTS = [
     (case, request)
     for case, stack in enumerate(GOLDEN["stacks"])
-    if stack["config"]["model_type"] == "glm_moe_dsa"
+    if stack["config"]["model_type"] in ("glm_moe_dsa", "hy_v4")
     for request in range(len(stack["requests"]))
 ]
 GLM = {
@@ -32,10 +33,38 @@ def test_outputs_and_selections_are_transformers(case, request_number):
     stack.check(request_number, stack.run(request_number, GOLDEN["stacks"][case]["requests"][request_number]))
 
 
-@pytest.mark.parametrize("splits", [[216, 45], [1] * 36 + [225], [64, 1, 3, 63, 2, 128]])
-def test_any_schedule_gives_the_same(splits):
-    stack = FamilyStack(0)
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [(0, [216, 45]), (0, [1] * 36 + [225]), (0, [64, 1, 3, 63, 2, 128]), (7, [1] * 9 + [131, 73]), (8, [160, 73])],
+)
+def test_any_schedule_gives_the_same(case, splits):
+    stack = FamilyStack(case)
     stack.check(0, stack.run(0, splits))
+
+
+def test_a_sink_and_a_gate_count():
+    """Without the sink, and with the gate's rows exchanged, outputs are others."""
+    want = FamilyStack(8).run(1, [31])
+    for name, change in (("sinks", lambda x: x - 1000), ("gate_proj.weight", lambda x: x[::-1])):
+        stack = FamilyStack(8, change={name: change})
+        assert np.abs(stack.run(1, [31]) - want).max() > 0.01 * np.abs(want).max(), name
+
+
+def test_scores_far_below_the_sink_give_nothing():
+    stack = FamilyStack(8, change={"sinks": lambda x: x + 1000})
+    assert np.abs(stack.run(1, [31])).max() < 1e-30
+
+
+def test_padding_does_not_matter():
+    """Padding tokens have hidden states without meaning, and a gate of them."""
+    stack, want = FamilyStack(8), FamilyStack(8).run(1, [31])
+    batch = padded(stack.paged.batch([(1, 0, 31)])[0], 4)
+    metadata = stack.builder.build(batch)
+    for index, (layer, number) in enumerate(zip(stack.layers, stack.numbers, strict=True)):
+        x = np.full((35, 128), np.nan, np.float32)
+        x[:31] = stack.hidden[1][index, :31]
+        out = layer.step(x, stack.caches[number], metadata, stack.selection)
+        np.testing.assert_allclose(out[:31], want[index], rtol=0, atol=1e-5 * np.abs(want[index]).max())
 
 
 def test_requests_in_one_step():
@@ -54,11 +83,13 @@ def test_requests_in_one_step():
         stack.check(request, whole)
 
 
-def test_ranks_select_and_give_what_one_device_does():
-    splits = GOLDEN["stacks"][0]["requests"][0]
+@pytest.mark.parametrize("case", [0, 8])
+def test_ranks_select_and_give_what_one_device_does(case):
+    """The sink of Hy4 counts once."""
+    splits = GOLDEN["stacks"][case]["requests"][0]
 
     def on(comm):
-        stack, page = FamilyStack(0), 5
+        stack, page = FamilyStack(case), 5
         shard = Shard(comm.rank, comm.size, 2)
         columns = -(-sum(splits) // (page * comm.size)) + 2
         table = np.random.default_rng(comm.rank).permutation(columns).astype(np.int32)[None]
@@ -96,6 +127,14 @@ def test_rounded_caches_stay_near():
         assert np.sqrt(np.square(got - exact).mean() / np.square(exact).mean()) < bound
 
 
+@pytest.mark.parametrize("case", [0, 8])
+def test_cuda_kernels_give_what_the_cpu_gives(here, case):
+    """With FP8 rows and keys; Hy4 has a sink and a gate."""
+    want = FamilyStack(case, "fp8", activations="bfloat16").run(1, [30, 1]).astype(np.float64)
+    got = FamilyStack(case, "fp8", "cuda", "bfloat16", lab=here).run(1, [30, 1]).astype(np.float64)
+    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) < 0.03
+
+
 def test_the_published_configuration():
     config = config_from(GLM)
     assert config.selecting == (0, 1, 2, *range(6, 78, 4))
@@ -115,6 +154,36 @@ def test_the_published_configuration():
         "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.wq_b.weight",
         "indexer.weights_proj.weight",
     }  # fmt: skip
+
+
+HY = {
+    **{name: value for name, value in GLM.items() if not name.startswith("index_")}, "model_type": "hy_v4",
+    "hidden_size": 2816, "num_attention_heads": 32, "q_lora_rank": 1536, "index_n_heads": 16, "index_head_dim": 128,
+    "index_topk": 2048, "num_hidden_layers": 34, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True,
+}  # fmt: skip
+
+
+def test_hy4_s_configuration():
+    config = config_from(HY)
+    assert config.selecting == (0, *range(1, 34, 4))
+    spec = config.spec(3)
+    assert (spec.selection_source, spec.sink, spec.gate, spec.rope_pairs) == (1, True, True, "neighbours")
+    assert (config.spec(1).index_pairs, config.spec(1).index_part) == ("neighbours", "last")
+    halves = config_from(HY | {"rope_interleave": False, "indexer_rope_interleave": False}).spec(1)
+    assert (halves.rope_pairs, halves.index_pairs) == ("halves", "halves")
+    names = expected_weights(config, 3)
+    assert names["learnable_sink_param"].transformers == "sinks"
+    assert names["linear_gate.weight"].shape == (32 * 256, 2816)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gating_type", "headwise"), ("gated_mla", False), ("learnable_sink", False), ("model_type", "glm_moe_dsa")],
+)
+def test_a_rule_of_hy4_that_is_not_served_is_named(name, value):
+    with pytest.raises(ValueError, match=f"{name}: got {value!r}, expected"):
+        HyV4Config.from_dict(HY | {name: value})
 
 
 @pytest.mark.parametrize(

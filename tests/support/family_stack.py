@@ -41,9 +41,13 @@ class FamilyStack:
 
     Attributes:
         picks: by layer that selects, by request: {position: selected tokens}
+
+    `change` has functions of weights by the ends of their names.
     """
 
-    def __init__(self, case, cache_format="float32", backend="cpu", activations="float32", seed=0, lab=None):
+    def __init__(
+        self, case, cache_format="float32", backend="cpu", activations="float32", seed=0, lab=None, change=None
+    ):  # fmt: skip
         record = GOLDEN["stacks"][case]
         self.case, self.numbers = case, record["attention_layers"]
         self.config = config_from(record["config"])
@@ -55,10 +59,13 @@ class FamilyStack:
             num_heads=8,
         )  # fmt: skip
         specs, scratch = [self.config.spec(number) for number in self.numbers], Scratch()
+        weights = dict(weights_of(case))
+        for name, function in (change or {}).items():
+            weights |= {whole: function(x) for whole, x in weights.items() if whole.endswith(name)}
         attention = MODELS[record["config"]["model_type"]]
         self.layers = [
             attention(
-                self.config, number, weights_of(case), activations=activations, cache_format=cache_format,
+                self.config, number, weights, activations=activations, cache_format=cache_format,
                 max_position=longest, scratch=scratch, xp=xp, backend=backend,
             )
             for number in self.numbers
