@@ -163,7 +163,7 @@ def test_bytes_of_requests(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["v32", "v4"])
+@pytest.mark.parametrize("kind", ["v32", "v4", "v41"])
 @pytest.mark.parametrize("interleave", [1, 16, 64])
 def test_ranks_have_their_own_rows(kind, interleave):
     whole = described(kind)
@@ -181,7 +181,7 @@ def test_ranks_have_their_own_rows(kind, interleave):
             assert {x.name for x in replicated} == {x.name for x in whole}
             for one in replicated:
                 assert one.part(tokens) == whole.group(one.name).part(tokens)
-        name = {"v32": "rows", "v4": "compressed"}[kind]
+        name = "rows" if kind == "v32" else "compressed"
         sharded = [cache for group in whole for cache in group.caches if cache.cache == name]
         assert rows == sum(tokens // cache.positions * len(cache.layers) for cache in sharded)
 
