@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..dispatch.values import shown
+from ..dispatch.values import check_integers, shown
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
 from .weights import ExpectedWeight
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def expected_weights(config: Any, layer: int) -> dict[str, ExpectedWeight]:
+def expected_weights(config: Any, layer: int, *, rank: int = 0, ranks: int = 1) -> dict[str, ExpectedWeight]:
     """The weights that a layer's attention takes, by published name within the attention module ("wq_a.weight").
 
     Args:
         config: of a model
         layer: the layer's number; V4.1's draft layers are numbered from num_hidden_layers on
+        rank, ranks: of tensor parallelism: each rank has a part of the heads, and the sum of the ranks' outputs is the
+            layer's. Rows, norms and the whole indexer are on every rank
 
-    Raises TypeError or ValueError for what is no model's configuration, and for a layer that the model lacks.
+    Raises TypeError or ValueError for what is no model's configuration, for a layer that the model lacks, and for ranks
+    that do not divide the heads, or the groups of heads of the output projection.
     """
     if not callable(getattr(config, "spec", None)):
         raise TypeError(f"config: got {shown(config)}, expected the configuration of a model's attention layers")
-    found = named(shapes_of(config.spec(layer)), config.names)
+    spec = config.spec(layer)
+    found = named(shapes_of(spec), config.names)
+    check_integers(1, ranks=ranks)
+    check_integers(0, ranks - 1, rank=rank)
+    if ranks > 1:
+        for name, count in (("heads", spec.heads), ("groups of heads", spec.o_groups)):
+            if count % ranks:
+                raise ValueError(f"ranks: got {ranks}, expected a divisor of {count} {name}")
+        own = shapes_of(replace(spec, heads=spec.heads // ranks, o_groups=spec.o_groups // ranks))
+        found = {name: part_of(weight, own[name], rank) for name, weight in found.items()}
     published = getattr(config, "published", None)
     if published is None:
         return found
     return {published.get(name, weight.transformers): weight for name, weight in found.items()}
+
+
+def part_of(weight: ExpectedWeight, shape: tuple[int, ...], rank: int) -> ExpectedWeight:
+    """A rank's part of a weight: consecutive rows, or columns."""
+    if shape == weight.shape:
+        return weight
+    pairs = zip(shape, weight.shape, strict=True)
+    part = tuple(slice(None) if n == whole else slice(rank * n, rank * n + n) for n, whole in pairs)
+    return replace(weight, shape=shape, part=part)
 
 
 def named(shapes: Shapes, names: Mapping[str, str]) -> dict[str, ExpectedWeight]:

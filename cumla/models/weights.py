@@ -202,10 +202,12 @@ class ExpectedWeight:
         shape: rows and columns of a matrix, or the length of a vector
         transformers: its name within transformers' attention module; the published name for a model that transformers
             lacks
+        part: with tensor parallelism, the rank's part of the whole weight; None: all of it
     """
 
     shape: tuple[int, ...]
     transformers: str
+    part: tuple[slice, ...] | None = None
 
 
 class WeightReader:

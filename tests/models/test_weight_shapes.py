@@ -1,5 +1,7 @@
 """expected_weights: the weights of golden layers, by names that layers accept."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from seeded_weights import seeded_weights
@@ -13,6 +15,7 @@ from cumla.models import (
     DeepseekV41Config,
     expected_weights,
 )
+from support.family_stack import FamilyStack, weights_of
 from support.models import records
 from support.v41_stack import GOLDEN
 
@@ -70,3 +73,58 @@ def test_a_model_s_last_norm_is_no_name_within_a_module():
     shapes = {f"layers.0.attn.{name}": weight.shape for name, weight in expected_weights(config, 0).items()}
     weights = seeded_weights({**shapes, "norm.weight": (256,)}, 0)
     assert DeepseekV4Attention(config, 0, weights, max_position=64).ratio == 0
+
+
+@pytest.mark.parametrize("case", [0, 8])
+def test_the_sum_of_tensor_parallel_ranks_is_the_layers_output(case):
+    """A layer of half the heads, with a rank's part of the weights: GLM's and Hy4's layers."""
+    stack = FamilyStack(case)
+    want, whole, ranks = stack.run(1, [31])[0], stack.layers[0], 2
+    weights = {
+        name.removeprefix("model.layers.0.self_attn."): w for name, w in weights_of(case).items() if ".0." in name
+    }
+    config = dataclasses.replace(stack.config, num_attention_heads=stack.config.num_attention_heads // ranks)
+    total = np.zeros_like(want)
+    for rank in range(ranks):
+        parts = {
+            weight.transformers: weights[weight.transformers][weight.part or ...]
+            for weight in expected_weights(stack.config, 0, rank=rank, ranks=ranks).values()
+        }
+        assert {name: x.shape for name, x in parts.items()} == {
+            weight.transformers: weight.shape for weight in expected_weights(config, 0).values()
+        }
+        made = FamilyStack(case)
+        made.layers = [
+            type(whole)(
+                config, 0, parts, activations="float32", cache_format="float32", max_position=64, backend="cpu"
+            )
+        ]  # fmt: skip
+        made.numbers, made.picks = [0], {}
+        total += made.run(1, [31])[0]
+    np.testing.assert_allclose(total, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_parts_of_ranks_cover_each_weight():
+    config = DeepseekV4Config(256, 8, 128, 4, 64, (4,))
+    whole = expected_weights(config, 0)
+    for name, weight in whole.items():
+        counted = np.zeros(weight.shape, int)
+        for rank in range(4):
+            part = expected_weights(config, 0, rank=rank, ranks=4)[name]
+            counted[part.part or ...] += 1
+            assert counted[part.part or ...].shape == part.shape
+        cut = {"wq_b.weight", "attn_sink", "wo_a.weight", "wo_b.weight"}
+        assert (counted == (1 if name in cut else 4)).all(), name
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ranks": 3}, "ranks: got 3, expected a divisor of 8 heads"),
+        ({"ranks": 8}, "ranks: got 8, expected a divisor of 4 groups of heads"),
+        ({"ranks": 0}, "ranks: got 0"), ({"ranks": 2, "rank": 2}, "rank: got 2"), ({"rank": -1}, "rank: got -1"),
+    ],
+)  # fmt: skip
+def test_wrong_ranks_are_named(options, match):
+    with pytest.raises(ValueError, match=match):
+        expected_weights(DeepseekV4Config(256, 8, 128, 4, 64, (4,)), 0, **options)
