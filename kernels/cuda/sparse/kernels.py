@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ....layout import BUILT_IN, CacheLayout
+from ...check_results import UNDER_TEST
 from ..compile import kernel, loaded_now, start
 from ..constants import constant
 from ..device import Limits, cached_by_capability, capability, device_sms, has_clusters, is_hopper, limits
@@ -139,7 +140,8 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     if name == "hopper" and formats[0] in HOPPER_BF16:
         return _hopper(device, formats, HEADS)
     if name == "hopper":
-        heads = under_test.tile_heads() or tile_heads(work, may_split, device_sms(device), _clusters(device))
+        tested = under_test.tile_heads() if UNDER_TEST.get() else None
+        heads = tested or tile_heads(work, may_split, device_sms(device), _clusters(device))
         return _hopper(device, formats, heads)
     return _portable(device, formats, _portable_heads(work, may_split and _forced.get() is None))
 
@@ -255,7 +257,7 @@ def portable_size(device: int, formats: Formats, heads: int) -> sparse_portable.
 def _portable_heads(work: AttentionCall, may_split: bool) -> int:
     """Heads of a tile: a small number if all blocks of all tiles then still run at a time."""
     device, heads = work.q.device.id, int(work.q.shape[2])
-    tested_heads = under_test.tile_heads()
+    tested_heads = under_test.tile_heads() if UNDER_TEST.get() else None
     if tested_heads is not None:
         return tested_heads
     if may_split:
