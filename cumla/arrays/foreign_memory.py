@@ -21,10 +21,7 @@ class NoCuPyError(ValueError):
 
 def cupy_module() -> Any:
     try:
-        if "cupy" not in sys.modules:
-            import_whole("cupy")
-        import cupy
-
+        cupy = import_whole("cupy")
         if hasattr(cupy, "ndarray"):  # else another package of that name
             return cupy
     except ImportError:

@@ -14,9 +14,13 @@ def import_whole(name: str) -> ModuleType:
 
     A time limit or Ctrl-C during the import raises its exception here, and the import goes on. (A package that was
     imported halfway cannot be imported again.) Handlers of signals run in the main thread, so another thread imports.
+    The main thread does not wait in the import system either: an exception there leaves a module locked.
     Raises the import's errors.
     """
-    if name in sys.modules or threading.current_thread() is not threading.main_thread():
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        return module
+    if threading.current_thread() is not threading.main_thread():
         return importlib.import_module(name)
     future: concurrent.futures.Future[ModuleType] = concurrent.futures.Future()
 

@@ -20,7 +20,7 @@ from numba.core import serialize, types
 from numba.core.caching import NullCache
 from numba.core.compiler import Compiler, CompileResult
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import CPUDispatcher
+from numba.core.registry import CPUDispatcher, cpu_target
 
 from ..check_results import Fresh, announce_compilation, note, note_unsaved
 from . import code_folder
@@ -31,6 +31,12 @@ COMPILER = f"Numba {numba.__version__} (llvmlite {llvmlite.__version__})"
 REMEDY = "Install other versions of numba and llvmlite; until then backend='reference' does without them"
 DIGEST_BYTES = 32
 OPTIONS = {"nopython": True, "_nrt": False, "no_cfunc_wrapper": True}  # nothing is allocated, and C calls nothing
+
+# Numba loads its functions with the first compilation. An exception of a signal handler would leave half of them there,
+# for the life of the process. The import of this module is not interrupted (arrays/whole_import.py).
+if not numba.config.DISABLE_JIT:
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 # A fork waits until no other thread compiles: the child would otherwise never get the lock.
 os.register_at_fork(

@@ -70,24 +70,32 @@ def raise_limit(*signal_and_frame):
     raise TimeLimit
 
 class Finder:
+    modules = 0
+
     def find_spec(self, name, path=None, target=None):
-        if name == "numba.core.types":
-            sys.meta_path.remove(self)
+        self.modules += name.startswith("numba.")
+        if self.modules % 20 == 10:
             os.kill(os.getpid(), signal.SIGALRM)
 
 signal.signal(signal.SIGALRM, raise_limit)
 sys.meta_path.insert(0, Finder())
-arguments = np.array([[1.0, 3.0, 2.0]], np.float32), 2
-try:
-    cumla.top_k_per_row(*arguments)
-except TimeLimit:
-    assert cumla.top_k_per_row(*arguments).tolist() == [[1, 2]]
-    print("right")
+arguments, limits = (np.array([[1.0, 3.0, 2.0]], np.float32), 2), 0
+while True:
+    try:
+        found = cumla.top_k_per_row(*arguments)
+        break
+    except TimeLimit:
+        limits += 1
+assert limits
+assert found.tolist() == [[1, 2]]
+print("right")
 """
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs signals")
 def test_a_time_limit_while_numba_is_imported():
-    """It reaches the caller, and the next call works: Numba cannot be imported again after half of an import."""
-    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=os.environ)
+    """Limits reach the caller, and a later call works: Numba cannot be imported again after half of an import."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=os.environ, timeout=200
+    )
     assert (done.stdout, done.returncode) == ("right\n", 0), done.stderr
