@@ -5,7 +5,7 @@ is imported, and cuda on devices that the tests emulate (tests/emulation). The s
 a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
 test_simulated_attention.py has small cases. `nowhere(when)` marks combinations of parameters that have no test,
 `thorough(when)` marks combinations that only slow tests cover, where there is no device. A run of all tests
-leaves three quarters of the emulated and simulated combinations, and of those of tests marked `sampled`, to the slow
+leaves five sixths of the emulated and simulated combinations, and of those of tests marked `sampled`, to the slow
 tests; a run of named files has them all.
 
 No folder has a conftest.py of its own: pytest 9.1 silently ignores the fixtures of a folder whose files are not named
@@ -48,7 +48,7 @@ def pytest_configure(config):
     properties.SEED = config.getoption("--seed")
     config.addinivalue_line("markers", "attention: takes Numba's simulator too long")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
-    config.addinivalue_line("markers", "sampled: a run of all tests leaves three quarters to the slow tests")
+    config.addinivalue_line("markers", "sampled: a run of all tests leaves five sixths to the slow tests")
     config.addinivalue_line("markers", "thorough(when): combinations, as Combination, that are slow tests")
     # Otherwise JAX takes most of a device's memory for itself, and several test processes would not fit on it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -134,7 +134,7 @@ def without_a_device(item):
 
 
 def leave_to_slow_tests(items):
-    """Mark three quarters of each test that is sampled or without a device, chosen by their names, as slow."""
+    """Mark five sixths of each test that is sampled or without a device, chosen by their names, as slow."""
     tests = collections.defaultdict(list)
     for item in items:
         sampled = without_a_device(item) or item.get_closest_marker("sampled") is not None
@@ -142,7 +142,7 @@ def leave_to_slow_tests(items):
             tests[item.nodeid.split("[")[0]].append(item)
     for combinations in tests.values():
         combinations.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in combinations[max(2, -(-len(combinations) // 4)) :]:
+        for item in combinations[max(2, -(-len(combinations) // 6)) :]:
             item.add_marker(pytest.mark.slow)
 
 
