@@ -251,6 +251,8 @@ def test_torch_allocates_what_its_calls_return(op, rng, full_calls):
     make, plan_of = CALLS[op]
     call, lengths = make(rng, Torch), Torch.put(np.array(LENGTHS, np.int32))
     want = call(lengths, plan=plan_of())
+    for _ in range(3):  # the first call that is repeated keeps an element of each dtype, whose shape results take
+        call(lengths)
     for _ in range(4):
         before = torch.cuda.memory_allocated()
         got = call(lengths)
