@@ -13,8 +13,8 @@ from support.calls import NAMES, call, is_attention, kernels_of
 from support.operations import rebuilt
 
 MARGIN, ALIGNMENT = 1 << 14, 64
-NEVER = (  # they allocate memory that is no result
-    "candidate_topk", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-cu_seqlen_ks",
+NEVER = (  # they allocate memory that is no result; spans of a copy are of its call alone
+    "candidate_topk", "copy_spans", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-cu_seqlen_ks",
     "indexer_topk-slots", "select_candidate_blocks",
 )  # fmt: skip
 OPERATIONS = [

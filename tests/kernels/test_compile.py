@@ -15,12 +15,12 @@ nvrtc = support.nvrtc.nvrtc()
 
 V41 = ("DSV41_FP8-DSV41_FP4", "DSV41_FP8_SPLIT-DSV41_FP4_SPLIT")
 PORTABLE_SPILLS = {
-    "DSV4_FP8-32-4-96-sm_80": 4, "DSV41_FP8-32-4-96-sm_80": 12,
+    "DSV4_FP8-32-4-96-sm_80": 4, "DSV41_FP8-32-4-96-sm_80": 12, "V32_NOPE_FP8-32-4-96-sm_80": 12,
     "V32_FP8-32-3-96-sm_80": 12, "V32_FP8-32-4-96-sm_90a": 12,
     **{f"{x}-32-4-96-sm_80": 16 for x in V41},
     **{f"{x}-32-4-96-sm_90a": 20 for x in V41},
     **{f"V32_FP8-16-4-112-sm_{y}": 8 for y in (86, 89)},
-    **{f"{x}-16-4-96-sm_{y}": 8 for x in ("DSV41_FP8", *V41) for y in (86, 89)},
+    **{f"{x}-16-4-96-sm_{y}": 8 for x in ("DSV41_FP8", "V32_NOPE_FP8", *V41) for y in (86, 89)},
 }  # fmt: skip
 # Bytes: what is allowed to spill.
 SPILLS_ALLOWED = {
