@@ -1,4 +1,4 @@
-"""Maps of indices, beside vLLM's Triton kernels of the same names, which allocate what they return."""
+"""Maps of indices, and vLLM's Triton kernels of the same names, which allocate their results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SAMPLE = 48  # tokens that are compared with the reference backend
 def compared(
     case: Any, sizes: Sizes, make: Callable[[], dict[str, Any]], moved: int, first: Callable[[dict[str, Any]], Any]
 ) -> Problem:
-    """A map beside vLLM's of the same name.
+    """An index map, and vLLM's function of the same name.
 
     Args:
         make: gives a new set of arguments at each call
-        first: changes arguments to those of the first SAMPLE tokens
+        first: reduces the arguments to the first SAMPLE tokens
 
-    The first tokens are compared with the reference, all tokens with those of the implementation before.
+    The first tokens are compared with the reference, and all tokens with the result of the previous implementation.
     """
     sets, spec = [make() for _ in range(sizes.sets(moved))], SPECS[case.op]
     outs = [tuple(sizes.xp.empty(x.shape, x.dtype) for x in spec.results(arguments)) for arguments in sets]

@@ -1,4 +1,4 @@
-"""Swaps of requests between device and host, all page groups at once, against one memcpy of as many bytes.
+"""Swaps of requests between device and host, all page groups at once, and one memcpy of the same size.
 
     python benchmarks/page_groups.py [--requests 64] [--tokens 8192] [--layers 4] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Suites beside those of `cumla bench`, with its options: a layer's other operations, whole layers, frameworks.
+"""Suites that `cumla bench` does not have, with the same options: a layer's other operations, whole layers, frameworks.
 
     python -m benchmarks.suites layers compressor --batch 1,32 [--json FILE] [--compare OLD]
 

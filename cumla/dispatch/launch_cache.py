@@ -54,7 +54,7 @@ class KnownCall:
         apart: (array, other, least, most): a written array and another one, whose extents must not intersect: the
             distance must not be between least and most
         fitting: addresses already compared: comparing those of 14 arrays takes over a microsecond
-        outputs: (shape, the framework's dtype) of the new arrays, whose indices follow those of the given arrays
+        outputs: (shape, the framework's dtype) of each new array; new arrays are numbered after the given arrays
         memory: (name, dtype, size) of the arrays of the stream's workspace, whose indices follow those of the new
             arrays
         prepared: the launches, once the call has been repeated

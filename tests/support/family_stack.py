@@ -11,6 +11,7 @@ from cumla.models.registry import MODELS, config_from
 
 from .golden import DATA
 from .models import PagedRequests
+from .stack_steps import Steps
 
 GOLDEN = json.loads((DATA / "family.json").read_text())
 AMBIGUOUS = 1e-5  # `gap` below which float32 may choose other tokens than float64
@@ -36,7 +37,7 @@ def weights_of(case):
     return seeded_weights(GOLDEN["stacks"][case]["parameters"], GOLDEN["stacks"][case]["seed"])
 
 
-class FamilyStack:
+class FamilyStack(Steps):
     """The layers of a golden case with their caches, for all of its requests.
 
     Attributes:
@@ -91,24 +92,9 @@ class FamilyStack:
             out = layer.step(self.put(x.astype(layer.activations)), self.caches[number], metadata, self.selection)
             outputs.append(out if isinstance(out, np.ndarray) else out.get())
             if number in self.picks:
-                self._keep_picks(number, scheduled)
+                self.keep_picks(number, scheduled)
         splits = batch.query_start_loc_cpu[1:-1]
         return [np.stack(parts) for parts in zip(*(np.split(out, splits) for out in outputs), strict=True)]
-
-    def _keep_picks(self, number, scheduled):
-        chosen = self.selection.topk_indices
-        chosen, row = chosen if isinstance(chosen, np.ndarray) else chosen.get(), 0
-        for request, first, count in scheduled:
-            for position in range(first, first + count):
-                self.picks[number][request][position] = chosen[row].copy()
-                row += 1
-
-    def run(self, request, splits):
-        first, parts = 0, []
-        for count in splits:
-            parts += self.step([(request, first, count)])
-            first += count
-        return np.concatenate(parts, axis=1)
 
     def check(self, request, got):
         """Assert that outputs [layers, tokens, hidden] and selections are transformers'."""

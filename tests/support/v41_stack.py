@@ -20,6 +20,7 @@ from cumla.models import (
 
 from .golden import DATA
 from .models import PagedRequests, relative_rms
+from .stack_steps import Steps
 
 GOLDEN = json.loads((DATA / "v41.json").read_text())
 AMBIGUOUS = 1e-5  # `gap` below which float32 may choose other rows than float64
@@ -51,7 +52,7 @@ def oracle_of(case, number, longest=2048):
     return oracles.layer_of(config, number, within, longest)
 
 
-class Stack:
+class Stack(Steps):
     """The layers of a golden case with their caches, for all of its requests."""
 
     def __init__(
@@ -103,24 +104,9 @@ class Stack:
             out = layer.step(self.put(x.astype(layer.activations)), caches, metadata, self.selection)
             outputs.append(out if isinstance(out, np.ndarray) else out.get())
             if number in self.picks:
-                self._keep_picks(number, scheduled)
+                self.keep_picks(number, scheduled)
         splits = batch.query_start_loc_cpu[1:-1]
         return [np.stack(parts) for parts in zip(*(np.split(out, splits) for out in outputs), strict=True)]
-
-    def _keep_picks(self, layer, scheduled):
-        chosen = self.selection.topk_indices
-        chosen, row = chosen if isinstance(chosen, np.ndarray) else chosen.get(), 0
-        for request, first, count in scheduled:
-            for position in range(first, first + count):
-                self.picks[layer][request][position] = chosen[row].copy()
-                row += 1
-
-    def run(self, request, splits):
-        first, parts = 0, []
-        for count in splits:
-            parts += self.step([(request, first, count)])
-            first += count
-        return np.concatenate(parts, axis=1)
 
 
 def ambiguous(config, prefix, layer):
