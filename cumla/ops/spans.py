@@ -63,8 +63,8 @@ def copy_spans(
     if native.dtype not in SLOTS:
         raise TypeError(f"spans: got dtype {native.dtype}, expected int64 or int32")
     call.check_shape("spans", native.shape, ("n", len(COLUMNS)))
-    for i, array in enumerate(pages["dst"]):
-        _check_apart(f"dst[{i}]", array, native)
+    if on_host["dst"] == isinstance(native, np.ndarray):
+        _check_apart(pages["dst"], native)
     if not (native.size and pages["src"] and pages["dst"]):
         return
     with call.kernels("spans") as kernels:
@@ -95,11 +95,12 @@ def _on_host(name: str, arrays: list[dlpack.Argument]) -> bool:
     return all(found)
 
 
-def _check_apart(name: str, array: Any, spans: Any) -> None:
-    """Raise ValueError for an array that shares elements with the spans."""
-    near = isinstance(array, np.ndarray) == isinstance(spans, np.ndarray) and extent(array).intersects(extent(spans))
-    if near and share_elements(array, spans):
-        raise ValueError(f"{name}: got elements that spans has too, expected memory of its own to write")
+def _check_apart(dst: list[Any], spans: Any) -> None:
+    """Raise ValueError for an array that shares elements with the spans, which are in memory of the same kind."""
+    place = extent(spans)
+    for i, array in enumerate(dst):
+        if extent(array).intersects(place) and share_elements(array, spans):
+            raise ValueError(f"dst[{i}]: got elements that spans has too, expected memory of its own to write")
 
 
 def _pages(name: str, native: Any) -> Any:

@@ -36,15 +36,20 @@ def copy_pages(
         if name not in names:
             raise ValueError(f"pages: got {shown(name)}, expected groups of {', '.join(names)}")
     pairs = {name: _pairs(name, value, src, dst) for name, value in pages.items()}
-    found = []
+    numbers: dict[str, list[int]] = {}  # of the arrays of each group
     for number, pool in enumerate(src.pools):
-        its = pairs.get(pool.group.name)
-        if its is not None and len(its):
-            span = np.zeros((len(its), 7), np.int32)
-            span[:, [0, 3]] = number
-            span[:, [1, 4]] = its
-            span[:, 6] = pool.cache.page_bytes
-            found.append(span)
+        numbers.setdefault(pool.group.name, []).append(number)
+    found = []
+    for name, its in pairs.items():
+        if len(its) and name in numbers:
+            spans = np.empty((len(numbers[name]), len(its), 7), np.int32)  # by array, then by pair
+            spans[0, :, 1], spans[0, :, 4] = its.T
+            spans[0, :, 2] = spans[0, :, 5] = 0
+            spans[1:] = spans[0]
+            for span, number in zip(spans, numbers[name], strict=True):
+                span[:, 0] = span[:, 3] = number
+                span[:, 6] = src.pools[number].cache.page_bytes
+            found.append(spans.reshape(-1, 7))
     if found:
         copy_spans(src.arrays, dst.arrays, np.concatenate(found), backend=backend, stream=stream)
 
@@ -101,8 +106,9 @@ def _pairs(name: str, value: Any, src: Pools, dst: Pools) -> np.ndarray:
                 f"pages[{name!r}]: pair {i} has page {pairs[i, column]} of {side}, expected 0 to "
                 f"{pools.num_pages[name] - 1}"
             )
-    written, counts = np.unique(pairs[:, 1], return_counts=True)
-    if (counts > 1).any():
-        page = written[np.argmax(counts > 1)]
-        raise ValueError(f"pages[{name!r}]: got page {page} of dst twice, expected pages that differ")
+    twice = np.bincount(pairs[:, 1]) > 1
+    if twice.any():
+        raise ValueError(
+            f"pages[{name!r}]: got page {int(np.argmax(twice))} of dst twice, expected pages that differ"
+        )
     return pairs

@@ -68,28 +68,35 @@ struct Before {
     }
 };
 
-// The key of the pool of `token` and the POOL - 1 tokens before it. WHOLE: all of them are of this step, else those from
-// `start` on are. Called by a warp.
+using Raws = Raw[AHEAD];
+
+// Rows `first` to `first` + AHEAD - 1 of the pool of `token`. WHOLE: all of them are of this step, else those from `start`
+// on are.
 template <bool WHOLE>
-__device__ inline void pool_and_insert(const Tokens& tokens, const Before& before, const float* ape, int64 ape_stride, int token, int start,
-                                       int64 position, Token to) {
+__device__ inline void load_rows(Raws& raw, const Tokens& tokens, const Before& before, int token, int start, int64 position, int first) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        int back = POOL - 1 - first - i;
+        if (POOL % AHEAD && back < 0) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) raw[i].key.x[j] = 0.0f, raw[i].gate.x[j] = -infinity();
+        } else if (WHOLE || token - back >= start) {
+            raw[i] = tokens.load(token - back);
+        } else {
+            raw[i] = before.load(position - back, tokens.channel());
+        }
+    }
+}
+
+// The key of the pool of `token` and the POOL - 1 tokens before it; `raw` has its first rows. Called by a warp.
+template <bool WHOLE>
+__device__ inline void pool_and_insert(Raws& raw, const Tokens& tokens, const Before& before, const float* ape, int64 ape_stride, int token,
+                                       int start, int64 position, Token to) {
     Mean mean;
     mean.clear();
 #pragma unroll 1
     for (int first = 0; first < POOL; first += AHEAD) {
-        Raw raw[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            int back = POOL - 1 - first - i;
-            if (POOL % AHEAD && back < 0) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) raw[i].key.x[j] = 0.0f, raw[i].gate.x[j] = -infinity();
-            } else if (WHOLE || token - back >= start) {
-                raw[i] = tokens.load(token - back);
-            } else {
-                raw[i] = before.load(position - back, tokens.channel());
-            }
-        }
+        if (first > 0) load_rows<WHOLE>(raw, tokens, before, token, start, position, first);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             int back = POOL - 1 - first - i;
@@ -135,36 +142,47 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bool own = false;
         if (lane < together && token < num_tokens) {
             slot = slots[token];
-            own = completes(slot, state_slots[token], positions[token]);
+            own = completes(slot, state_slots[token], positions[token]) && token >= POOL - 1;
         }
+        GatheredRows rows{starts, requests};
+        int start = 0, end = 0;  // of the request of the last token
         for (uint32 all = __ballot_sync(~0u, own); all; all &= all - 1) {
             int which = __ffs(all) - 1;
             token = first + which;
-            int request = GatheredRows{starts, requests}.request_by_warp(token);
-            if (request < 0 || token - (POOL - 1) < max(starts[request], 0)) continue;  // the request's CTA completes it
+            Raws raw;
+            load_rows<true>(raw, tokens, {}, token, 0, 0, 0);  // before the request is found, which needs loads of its own
+            if (token >= end) {
+                int request = rows.request_by_warp(token);
+                if (request >= 0) start = max(starts[request], 0), end = starts[request + 1];
+            }
+            if (token >= end || token - (POOL - 1) < start) continue;  // of no request, or its request's CTA completes it
             Token to = token_at<LAYOUT>(pages, page_stride, block_size, __shfl_sync(~0u, slot, which));
-            pool_and_insert<true>(tokens, {}, ape, ape_stride, token, 0, 0, to);
+            pool_and_insert<true>(raw, tokens, {}, ape, ape_stride, token, 0, 0, to);
         }
         return;
     }
     int start = max(starts[blockIdx.x], 0), end = min(starts[blockIdx.x + 1], num_state_slots);
     if (start >= end) return;
-    int64 first_slot = state_slots[start], position = positions[start];
-    bool saves = rings.has(first_slot);
     int saved_token = max(start, end - capacity) + WARPS - 1 - warp;  // the first warp has the pool
+    int first_pooled = start + warp, pooled_end = min(min(end, num_tokens), start + POOL - 1);
+    // All loads that need no others' results, before the first of them is used.
     Raw saved;
-    if (saves && saved_token < end) {
-        saved = tokens.load(saved_token);
-        tokens.normalize(saved);
-    }
-    for (int token = start + warp; token < min(min(end, num_tokens), start + POOL - 1); token += WARPS) {
-        int64 slot = slots[token], state_slot = state_slots[token], at = positions[token];
+    if (saved_token < end) saved = tokens.load(saved_token);
+    int64 first_slot = state_slots[start], position = positions[start], slot = -1, state_slot = -1, at = -1;
+    if (first_pooled < pooled_end) slot = slots[first_pooled], state_slot = state_slots[first_pooled], at = positions[first_pooled];
+    bool saves = rings.has(first_slot);
+    for (int token = first_pooled; token < pooled_end; token += WARPS) {
+        if (token != first_pooled) slot = slots[token], state_slot = state_slots[token], at = positions[token];
         if (!completes(slot, state_slot, at)) continue;
         Before before{rings, nullptr, restart_row_stride, state_slot / capacity};
         if (restart_rows && restart_positions[before.ring] == at - (token - start))
             before.restart_rows = restart_rows + before.ring * restart_stride;
-        pool_and_insert<false>(tokens, before, ape, ape_stride, token, start, at, token_at<LAYOUT>(pages, page_stride, block_size, slot));
+        Raws raw;
+        load_rows<false>(raw, tokens, before, token, start, at, 0);
+        pool_and_insert<false>(raw, tokens, before, ape, ape_stride, token, start, at,
+                               token_at<LAYOUT>(pages, page_stride, block_size, slot));
     }
+    if (saves && saved_token < end) tokens.normalize(saved);
     if (!saves) return;
     if (restart_rows) {
         int64 ring = first_slot / capacity;
