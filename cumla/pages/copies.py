@@ -108,7 +108,5 @@ def _pairs(name: str, value: Any, src: Pools, dst: Pools) -> np.ndarray:
             )
     twice = np.bincount(pairs[:, 1]) > 1
     if twice.any():
-        raise ValueError(
-            f"pages[{name!r}]: got page {int(np.argmax(twice))} of dst twice, expected pages that differ"
-        )
+        raise ValueError(f"pages[{name!r}]: got page {int(np.argmax(twice))} of dst twice, expected pages that differ")
     return pairs
