@@ -12,7 +12,7 @@ def seeded_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     """float32 arrays of these shapes.
 
     One generator draws the standard normals n of all weights, in the order of their names. A weight is then
-    1 + 0.1 n for a norm, 0.1 n for a bias, 0.5 n for a position bias, n for another vector, n / sqrt(columns) for a
+    1 + 0.1 n for a norm, 0.1 n for a bias, 0.5 n for a bias of positions, n for another vector, n / sqrt(columns) for a
     matrix.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -23,7 +23,7 @@ def seeded_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
             weights[name] = 1 + np.float32(0.1) * n
         elif name.endswith("bias") and "position" not in name:
             weights[name] = np.float32(0.1) * n
-        elif "position_bias" in name:
+        elif "position_bias" in name or name.endswith("compress_ape"):
             weights[name] = np.float32(0.5) * n
         else:
             weights[name] = n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))

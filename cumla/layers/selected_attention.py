@@ -56,6 +56,7 @@ class SelectedAttention:
         mapped: int,
         out: Any,
         lse: Any,
+        pool: int = 1,
     ) -> None:
         """Write `out` for all tokens of a step, on the current stream.
 
@@ -63,20 +64,22 @@ class SelectedAttention:
             q: [T, h, head_dim]
             metadata: of the step
             selected: [T, topk] int32, positions that each token selects, -1 for none
-            slots: [T, topk] int32, written: slots of the selected rows, for tokens that read pages
+            slots: [T, topk * pool + pool - 1] int32, written: slots of the selected rows, for tokens that read pages
             lens: [T] int32, written: the number of each token's slots
             mapped: first tokens whose slots and lens are already written: 0, or the number of decodes
             out: [T, h, 512], written
             lse: [T, h, 1] float32, overwritten
+            pool: positions of an entry of `selected`; above 1, a token also attends to the positions of its incomplete
+                pool (compute_global_topk_indices_and_lens)
         """
         tokens, (_, heads, _) = len(q), q.shape
-        chunks, ahead = self._chunks(metadata, heads, selected.shape[1])
+        chunks, ahead = self._chunks(metadata, heads, slots.shape[1])
         decodes = metadata.num_decode_tokens
         over_pages = decodes + (ahead if decodes else 0) if chunks else tokens
         if mapped < over_pages:
             part = slice(mapped, over_pages)
             with self.observe("map"):
-                self._map(metadata, selected, part, metadata.block_table, metadata.block_size, slots, lens)
+                self._map(metadata, selected, part, metadata.block_table, metadata.block_size, slots, lens, pool)
         if over_pages:
             part = slice(0, over_pages)
             with self.observe("decode"):
@@ -86,7 +89,7 @@ class SelectedAttention:
                     plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:
-            self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages)
+            self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages, pool)
 
     def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[PrefillRange], int]:
         """The chunks of prefills whose rows are dequantised together; none if prefills read pages.
@@ -122,7 +125,7 @@ class SelectedAttention:
 
     def _over_rows(
         self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any,
-        chunk: PrefillRange, done: int,
+        chunk: PrefillRange, done: int, pool: int,
     ) -> None:  # fmt: skip
         """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them.
 
@@ -130,6 +133,7 @@ class SelectedAttention:
             done: the step's first tokens, which have attended already
         """
         start, stop, longest = chunk
+        longest = -(-longest // pool) * pool
         first = metadata.num_decodes
         requests = slice(first + start, first + stop)
         starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
@@ -144,7 +148,7 @@ class SelectedAttention:
         with self.observe("map"):
             # Row i of request r is r * longest + i: the workspace is addressed as pages of `longest` rows.
             table = dlpack.namespace_of(q).arange(-requests.start, stop - start, dtype=np.int32)[:, None]
-            self._map(metadata, selected, tokens, table, longest, slots, lens)
+            self._map(metadata, selected, tokens, table, longest, slots, lens, pool)
         with self.observe("prefill"):
             logits = dlpack.empty((2, tokens.stop - tokens.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
@@ -162,6 +166,7 @@ class SelectedAttention:
         rows: int,
         slots: Any,
         lens: Any,
+        pool: int,
     ) -> None:
         """Write the slots of the rows that `tokens` select, in pages of `rows` rows."""
         requests, is_valid, positions = (
@@ -169,7 +174,7 @@ class SelectedAttention:
             for name in ("token_to_req_indices", "is_valid_token", "positions")
         )
         compute_global_topk_indices_and_lens(
-            selected[tokens], requests, table, rows, is_valid, compact=True, positions=positions, compress_ratio=1,
+            selected[tokens], requests, table, rows, is_valid, compact=True, positions=positions, pool=pool,
             out=(slots[tokens], lens[tokens]), backend=self.backend,
         )  # fmt: skip
 

@@ -110,6 +110,7 @@ def select_rows(
     is_valid_token: Any = None,
     candidates: Candidates | None = None,
     most_score_bytes: int | None = None,
+    pool: int = 1,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -124,12 +125,14 @@ def select_rows(
         candidates: the tokens' candidate blocks, to write or to choose from; None: all rows are scored
         most_score_bytes: most memory for the scores of all decodes at once, or of a chunk's prefills, if a request's
             scores take no more; None: MOST_SCORE_BYTES
+        pool: rows of a key (GLM-5.3-Flash), without candidates: `out` has pools, and slots [D, topk * pool + pool - 1]
+            those of their rows and of the incomplete pool's
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     most = MOST_SCORE_BYTES if most_score_bytes is None else most_score_bytes
-    run = _Run(inputs, q, weights, out, memory, backend, candidates, most)
+    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
@@ -165,6 +168,7 @@ class _Run:
     backend: str | None
     candidates: Candidates | None
     most_score_bytes: int
+    pool: int
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -190,10 +194,11 @@ class _Run:
         of_decodes = taken * row_bytes_of(self.candidates, table.shape[1] * self.inputs.cache.shape[1])
         q = self.q[:taken].reshape(-1, each, *self.q.shape[1:])
         if self.candidates is None or self.candidates.written:
+            pools = {"pool": self.pool, "positions": positions[:taken]} if slots is not None and self.pool > 1 else {}
             indexer_topk(
                 q, self.inputs.cache, self.weights[:taken], self.out.shape[1], context_lens=lens, block_table=table,
                 schedule_metadata=schedule, layout=self.inputs.layout, out=self.out[:taken], slots=slots,
-                is_valid_token=is_valid_token, **self._written(slice(0, taken)), backend=self.backend,
+                is_valid_token=is_valid_token, **pools, **self._written(slice(0, taken)), backend=self.backend,
                 workspace=self._scores(of_decodes),
             )  # fmt: skip
             return

@@ -11,6 +11,7 @@ from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_choice, check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts, IndexerStep
+from ..ops.key_pools import MOST_POOLED
 from .batch import CommonAttentionMetadata, HostLens, host_integers
 from .build_order import batch_of
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
@@ -91,6 +92,9 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     config.block_size rows, and slots are the batch's. V4.1's layers of ratio 1 and of ratio 2 have separate indexer
     caches, and need a builder for each, with its compress_ratio.
 
+    pool is the number of positions of an index key where rows have one position each (GLM-5.3-Flash): lengths, rows and
+    slots of the metadata then count keys, and its compress_ratio is pool. A page covers config.block_size positions.
+
     The first build allocates the builder's buffers, on the device of its batch's arrays. The arrays that the decode
     kernels read keep their addresses: a captured graph is valid after the next build. A build reads nothing back from
     the device and does not synchronise.
@@ -104,20 +108,30 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
     flattens_ragged: ClassVar[bool] = False  # ragged decodes are flattened, otherwise some of them count as prefills
 
-    def __init__(self, config: ServingConfig, backend: str | None = None, compress_ratio: int | None = None) -> None:
+    def __init__(
+        self, config: ServingConfig, backend: str | None = None, compress_ratio: int | None = None, pool: int = 1
+    ) -> None:
         super().__init__(config, backend)
         if compress_ratio is None:
             if config.has_c1a and {1, 2} <= set(config.compress_ratios):
                 raise ValueError("compress_ratio: got None for layers of ratio 1 and of ratio 2, expected one of them")
             compress_ratio = config.indexer_compress_ratio
         check_choice((1, 2, 4), compress_ratio=compress_ratio)
+        check_integers(1, MOST_POOLED, pool=pool)
+        if pool > 1 and (compress_ratio > 1 or config.has_c1a or config.block_size % pool):
+            raise ValueError(
+                f"pool: got {pool}, expected 1 with compressed rows, otherwise a divisor of block_size "
+                f"{config.block_size}"
+            )
+        self.pool = int(pool)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.next_n = 1 + config.num_speculative_tokens
         self.use_flattening = self.next_n not in self.natively_supported_next_n
         self.num_sms = config.num_sms
-        self.compress_ratio = int(compress_ratio)
+        self.compress_ratio = int(compress_ratio) * self.pool
         self.maps_slots = self.compress_ratio > 1 or config.has_c1a
-        self.page_positions = config.compressed_block_size if self.maps_slots else config.block_size
+        compressed = self.maps_slots and self.pool == 1
+        self.page_positions = config.compressed_block_size if compressed else config.block_size
         self._chunks = ChunkBuilder(config, self.compress_ratio)
         self.block_size = self.page_positions // self.compress_ratio  # rows of a page
         self._max_columns = -(-config.max_model_len // self.page_positions)
@@ -128,7 +142,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         self._views = ViewCache(self._cut)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.config, self.backend, self.compress_ratio)
+        return type(self), (self.config, self.backend, self.compress_ratio // self.pool, self.pool)
 
     def build(
         self,

@@ -6,6 +6,7 @@ from .caches import LayerCaches
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
+from .glm5_next import Glm5NextAttention, Glm5NextConfig
 from .glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaConfig
 from .hy_v4 import HyV4Attention, HyV4Config
 from .layer_spec import LayerSpec
@@ -30,6 +31,8 @@ __all__ = [
     "DeepseekV41Attention",
     "DeepseekV41Config",
     "ExpectedWeight",
+    "Glm5NextAttention",
+    "Glm5NextConfig",
     "GlmMoeDsaAttention",
     "GlmMoeDsaConfig",
     "HyV4Attention",

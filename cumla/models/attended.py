@@ -20,16 +20,18 @@ class Chosen(NamedTuple):
     """The rows that a step's tokens select; None for a layer that takes all rows, or none.
 
     Attributes:
-        topk_indices: [T, topk] int32, counted within the token's request, -1 for none
-        slots: [T, topk] int32, memory for the slots of these rows
+        topk_indices: [T, topk] int32, counted within the token's request, -1 for none; pools of rows with pool above 1
+        slots: [T, topk * pool + pool - 1] int32, memory for the slots of these rows
         lens: [T] int32, memory for the number of a token's slots
         mapped: first tokens whose slots and lens are written already
+        pool: rows of an entry of topk_indices; above 1, a token also attends to the rows of its incomplete pool
     """
 
     topk_indices: Any
     slots: Any
     lens: Any
     mapped: int
+    pool: int = 1
 
 
 class OneList:
@@ -46,7 +48,7 @@ class OneList:
         )  # fmt: skip
         lse = step.array("lse", (len(q), q.shape[1], 1), FLOAT32)
         join()
-        attention.attend(q, step.metadata.tokens, *chosen, o, lse)
+        attention.attend(q, step.metadata.tokens, *chosen[:4], o, lse, chosen.pool)
 
 
 class WindowAndList:

@@ -27,7 +27,7 @@ from .attended import FLOAT32, Chosen, OneList, WindowAndList
 from .caches import CacheFormat, KeyFormat, LayerCaches, formats_of
 from .context import LayerContext, StepContext
 from .hidden_states import attend
-from .keys import LatentKeys, TokenKeys
+from .keys import LatentKeys, PooledKeys, TokenKeys
 from .layer_spec import LATENT
 from .output_projection import GroupedOutput, HeadOutput
 from .pooled import Compressors, Latents
@@ -46,7 +46,7 @@ QUERIES: dict[str, Any] = {"latent": LatentQueries, "window": WindowQueries}
 ROWS: dict[str, Any] = {"latent": LatentRows, "window": WindowRows}
 ATTENDED: dict[str, Any] = {"latent": OneList, "window": WindowAndList}
 POOLED: dict[str, Any] = {"compressor": Compressors, "latents": Latents}
-KEYS: dict[str, Any] = {"tokens": TokenKeys, "latents": LatentKeys}
+KEYS: dict[str, Any] = {"tokens": TokenKeys, "pools": PooledKeys, "latents": LatentKeys}
 
 
 class SparseAttention(LayerContext):
@@ -233,7 +233,7 @@ class Step(StepContext):
         low = self.project(x)
         qr, kv = (low[part.low[0]] for part in (layer.queries, layer.rows))
         if layer.keys is not None:  # may norm qr
-            layer.keys.insert(self, low["indexer.wk"] if latents is None else latents, qr)
+            layer.keys.insert(self, low, latents, qr)
         projected, index_q = layer.queries.project(self, qr, selects)
         if selects:
             side.join()
@@ -289,7 +289,7 @@ class Step(StepContext):
     def select(self, q: Any, weights: Any) -> Chosen:
         """Select rows by the indexer's queries and weights."""
         layer, tokens, shared = self.layer, self.metadata.tokens, self.selection
-        chosen, decodes = self.memory(len(q), layer.spec.topk), tokens.num_decode_tokens if self.maps_slots else 0
+        chosen, decodes = self.memory(len(q)), tokens.num_decode_tokens if self.maps_slots else 0
         assert self.rows.indexer is not None
         layer.indexer.select(
             q, weights, self.caches.indexer, self.rows.indexer, tokens.positions, tokens.token_to_req_indices,
@@ -303,20 +303,23 @@ class Step(StepContext):
     def chosen(self, topk_indices: Any) -> Chosen:
         """The rows that are given, or that another layer selected."""
         tokens = len(self.metadata.positions)
-        if topk_indices is not None:
-            return self.memory(tokens, topk_indices.shape[1])._replace(topk_indices=topk_indices)
+        if topk_indices is not None:  # rows, also of a layer with pooled keys
+            return self.arrays(tokens, *2 * topk_indices.shape[1:])._replace(topk_indices=topk_indices)
         if self.layer.spec.selection != "source":
             return Chosen(None, None, None, 0)
         decodes = self.metadata.tokens.num_decode_tokens if self.maps_slots else 0
-        return self.memory(tokens, self.layer.spec.topk)._replace(mapped=decodes)
+        return self.memory(tokens)._replace(mapped=decodes)
 
-    def memory(self, tokens: int, topk: int) -> Chosen:
+    def memory(self, tokens: int) -> Chosen:
         """Memory for the rows that tokens select."""
-        shared = self.selection
-        if shared is not None:
-            return Chosen(shared.topk_indices[:tokens], shared.slots[:tokens], shared.lens[:tokens], 0)
-        shape = tokens, topk
-        indices, slots = (self.array(name, shape, np.int32) for name in ("topk_indices", "slots"))
+        shared, spec = self.selection, self.layer.spec
+        if shared is None:
+            return self.arrays(tokens, spec.selected_keys, spec.listed_rows)._replace(pool=spec.pool)
+        return Chosen(shared.topk_indices[:tokens], shared.slots[:tokens], shared.lens[:tokens], 0, spec.pool)
+
+    def arrays(self, tokens: int, keys: int, rows: int) -> Chosen:
+        widths = {"topk_indices": keys, "slots": rows}
+        indices, slots = (self.array(name, (tokens, width), np.int32) for name, width in widths.items())
         return Chosen(indices, slots, self.array("lens", (tokens,), np.int32), 0)
 
     def attend(self, q: Any, chosen: Chosen, o: Any, join: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -89,6 +89,36 @@ def formats_of(spec: LayerSpec, cache_format: str | None, key_format: str | None
     return replace(layouts, indexer=KEY_FORMATS[key_format])
 
 
+class Ring(NamedTuple):
+    """A request's ring of a layer.
+
+    Attributes:
+        capacity, values, dtype: its rows, the values of one, and their type
+        restart: shape of a request's restart_rows
+    """
+
+    capacity: int
+    values: int
+    dtype: np.dtype[Any]
+    restart: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: LayerSpec, layouts: Formats, num_speculative_tokens: int) -> Ring:
+        """Of a layer with pooled keys: their raw keys and gates; of another layer: latents and their scores."""
+        if spec.keys != "pools":
+            return cls(ring_capacity(num_speculative_tokens), RING_VALUES, PLAIN_DTYPES["float32"], (RING_VALUES,))
+        dtype = PLAIN_DTYPES["float32" if layouts.indexer is INDEXER_F32 else "bfloat16"]
+        capacity = ring_capacity(num_speculative_tokens, spec.pool)
+        return cls(capacity, 2 * INDEX_DIM, dtype, (spec.pool - 1, 2 * INDEX_DIM))
+
+
+def keys_of_page(spec: LayerSpec, page_rows: int) -> int:
+    """Index keys of a page with page_rows rows. Raises ValueError unless a page has whole pools."""
+    if page_rows % spec.pool:
+        raise ValueError(f"block_size: got {page_rows}, expected a multiple of {spec.pool}, the rows of an index key")
+    return page_rows // spec.pool
+
+
 def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> Any:
     """A zeroed cache: bytes of an FP8 or FP4 layout, or rows of 16- or 32-bit values, [num_blocks, block_size, ..]."""
     check_integers(1, block_size=block_size)
@@ -105,14 +135,15 @@ class LayerCaches:
         rows: latent rows: [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
         window: rows of the window: [num_blocks, block_size, 584 or 528] uint8 (or [.., 512] numbers)
         compressed: [num_blocks, compressed_block_size / ratio, 584, 528 or 288] uint8 (or [.., 512] numbers)
-        indexer: [num_blocks, rows of a page, 132 or 68] uint8 (or [.., 128] numbers), index keys, in the pages of the
-            block table of rows or compressed
+        indexer: [num_blocks, keys of a page, 132 or 68] uint8 (or [.., 128] numbers), index keys, in the pages of the
+            block table of rows or compressed; pooled keys: block_size / pool in a page
         state: float32 [num_blocks, state_block_size, 2 * coff * 512], of the compressor
         indexer_state: float32 [num_blocks, state_block_size, 512], of the indexer's compressor
-        ring: float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request
-        restart_rows: float32 [rings, 1024], and
-        restart_positions: int32 [rings], arguments of compress_latents that allow a step to be run again. None: a step
-            that begins at an odd position and is longer than the ring must not be run again
+        ring: float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. Of pooled keys
+            bfloat16 [rings, capacity, 256], or float32 with float32 caches
+        restart_rows: float32 [rings, 1024], of pooled keys [rings, pool - 1, 256] of ring's dtype, and
+        restart_positions: int32 [rings], arguments of compress_latents and indexer_kpool_and_insert that allow a step
+            to be run again. None: a step that begins within a pool and is longer than the ring must not be run again
     """
 
     rows: Any = None
@@ -166,7 +197,7 @@ class LayerCaches:
             if not (shares and group in ("rows", "compressed")):
                 check_integers(1, **{f"blocks[{group!r}]": blocks.get(group, 0)})
         found: dict[str, Any] = {}
-        table, page_rows = "rows", serving.block_size  # of selected rows and of their keys
+        table, page_rows = "rows", serving.block_size  # of selected rows
         if spec.rows == "window":
             found["window"] = allocate(layouts.rows, blocks["window"], serving.block_size, xp)
             table, page_rows = "compressed", serving.compressed_block_size // max(spec.ratio, 1)
@@ -177,15 +208,15 @@ class LayerCaches:
             layout = layouts.rows if table == "rows" else layouts.compressed
             found[table] = allocate(layout, blocks[table], page_rows, xp)
         if spec.owns_keys:
-            found["indexer"] = allocate(layouts.indexer, blocks[table], page_rows, xp)
+            found["indexer"] = allocate(layouts.indexer, blocks[table], keys_of_page(spec, page_rows), xp)
         if spec.pooling == "compressor":
             block = state_block_size or STATE_BLOCK_SIZES[spec.ratio]
             for name, dim in (("state", LATENT), ("indexer_state", INDEX_DIM))[: 1 + spec.selects]:
                 shape = blocks[f"states{spec.ratio}"], block, (4 if spec.overlap else 2) * dim
                 found[name] = xp.zeros(shape, np.float32)
         elif "rings" in spec.groups():
-            rings = blocks["rings"]
-            found["ring"] = xp.zeros((rings, ring_capacity(serving.num_speculative_tokens), RING_VALUES), np.float32)
-            found["restart_rows"] = xp.zeros((rings, RING_VALUES), np.float32)
+            rings, ring = blocks["rings"], Ring.of(spec, layouts, serving.num_speculative_tokens)
+            found["ring"] = xp.zeros((rings, ring.capacity, ring.values), ring.dtype)
+            found["restart_rows"] = xp.zeros((rings, *ring.restart), ring.dtype)
             found["restart_positions"] = xp.zeros(rings, np.int32)
         return cls(**found)

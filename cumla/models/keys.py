@@ -1,10 +1,11 @@
-"""Index keys: of tokens, or of the latents of compressed rows."""
+"""Index keys: of tokens, of pools of tokens, or of the latents of compressed rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..arrays import dlpack
+from ..ops.key_pools import indexer_kpool_and_insert
 from ..ops.norm_rope import apply_rope, indexer_knorm_rope_and_insert
 from ..ops.sparse_cache import indexer_k_quant_and_cache
 from .context import LayerContext, StepContext
@@ -21,14 +22,36 @@ class TokenKeys:
     def __init__(self, layer: LayerContext, get: WeightReader) -> None:
         self.norm, self.bias = get.vector("indexer.k_norm.weight"), get.vector("indexer.k_norm.bias")
 
-    def insert(self, step: StepContext, keys: Any, qr: Any) -> None:
+    def insert(self, step: StepContext, low: dict[str, Any], latents: Any, qr: Any) -> None:
         layer, spec = step.layer, step.layer.spec
         slots = dlpack.borrow(step.rows.slot_mapping, "slot_mapping")
         with step.observe("insert"):
             indexer_knorm_rope_and_insert(
-                keys, self.norm, self.bias, step.caches.indexer, slots, step.metadata.positions, layer.index_cos_sin,
-                eps=layer.spec.key_eps, rope_first=spec.index_part == "first", is_neox=spec.index_pairs == "halves",
-                layout=layer.layouts.indexer, backend=layer.backend,
+                low["indexer.wk"], self.norm, self.bias, step.caches.indexer, slots, step.metadata.positions,
+                layer.index_cos_sin, eps=layer.spec.key_eps, rope_first=spec.index_part == "first",
+                is_neox=spec.index_pairs == "halves", layout=layer.layouts.indexer, backend=layer.backend,
+            )  # fmt: skip
+
+
+class PooledKeys:
+    """A key for several tokens: a mean of their normed keys, weighted by gates. A ring has earlier steps' tokens."""
+
+    low = ("indexer.wk", "indexer.kpool_gate")
+
+    def __init__(self, layer: LayerContext, get: WeightReader) -> None:
+        self.norm, self.bias = get.vector("indexer.k_norm.weight"), get.vector("indexer.k_norm.bias")
+        self.ape = get.vector("indexer.kpool_ape")
+
+    def insert(self, step: StepContext, low: dict[str, Any], latents: Any, qr: Any) -> None:
+        layer, caches, tokens = step.layer, step.caches, step.metadata.tokens
+        k, gate = (low[name] for name in self.low)
+        assert step.rows.indexer is not None
+        with step.observe("insert"):
+            indexer_kpool_and_insert(
+                k, gate, self.norm, self.bias, self.ape, caches.ring, step.metadata.ring_slot_mapping, caches.indexer,
+                step.rows.indexer.slot_mapping, tokens.positions, tokens.query_start_loc,
+                restart_rows=caches.restart_rows, restart_positions=caches.restart_positions,
+                eps=layer.spec.key_eps, layout=layer.layouts.indexer, backend=layer.backend,
             )  # fmt: skip
 
 
@@ -40,7 +63,7 @@ class LatentKeys:
     def __init__(self, layer: LayerContext, get: WeightReader) -> None:
         self.k, self.norm = layer.matrix(get, "indexer.wk"), get.vector("indexer.k_norm.weight")
 
-    def insert(self, step: StepContext, latents: Any, qr: Any) -> None:
+    def insert(self, step: StepContext, low: dict[str, Any], latents: Any, qr: Any) -> None:
         """One launch norms the queries' latent and the keys."""
         layer, rows = step.layer, step.rows
         with step.observe("compress"):

@@ -47,8 +47,9 @@ class LayerSpec:
         selection_source: the layer whose selection this one attends to; None for "all" and "none"
         keys: index keys of the layer that selects: of "tokens"; of "pools" of tokens' keys; of compressed rows, from
             their "latents" or from a "compressor" of the indexer's own; "none" for a layer that does not select
-        pool: tokens of a key
-        index_heads, topk: heads of the indexer, and rows that it selects
+        pool: rows of an index key, and of what a layer selects: "pools" select all rows of a key, and the rows of the
+            last, incomplete pool. Their keys and queries are rotated (Hadamard)
+        index_heads, topk: heads of the indexer, and rows that it selects, a multiple of pool
         index_queries: what the indexer's queries are projected from: the queries' "latent", or "hidden" states
             after a LayerNorm
         index_pairs, index_part: RoPE of the indexer: which values are pairs, and whether the first or last 64 of 128
@@ -161,6 +162,13 @@ class LayerSpec:
             if lacks:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected one for {self.rows} rows, ratio "
                                  f"{self.ratio} and selection {self.selection!r}")  # fmt: skip
+        pooled = self.keys == "pools"
+        if (selects and pooled != (self.pool > 1)) or self.topk % self.pool:
+            expected = f"a divisor of topk = {self.topk}, above 1" if pooled else "1"
+            raise ValueError(f"pool: got {self.pool}, expected {expected}, as keys are {self.keys!r}")
+        for name in ("rope_pairs", "index_pairs"):
+            if not self.rope_dim and getattr(self, name) != "none" and (name == "rope_pairs" or selects):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected 'none', as rope_dim is 0")
         if self.o_groups and self.heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.heads} heads")
 
@@ -173,6 +181,16 @@ class LayerSpec:
     def row_dim(self) -> int:
         """Values of a row, and of a query head that is multiplied with it."""
         return LATENT + (self.rope_dim if self.rows == "latent" else 0)
+
+    @property
+    def selected_keys(self) -> int:
+        """Keys that a token selects."""
+        return self.topk // self.pool
+
+    @property
+    def listed_rows(self) -> int:
+        """Rows that a token attends to at most: those of the keys, and of the incomplete pool."""
+        return self.topk + self.pool - 1
 
     @property
     def owns_rows(self) -> bool:
@@ -215,12 +233,14 @@ class LayerSpec:
         "states4" and "states128": unfinished rows of compressors; "rings".
         """
         if self.rows == "latent":
-            return ("rows",)
+            return ("rows", "rings") if self.keys == "pools" else ("rows",)
         found = ("window", "compressed") if self.ratio else ("window",)
         if self.states == "pages":
             return (*found, f"states{self.ratio}")
         return (*found, "rings") if self.states == "ring" and self.owns_rows else found
 
     def cos_sin_table(self, max_position: int) -> np.ndarray:
-        """float32 [max_position, 64], of both RoPEs."""
+        """float32 [max_position, 64], of both RoPEs; [max_position, 2], a rotation by 0, for a layer without RoPE."""
+        if not self.rope_dim:
+            return np.tile(np.array([1, 0], np.float32), (max_position, 1))
         return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling)

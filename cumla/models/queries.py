@@ -44,11 +44,11 @@ class LatentQueries:
             q = step.array("q", (len(heads), spec.heads, spec.row_dim))
             nope = heads[..., : spec.nope_dim].transpose(1, 0, 2)
             multiply_groups(nope, self.latent, q[..., :LATENT].transpose(1, 0, 2), layer.backend)
-            rotated = q[..., LATENT:]
-            apply_rope(
-                heads[..., spec.nope_dim :], step.metadata.positions, layer.cos_sin,
-                is_neox=spec.rope_pairs == "halves", out=rotated, backend=layer.backend,
-            )  # fmt: skip
+            if spec.rope_dim:
+                apply_rope(
+                    heads[..., spec.nope_dim :], step.metadata.positions, layer.cos_sin,
+                    is_neox=spec.rope_pairs == "halves", out=q[..., LATENT:], backend=layer.backend,
+                )  # fmt: skip
         return q
 
 

@@ -10,6 +10,8 @@ from .attention import SparseAttention
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
+from .glm5_next import MODEL_TYPES as GLM5_NEXT
+from .glm5_next import Glm5NextAttention
 from .glm_moe_dsa import GlmMoeDsaAttention
 from .hy_v4 import HyV4Attention
 from .v41_config import MODEL_TYPES
@@ -19,6 +21,7 @@ MODELS: dict[str, type[SparseAttention]] = {
     "deepseek_v4": DeepseekV4Attention,
     **dict.fromkeys(MODEL_TYPES, DeepseekV41Attention),
     "glm_moe_dsa": GlmMoeDsaAttention,
+    **dict.fromkeys(GLM5_NEXT, Glm5NextAttention),
     "hy_v4": HyV4Attention,
 }
 CONFIGS: dict[str, Any] = {name: attention.config_type for name, attention in MODELS.items()}

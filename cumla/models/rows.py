@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layout import V32_FP8
+from ..layout import V32_FP8, V32_NOPE_FP8
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.norm_rope import apply_rope, norm_rope_and_insert, qnorm_rope_and_insert
+from ..ops.sparse_cache import quantize_and_insert_k_cache
 from .context import LayerContext, StepContext
 from .layer_spec import LATENT
 from .weights import WeightReader
 
 
 class LatentRows:
-    """Rows of a normed latent of 512 values and rotated values behind it."""
+    """Rows of a normed latent of 512 values, and of rotated values behind it unless the layer has no RoPE."""
 
     low = ("wkv_a",)
 
@@ -25,6 +26,9 @@ class LatentRows:
         """Insert rows [T, 512 + rope_dim], which are normed. Queries are rotated already."""
         layer, rows = step.layer, kv[:, None]
         with step.observe("insert"):
+            if not layer.spec.rope_dim:
+                self.insert_unrotated(step, kv)
+                return
             apply_rope(
                 rows, step.metadata.positions, layer.cos_sin, is_neox=layer.spec.rope_pairs == "halves", out=rows,
                 backend=layer.backend,
@@ -33,6 +37,15 @@ class LatentRows:
                 kv[:, :LATENT], kv[:, LATENT:], step.caches.rows, step.row_slots, self.cache_dtype,
                 backend=layer.backend,
             )  # fmt: skip
+
+    def insert_unrotated(self, step: StepContext, kv: Any) -> None:
+        layer, cache, slots = step.layer, step.caches.rows, step.row_slots
+        if layer.layouts.rows is V32_NOPE_FP8:
+            quantize_and_insert_k_cache(kv, cache, slots, layout=V32_NOPE_FP8, backend=layer.backend)
+            return
+        norm_rope_and_insert(  # cos_sin rotates by 0
+            kv, cache, slots, step.metadata.positions, layer.cos_sin, layout=layer.layouts.rows, backend=layer.backend
+        )
 
 
 class WindowRows:

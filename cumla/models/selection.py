@@ -30,6 +30,7 @@ class Indexer:
     def __init__(self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None) -> None:
         self.layout, self.scratch, self.backend = layout, scratch, backend
         self.rope_first, self.is_neox = spec.index_part == "first", spec.index_pairs == "halves"
+        self.pool, self.hadamard = spec.pool, spec.keys == "pools"
         # Keys of compressed rows: contexts of a million positions.
         self.most_score_bytes = WORKSPACE_BYTES if spec.keys == "latents" else None
 
@@ -48,6 +49,7 @@ class Indexer:
         candidates: Candidates | None = None,
     ) -> Any:
         """Write and return out, int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
+        With pooled keys [T, topk / pool], pools.
 
         Args:
             q, weights: of `queries`
@@ -63,7 +65,7 @@ class Indexer:
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
         select_rows(
             inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates,
-            self.most_score_bytes,
+            self.most_score_bytes, self.pool,
         )  # fmt: skip
         return out
 
@@ -73,7 +75,7 @@ class Indexer:
         Args:
             q: [T, heads, 128], as projected
             weights: [T, heads] float32, as projected
-            cos_sin: float32 [max_position, 64]
+            cos_sin: float32 [max_position, 64]; None: no RoPE
         """
         quantized = self.layout.num_scales > 0
         dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]
@@ -83,6 +85,7 @@ class Indexer:
         )
         fused_indexer_q_rope_quant(
             positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.is_neox, quantize=quantized,
-            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", out=out, backend=self.backend,
+            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", hadamard=self.hadamard, out=out,
+            backend=self.backend,
         )  # fmt: skip
         return out

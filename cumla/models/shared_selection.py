@@ -21,8 +21,9 @@ class SharedSelection:
     """The rows that the tokens of a step select: a layer that selects writes them, later layers read them.
 
     Attributes:
-        topk_indices: int32 [max_num_batched_tokens, topk], rows counted within a token's request, then -1
-        slots: int32 of the same shape, slots of the selected rows; for decode tokens only
+        topk_indices: int32 [max_num_batched_tokens, topk], rows counted within a token's request, then -1; with pooled
+            keys [.., topk / pool], pools
+        slots: int32 [max_num_batched_tokens, topk + pool - 1], slots of the selected rows; for decode tokens only
         lens: int32 [max_num_batched_tokens], their count; for decode tokens only
         candidate_blocks: int32 [max_num_batched_tokens, candidate_blocks]; None for a model without candidate blocks
 
@@ -32,9 +33,9 @@ class SharedSelection:
     def __init__(self, specs: Sequence[LayerSpec], serving: ServingConfig, xp: Any = np) -> None:
         check_specs(specs)
         check_kind(ServingConfig, serving=serving)
-        tokens, topk = serving.max_num_batched_tokens, max(spec.topk for spec in specs)
-        self.topk_indices = xp.full((tokens, topk), -1, np.int32)
-        self.slots = xp.full((tokens, topk), -1, np.int32)
+        tokens = serving.max_num_batched_tokens
+        self.topk_indices = xp.full((tokens, max(spec.selected_keys for spec in specs)), -1, np.int32)
+        self.slots = xp.full((tokens, max(spec.listed_rows for spec in specs)), -1, np.int32)
         self.lens = xp.zeros(tokens, np.int32)
         blocks = max(spec.candidate_blocks if spec.candidates != "none" else 0 for spec in specs)
         self.candidate_blocks: Any = xp.full((tokens, blocks), -1, np.int32) if blocks else None

@@ -104,8 +104,11 @@ class StepBuilder:
         self.specs, self.config, self.backend = tuple(specs), config, backend
         self.state_block_sizes = state_block_sizes
         self.groups = sorted({group for spec in specs for group in spec.groups()} - {"rows", "window", "rings"})
-        self.has_rings = any("rings" in spec.groups() for spec in specs)
-        latent = specs[0].rows == "latent"
+        with_rings, latent = [spec for spec in specs if "rings" in spec.groups()], specs[0].rows == "latent"
+        pools = {spec.pool if latent else POOLED for spec in with_rings}
+        if len(pools) > 1:
+            raise ValueError(f"specs: got layers with pools of {sorted(pools)} rows, expected one size")
+        self.has_rings, self._ring_capacity = bool(pools), ring_capacity(config.num_speculative_tokens, *pools)
         self.ratios = sorted({spec.ratio for spec in specs if spec.ratio})
         if latent and config.noncausal_decodes:
             raise ValueError("config.noncausal_decodes: got True, expected False: the layers have no window")
@@ -121,9 +124,9 @@ class StepBuilder:
                 check_integers(1, MOST_POSITIONS, **{f"state_block_sizes[{ratio}]": state_block_sizes[ratio]})
         self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
         self._indexers = {}
-        for ratio, keys in {spec.ratio: spec.keys for spec in specs if spec.selects}.items():
-            kind = V41IndexerMetadataBuilder if keys == "latents" else StepIndexerMetadataBuilder
-            self._indexers[ratio] = kind(config, backend, ratio)
+        for ratio, spec in {spec.ratio: spec for spec in specs if spec.selects}.items():
+            kind = V41IndexerMetadataBuilder if spec.keys == "latents" else StepIndexerMetadataBuilder
+            self._indexers[ratio] = kind(config, backend, ratio, spec.pool)
         self._buffers: dict[str, Any] = {}
 
     @takes_prefix_len
@@ -144,7 +147,7 @@ class StepBuilder:
                 Before a position at which a later step continues, the pages of the last ratio positions (at ratio 4 of
                 the last 2 * ratio) must be present
             rings: [num_reqs] int32, each request's ring, fixed for its lifetime; -1: none, its tokens are not saved and
-                complete no rows. Required with layers that have rings
+                complete no rows and no pooled keys. Required with layers that have rings
             replay_start: of DeepseekSparseSWAMetadataBuilder.build
 
         Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
@@ -153,7 +156,7 @@ class StepBuilder:
         self._check_tables(batch, tables)
         rings = Call(self.backend).optional("rings", rings, INT32, (batch.num_reqs,))
         if self.has_rings and rings is None:
-            raise ValueError("rings: got None, expected the ring of each request for the layers of ratio 2")
+            raise ValueError("rings: got None, expected the ring of each request for the layers that have rings")
         compressed = tables.get("compressed")
         c128a = compressed if 128 in self.config.compress_ratios else None
         tokens = self._tokens.build(0, batch, c128a_block_table=c128a, replay_start=replay_start)
@@ -218,7 +221,7 @@ class StepBuilder:
 
     def _ring_slots(self, rings: Any, requests: Any, positions: Any) -> Any:
         """Slots in rings: ring * capacity + position % capacity, -1 without a ring and for padding."""
-        capacity, xp = ring_capacity(self.config.num_speculative_tokens), dlpack.namespace_of(positions)
+        capacity, xp = self._ring_capacity, dlpack.namespace_of(positions)
         out = self._buffer("ring_slots", np.int64, positions)[: len(positions)]
         if not len(rings):
             out[...] = -1

@@ -16,10 +16,9 @@ from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_choice, check_optional_size
 from ..metadata.batch import host_integers
 from ..metadata.builder import check_current
-from ..metadata.slots import ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
-from .caches import FORMATS, PLAIN_DTYPES, RING_VALUES, Formats, LayerCaches
+from .caches import FORMATS, PLAIN_DTYPES, Formats, LayerCaches, Ring, keys_of_page
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
 from .shared_selection import SharedSelection
 from .step import StepMetadata
@@ -99,13 +98,13 @@ def check_step(
     check_positions(layer, tokens)
     page_rows = tokens.block_size if spec.rows == "latent" else tokens.config.compressed_block_size // (spec.ratio or 1)
     rows = tokens.longest // spec.ratio if spec.ratio else 0
-    paged = {"rows" if spec.rows == "latent" else "compressed": rows if all_rows else 0}
+    paged = {"rows" if spec.rows == "latent" else "compressed": (page_rows, rows if all_rows else 0)}
     if spec.selects:
-        paged["indexer"] = rows
+        paged["indexer"] = keys_of_page(spec, page_rows), rows // spec.pool
     for name in ("window", "state", "indexer_state"):
         check_window_pages(f"layer_caches.{name}", getattr(caches, name), tokens.longest)
-    for name, needed in paged.items() if spec.ratio else ():
-        check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page_rows, needed)
+    for name, (page, needed) in paged.items() if spec.ratio else ():
+        check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page, needed)
     if "rings" in spec.groups():
         check_rings("layer_caches.ring", caches.ring, tokens)
     if spec.selection == "source" or spec.candidates != "none" or (spec.ratio and not spec.owns_rows):
@@ -160,11 +159,11 @@ def check_arrays(
         name, layout = ("rows", layouts.rows) if spec.rows == "latent" else ("compressed", layouts.compressed)
         pages[name] = layout, page_rows if all_rows else None, spec.owns_rows
     if spec.selects:
-        pages["indexer"] = layouts.indexer, page_rows, spec.owns_keys
+        pages["indexer"] = layouts.indexer, keys_of_page(spec, page_rows), spec.owns_keys
     states = {"state": LATENT, "indexer_state": INDEX_DIM} if spec.pooling == "compressor" else {}
     wanted = [*pages, *list(states)[: 1 + spec.selects], *(["ring"] if "rings" in spec.groups() else [])]
     for name in wanted:
-        if getattr(caches, name) is None and spec.rows == "window" and name != "window":
+        if getattr(caches, name) is None and (name == "ring" or (spec.rows == "window" and name != "window")):
             raise ValueError(
                 f"layer_caches.{name}: got None, expected an array for layer {spec.layer} of ratio {spec.ratio}"
             )
@@ -177,9 +176,10 @@ def check_arrays(
             shape: tuple[Any, ...] = -1, step.state_block_size, values
             call.array(f"layer_caches.{name}", getattr(caches, name), FLOAT32, shape, writable=True)
         elif name == "ring":
-            shape = "rings", ring_capacity(tokens.config.num_speculative_tokens), RING_VALUES
-            call.array("layer_caches.ring", caches.ring, FLOAT32, shape, writable=True)
-            check_restart(call, caches.restart_rows, caches.restart_positions)
+            ring = Ring.of(spec, layouts, tokens.config.num_speculative_tokens)
+            shape = "rings", ring.capacity, ring.values
+            call.array("layer_caches.ring", caches.ring, (ring.dtype,), shape, writable=True)
+            check_restart(call, ring, caches.restart_rows, caches.restart_positions)
     if step is not None and len(step.slot_mapping) != len(tokens.slot_mapping):
         raise ValueError(
             f"metadata: got {len(step.slot_mapping)} slots of selected rows and {len(tokens.slot_mapping)} of all "
@@ -189,7 +189,7 @@ def check_arrays(
 
 def check_selection_arrays(call: Call, spec: LayerSpec, selection: SharedSelection, tokens: int) -> None:
     """Raise TypeError or ValueError for a selection for fewer tokens or other numbers of rows."""
-    shapes = {"topk_indices": (-1, spec.topk), "slots": (-1, spec.topk), "lens": (-1,)}
+    shapes = {"topk_indices": (-1, spec.selected_keys), "slots": (-1, spec.listed_rows), "lens": (-1,)}
     if selection.candidate_blocks is not None:
         shapes["candidate_blocks"] = -1, spec.candidate_blocks
     for name, shape in shapes.items():
@@ -198,13 +198,13 @@ def check_selection_arrays(call: Call, spec: LayerSpec, selection: SharedSelecti
             raise ValueError(f"selection.{name}: got {len(array)} tokens, expected at least the metadata's {tokens}")
 
 
-def check_restart(call: Call, rows: Any, positions: Any) -> None:
+def check_restart(call: Call, ring: Ring, rows: Any, positions: Any) -> None:
     """Raise TypeError or ValueError for restart rows and positions that do not fit, if the caches have them."""
     if (rows is None) != (positions is None):
         raise ValueError(
             "layer_caches.restart_positions: got one of restart_rows and restart_positions, expected both or none"
         )
-    call.optional("layer_caches.restart_rows", rows, FLOAT32, ("rings", RING_VALUES), writable=True)
+    call.optional("layer_caches.restart_rows", rows, (ring.dtype,), ("rings", *ring.restart), writable=True)
     call.optional("layer_caches.restart_positions", positions, INT32, ("rings",), writable=True)
 
 

@@ -99,9 +99,14 @@ def _pooled(spec: LayerSpec) -> Shapes:
 
 def _indexer(spec: LayerSpec) -> Shapes:
     found = Shapes()
-    if spec.keys == "tokens":
+    if spec.keys in ("tokens", "pools"):
         found = {"indexer.wk.weight": (INDEX_DIM, spec.hidden_size)}
         found |= {f"indexer.k_norm.{name}": (INDEX_DIM,) for name in ("weight", "bias")}
+    if spec.keys == "pools":
+        found |= {
+            "indexer.kpool_gate.weight": (INDEX_DIM, spec.hidden_size),
+            "indexer.kpool_ape": (spec.pool, INDEX_DIM),
+        }
     elif spec.keys == "latents" and spec.owns_rows:
         found = {"indexer.wk.weight": (INDEX_DIM, LATENT), "indexer.k_norm.weight": (INDEX_DIM,)}
     return found | {

@@ -81,6 +81,7 @@ V41_ATTENTION = {  # transformers has no such model: published names
         "indexer.k_norm.weight",
     )
 }
+FRONTS = ("", "model.", "model.language_model.")  # of the names of layers
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own tables
 SCALE_NAMES = ("scale", "weight_scale_inv")
 LAST_NORM = "norm.weight"  # the final norm of a published model
@@ -111,7 +112,7 @@ def weights_of_layer(
 
     Args:
         weights: by transformers' or the published names within the module; or a checkpoint's tensors, by names of the
-            whole model, with or without "model." in front
+            whole model, with one of FRONTS
         layer: its number
         table: V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
         block: rows and columns of an FP8 matrix that share a scale
@@ -124,7 +125,7 @@ def weights_of_layer(
     own, published = f"layers.{layer}.self_attn.", [f"layers.{layer}.attn."]
     if first_draft is not None and layer >= first_draft:
         published.append(f"mtp.{layer - first_draft}.attn.")
-    starts = ("",) if in_module else tuple(front + start for front in ("", "model.") for start in (own, *published))
+    starts = ("",) if in_module else tuple(front + start for front in FRONTS for start in (own, *published))
     names: dict[str, str] = {}
     for name in weights:
         if not str(name).startswith(starts):

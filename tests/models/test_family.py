@@ -13,7 +13,7 @@ from support.family_stack import GOLDEN, FamilyStack
 REQUESTS = [
     (case, request)
     for case, stack in enumerate(GOLDEN["stacks"])
-    if stack["config"]["model_type"] in ("glm_moe_dsa", "hy_v4")
+    if stack["config"]["model_type"] in ("glm_moe_dsa", "glm5_next_text", "hy_v4")
     for request in range(len(stack["requests"]))
 ]
 GLM = {

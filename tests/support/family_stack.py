@@ -72,12 +72,13 @@ class FamilyStack(Steps):
             for number in self.numbers
         ]  # fmt: skip
         self.paged = PagedRequests(len(self.hidden), longest, {"window": 64}, seed, put=self.put)
+        self.has_rings = any("rings" in spec.groups() for spec in specs)
         self.caches = {}
         for spec in specs:
             owner = None if spec.owns_rows else self.caches[spec.row_source]
             self.caches[spec.layer] = LayerCaches.allocate(
-                spec, self.serving, {"rows": self.paged.num_blocks["window"]}, owner=owner, cache_format=cache_format,
-                xp=xp,
+                spec, self.serving, {"rows": self.paged.num_blocks["window"], "rings": len(self.hidden)}, owner=owner,
+                cache_format=cache_format, xp=xp,
             )  # fmt: skip
         self.builder = StepBuilder(specs, self.serving, backend)
         self.selection = SharedSelection(specs, self.serving, xp)
@@ -86,7 +87,8 @@ class FamilyStack(Steps):
     def step(self, scheduled):
         """Outputs [layers, count, hidden] of each (request, first position, count)."""
         batch, _ = self.paged.batch(scheduled)
-        metadata, outputs = self.builder.build(batch), []
+        rings = self.put(np.array([r for r, _, _ in scheduled], np.int32)) if self.has_rings else None
+        metadata, outputs = self.builder.build(batch, rings=rings), []
         for index, (layer, number) in enumerate(zip(self.layers, self.numbers, strict=True)):
             x = np.concatenate([self.hidden[r][index, first : first + count] for r, first, count in scheduled])
             out = layer.step(self.put(x.astype(layer.activations)), self.caches[number], metadata, self.selection)
