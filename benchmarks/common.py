@@ -10,6 +10,11 @@ import argparse
 import contextlib
 import pathlib
 
+try:
+    import cupy
+except ImportError:  # --help needs no GPU
+    cupy = None
+
 from cumla.bench import rows
 from cumla.bench.measure import L2_BYTES, copy_gbps, environment
 from cumla.bench.peers import has_peer
@@ -17,7 +22,7 @@ from cumla.bench.problem import Sizes
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-__all__ = ["L2_BYTES", "Report", "arguments", "case_arguments", "copy_gbps", "has_peer", "run", "write"]
+__all__ = ["L2_BYTES", "Report", "arguments", "case_arguments", "copy_gbps", "cupy", "has_peer", "run", "write"]
 
 
 def arguments(description):
@@ -41,6 +46,8 @@ class Report:
     """Collects rows, prints them as a table, and writes them to a file at the end."""
 
     def __init__(self, args):
+        if cupy is None:
+            raise SystemExit("benchmarks need an NVIDIA GPU and CuPy: pip install '.[cuda13]'")
         self.args, self.rows = args, []
         if args.sources:
             compiler.look_first_in(pathlib.Path(args.sources))

@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 
-import cupy
+from common import cupy
 
 from cumla.bench import peers
 from cumla.ops.compressor import compress_and_insert

@@ -11,9 +11,9 @@ import operator
 import statistics
 from typing import Any
 
-import cupy
 import numpy as np
 import record_peers
+from common import cupy
 from layer_steps import V4Prompt, relative_rms
 
 from cumla.arrays.memory import to_host

@@ -1,7 +1,7 @@
 """Steps for benchmarks/layers.py, decodes at the end of their contexts and a prompt: lengths, tables, caches."""
 
-import cupy
 import numpy as np
+from common import cupy
 from step_cases import batch_of
 
 import cumla

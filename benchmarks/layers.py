@@ -26,13 +26,12 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cupy
 import layer_chain
 import layer_prompts
 import layer_steps
 import ml_dtypes
 import numpy as np
-from common import case_arguments, run
+from common import case_arguments, cupy, run
 from layer_prompts import TOKENS as PROMPT
 from layer_steps import CONTEXT, RATIO, host_caches, relative_rms
 from product_cases import BlockLinear

@@ -14,6 +14,7 @@ from typing import Any
 
 import common
 import numpy as np
+from common import cupy
 
 from cumla import pages
 from cumla.models import DeepseekV4Config, DeepseekV32Config
@@ -96,8 +97,6 @@ def measure(xp: Any, report: common.Report, name: str, model: pages.Description,
 
 
 def main() -> None:
-    import cupy
-
     parser = common.arguments(__doc__)
     for name, default in (("requests", 64), ("tokens", 8192), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)

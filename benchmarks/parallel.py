@@ -14,9 +14,8 @@ import tempfile
 import threading
 from queue import Empty
 
-import cupy
 import parallel_ranks
-from common import Report, arguments
+from common import Report, arguments, cupy
 
 JAX_SECONDS = 150  # time limit of JAX's part
 

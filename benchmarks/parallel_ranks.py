@@ -6,8 +6,8 @@ import statistics
 import time
 import traceback
 
-import cupy
 import numpy as np
+from common import cupy
 
 import cumla
 from cumla.bench.problem import Sizes

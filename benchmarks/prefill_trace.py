@@ -13,8 +13,8 @@ import functools
 import pathlib
 import re
 
-import cupy
 import numpy as np
+from common import cupy
 
 import cumla
 from cumla.bench.problem import Sizes
