@@ -27,9 +27,15 @@ GLM = {
     "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
     "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3,
 }  # fmt: skip
+FLASH = {
+    "model_type": "glm5_next_text", "hidden_size": 4096, "num_attention_heads": 64, "q_lora_rank": 1536,
+    "num_hidden_layers": 45, "index_kpool": 4,
+    "layer_types": [("linear" if (i + 1) % 4 else "indexed") + "_attention" for i in range(45)],
+}  # fmt: skip
 MODELS = {
     "V3.2": lambda: describe(DeepseekV32Config(7168, 128, 1536), layers=61),
     "GLM-5.2": lambda: describe(GLM, drafts=1),
+    "GLM-5.3-Flash": lambda: describe(FLASH, drafts=1, num_speculative_tokens=3),
     "V4": lambda: describe(V4),
     "V4.1": lambda: describe(V41_FLASH, drafts=3, num_speculative_tokens=5),
 }
@@ -70,9 +76,13 @@ def needs(group: Group) -> str:
     if group.lifetime == "window":
         return f"rows max(0, n - {group.reach}) to {last}"
     if group.lifetime == "request":
-        ratios = sorted({cache.positions for cache in group.caches})
-        rows = " and ".join(f"rows 0 to {last}" if r == 1 else f"floor(n / {r}) rows" for r in ratios)
-        return rows + (", their keys" if any(cache.cache == "indexer" for cache in group.caches) else "")
+        of = {"rows": set[int](), "keys": set[int]()}
+        for cache in group.caches:
+            of["keys" if cache.cache == "indexer" else "rows"].add(cache.positions)
+        rows = " and ".join(f"rows 0 to {last}" if r == 1 else f"floor(n / {r}) rows" for r in sorted(of["rows"]))
+        if of["keys"] <= of["rows"]:
+            return rows + (", their keys" if of["keys"] else "")
+        return ", ".join([rows, *(f"floor(n / {r}) keys" for r in sorted(of["keys"]))])
     first = f"{group.reach} floor(n / {group.reach})"
     if group.lifetime == "states":
         first = f"max(0, {first} - {group.reach})" if group.overlap else first

@@ -13,7 +13,7 @@ from .layer_spec import LayerSpec
 from .registry import config_from
 from .safetensors import Checkpoint
 from .scratch import Scratch
-from .shared_selection import SharedSelection
+from .shared_selection import SharedSelection, selected_tokens
 from .step import StepBuilder, StepMetadata, serving_of
 from .v4_config import DeepseekV4Config
 from .v32_config import DeepseekV32Config
@@ -46,5 +46,6 @@ __all__ = [
     "StepMetadata",
     "config_from",
     "expected_weights",
+    "selected_tokens",
     "serving_of",
 ]

@@ -180,7 +180,8 @@ class SparseAttention(LayerContext):
                 read it
             topk_indices: [T, topk] int32, rows that each token selects, counted within its request, -1 for none, in
                 place of the selection of a layer that shares none, which is then not computed. Rows that are not
-                complete at the token's position are left out
+                complete at the token's position are left out. Also with pooled keys these are rows, and no others are
+                attended (`selected_tokens`)
             early_release: False: no later kernel starts before the results are stored (docs/interop.md)
             out: [T, hidden_size] of hidden_states' dtype to write instead of allocating
             observe: called with a part's name around each part ("project", "insert", "compress", "select", "map",

@@ -7,14 +7,44 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack
+from ..arrays import dlpack, streams
 from ..arrays.memory import coincide
-from ..dispatch.values import check_kind
+from ..dispatch.values import check_integers, check_kind
 from ..layers.selection import Candidates
 from ..metadata.builder import ServingConfig
+from ..ops.indices import compute_global_topk_indices_and_lens
 from .caches import LayerCaches
 from .layer_spec import LayerSpec
 from .step import StepMetadata, check_specs
+
+PAGE_ROWS = 1 << 30  # more positions than a sequence has
+
+
+def selected_tokens(topk_indices: Any, positions: Any, pool: int, *, backend: str | None = None) -> Any:
+    """The tokens that a layer attends to, counted within the request.
+
+    GLM's draft layer selects in the first draft step of a round, and attends to the same tokens in the next ones
+    (`index_share_for_mtp_iteration`): `SparseAttention.step` takes the result as topk_indices.
+
+    Args:
+        topk_indices: [T, K] int32, pools that each token selects (`SharedSelection.topk_indices`), -1 for none; rows if
+            pool is 1
+        positions: [T] int32, of each token
+        pool: `LayerSpec.pool`, tokens of an index key
+
+    Returns int32 [T, K * pool + pool - 1]: the tokens of the pools, then those of the incomplete pool up to the token's
+    own, then -1.
+    """
+    check_integers(1, pool=pool)
+    chosen, at = dlpack.borrow(topk_indices, "topk_indices"), dlpack.borrow(positions, "positions")
+    framework, xp, tokens = dlpack.framework_of(topk_indices), dlpack.namespace_of(chosen), len(chosen)
+    with streams.callers(chosen, framework, None):
+        # With all positions in page 0, slots are positions.
+        found, _ = compute_global_topk_indices_and_lens(
+            chosen, xp.zeros(tokens, np.int32), xp.zeros((1, 1), np.int32), PAGE_ROWS // pool * pool,
+            xp.ones(tokens, np.bool_), compact=True, positions=at, pool=pool, backend=backend,
+        )  # fmt: skip
+    return dlpack.give(found, framework)
 
 
 class SharedSelection:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
 from ..layout import INDEXER_FP8, CacheLayout
-from ..metadata.slots import STATE_BLOCK_SIZES, ring_capacity
-from ..models.caches import RING_VALUES, Formats, formats_of
+from ..metadata.slots import STATE_BLOCK_SIZES
+from ..models.caches import Formats, Ring, formats_of, keys_of_page
 from ..models.layer_spec import LATENT, LayerSpec
 from ..models.registry import CONFIGS, config_from
 from .description import Description, Group, PagedCache
@@ -87,7 +89,8 @@ def describe(
     check_kind(Mapping, state_block_sizes=state_block_sizes)
     count = _num_layers(config, layers)
     sizes = _Sizes(block_size, compressed_block_size, state_block_sizes, num_speculative_tokens)
-    specs = [config.spec(layer) for layer in range(count + drafts)]
+    numbers = (*getattr(config, "sparse", range(count)), *range(count, count + int(drafts)))
+    specs = [config.spec(layer) for layer in numbers]
     found = [
         item._replace(group=DRAFT + item.group) if spec.layer >= count else item
         for spec in specs
@@ -96,11 +99,12 @@ def describe(
     if ranks > 1:
         found = [_sharded(item) for item in found]
     window = max((spec.window for spec in specs), default=0)
+    pool = max(spec.pool if spec.rows == "latent" else spec.ratio for spec in specs)
     names = sorted({item.group for item in found}, key=lambda x: (x.startswith(DRAFT), ORDER.index(_plain(x))))
     groups = []
     for group in names:
         caches = _merged([item.cache for item in found if item.group == group])
-        groups.append(_group(group, caches, window, (int(rank), int(ranks), int(interleave))))
+        groups.append(_group(group, caches, window, pool, (int(rank), int(ranks), int(interleave))))
     return Description(
         model=name or type(config).__name__, digest=_digest(specs), layers=count, drafts=int(drafts),
         groups=tuple(groups),
@@ -130,17 +134,25 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
         ))  # fmt: skip
 
     def of_numbers(group: str, cache: str, rows: int, width: int, kind: str = "float32", whole: bool = False) -> _Found:
-        size = FLOAT32_BYTES * width
+        size = np.dtype(kind).itemsize * width
         return _Found(group, PagedCache(
             cache=cache, layers=layer, layout=f"{kind} [{width}]", positions=1, rows=rows, row_bytes=size,
             tail_bytes=0, page_bytes=rows * size, stride=rows * size, alignment=FLOAT32_BYTES, whole=whole,
         ))  # fmt: skip
 
+    def of_ring() -> Iterator[_Found]:
+        ring = Ring.of(spec, layouts, sizes.speculative)
+        yield of_numbers("rings", "ring", ring.capacity, ring.values, ring.dtype.name)
+        yield of_numbers("rings", "restart_rows", 1, math.prod(ring.restart), ring.dtype.name, whole=True)
+        yield of_numbers("rings", "restart_positions", 1, 1, "int32", whole=True)
+
     if spec.rows == "latent":
         if spec.owns_rows:
             yield of_format("rows", "rows", sizes.block)
         if spec.owns_keys:
-            yield of_format("rows", "indexer", sizes.block)
+            yield of_format("rows", "indexer", keys_of_page(spec, sizes.block), spec.pool)
+        if "rings" in spec.groups():
+            yield from of_ring()
         return
     yield of_format("window", "window", sizes.block)
     if not spec.owns_rows:
@@ -159,9 +171,7 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
         if spec.keys == "compressor":
             yield of_numbers(group, "indexer_state", block, 4 * INDEXER_FP8.head_dim)
     elif spec.states == "ring":
-        yield of_numbers("rings", "ring", ring_capacity(sizes.speculative), RING_VALUES)
-        yield of_numbers("rings", "restart_rows", 1, RING_VALUES, whole=True)
-        yield of_numbers("rings", "restart_positions", 1, 1, "int32", whole=True)
+        yield from of_ring()
 
 
 def _divided(name: str, size: int, ratio: int) -> int:
@@ -186,7 +196,7 @@ def _merged(caches: list[PagedCache]) -> tuple[PagedCache, ...]:
     return tuple(dataclasses.replace(cache, layers=tuple(its)) for cache, its in layers.items())
 
 
-def _group(name: str, caches: tuple[PagedCache, ...], window: int, shard: tuple[int, int, int]) -> Group:
+def _group(name: str, caches: tuple[PagedCache, ...], window: int, pool: int, shard: tuple[int, int, int]) -> Group:
     plain, first = _plain(name), caches[0]
     tokens, lifetime, reach, overlap = first.rows * first.positions, "request", 0, False
     if plain == "window":
@@ -196,7 +206,7 @@ def _group(name: str, caches: tuple[PagedCache, ...], window: int, shard: tuple[
         lifetime, reach = "states", int(plain.removeprefix("states"))
         overlap = any(cache.cache == "indexer_state" for cache in caches)
     elif plain == "rings":
-        tokens, lifetime, reach = 0, "ring", 2
+        tokens, lifetime, reach = 0, "ring", pool
     if any(cache.sharded for cache in caches):
         tokens *= shard[1]
     return Group(

@@ -17,7 +17,7 @@ from ..models.attended import Chosen, WindowAndList
 from ..models.attention import SparseAttention, Step
 from ..models.caches import LayerCaches
 from ..models.hidden_states import attend
-from ..models.shared_selection import SharedSelection
+from ..models.shared_selection import SharedSelection, selected_tokens
 from ..models.step import StepMetadata
 from ..models.validation import begin, check_step
 from ..ops.shards import localise_indices
@@ -111,6 +111,8 @@ class _RankStep(Step):
         layer, positions = self.layer, dlpack.borrow(tokens.positions, "positions")
         with self.observe("map"):
             xp, selected = dlpack.namespace_of(positions), chosen.topk_indices
+            if chosen.pool > 1:
+                selected = selected_tokens(selected, positions, chosen.pool, backend=layer.backend)
             seen = xp.where(selected <= positions[:, None], selected, -1).astype("int32")
             slots, lens = localise_indices(
                 seen, tokens.token_to_req_indices, rows.block_table, self.caches.rows.shape[1], rows.shard,

@@ -83,9 +83,9 @@ def test_requests_in_one_step():
         stack.check(request, whole)
 
 
-@pytest.mark.parametrize("case", [0, 8])
+@pytest.mark.parametrize("case", [0, 3, 4, 8])
 def test_ranks_select_and_give_what_one_device_does(case):
-    """The sink of Hy4 counts once."""
+    """The sink of Hy4 counts once; GLM-5.3-Flash's keys and rings are on every rank."""
     splits = GOLDEN["stacks"][case]["requests"][0]
 
     def on(comm):
@@ -94,7 +94,9 @@ def test_ranks_select_and_give_what_one_device_does(case):
         columns = -(-sum(splits) // (page * comm.size)) + 2
         table = np.random.default_rng(comm.rank).permutation(columns).astype(np.int32)[None]
         for number, caches in stack.caches.items():
-            stack.caches[number] = dataclasses.replace(caches, rows=np.zeros((columns, page, 576), np.float32))
+            stack.caches[number] = dataclasses.replace(
+                caches, rows=np.zeros((columns, page, caches.rows.shape[2]), np.float32)
+            )
 
         class OnRank:
             def __init__(self, layer):
@@ -127,11 +129,12 @@ def test_rounded_caches_stay_near():
         assert np.sqrt(np.square(got - exact).mean() / np.square(exact).mean()) < bound
 
 
-@pytest.mark.parametrize("case", [0, 8])
-def test_cuda_kernels_give_what_the_cpu_gives(here, case):
-    """With FP8 rows and keys; Hy4 has a sink and a gate."""
-    want = FamilyStack(case, "fp8", activations="bfloat16").run(1, [30, 1]).astype(np.float64)
-    got = FamilyStack(case, "fp8", "cuda", "bfloat16", lab=here).run(1, [30, 1]).astype(np.float64)
+@pytest.mark.parametrize(("case", "request_number"), [(0, 1), (8, 1), (2, 3)])
+def test_cuda_kernels_give_what_the_cpu_gives(here, case, request_number):
+    """With FP8 rows and keys; Hy4 has a sink and a gate, GLM-5.3-Flash pooled keys of which some are selected."""
+    splits = [30, 1] if request_number == 1 else [41, 1]
+    want = FamilyStack(case, "fp8", activations="bfloat16").run(request_number, splits).astype(np.float64)
+    got = FamilyStack(case, "fp8", "cuda", "bfloat16", lab=here).run(request_number, splits).astype(np.float64)
     assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) < 0.03
 
 

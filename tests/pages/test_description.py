@@ -24,6 +24,11 @@ GLM = config_from({
     "model_type": "glm_moe_dsa", "hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128,
     "num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "shared", "full"],
 })  # fmt: skip
+FLASH = config_from({
+    "model_type": "glm5_next_text", "hidden_size": 256, "num_attention_heads": 8, "q_lora_rank": 128,
+    "num_hidden_layers": 4, "index_kpool": 4, "indexer_types": ["full", "full", "full", "shared"],
+    "layer_types": ["indexed_attention", "linear_attention", "indexed_attention", "indexed_attention"],
+})  # fmt: skip
 V4 = DeepseekV4Config(256, 8, 128, 2, 64, compress_ratios=(1, 128, 4, 128, 4))
 V41 = DeepseekV41Config(
     256, 8, 128, 2, 64, compress_ratios=(0, 2, 2, 1, 1, 0), kv_source_layer_ids=(1, 3),
@@ -35,11 +40,12 @@ def described(kind, **options):
     return {
         "v32": lambda: pages.describe(V32, layers=3, **options), "v4": lambda: pages.describe(V4, **options),
         "glm": lambda: pages.describe(GLM, drafts=1, **options),
+        "flash": lambda: pages.describe(FLASH, drafts=1, num_speculative_tokens=9, **options),
         "v41": lambda: pages.describe(V41, drafts=1, num_speculative_tokens=9, **options),
     }[kind]()  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["v32", "v4", "v41", "glm"])
+@pytest.mark.parametrize("kind", ["v32", "v4", "v41", "glm", "flash"])
 @pytest.mark.parametrize("sizes", [(64, 256), (32, 128)])
 def test_pages_are_the_allocated_ones(kind, sizes):
     """Bytes, rows and strides of every array of every layer's caches, and no array is left out."""
@@ -47,9 +53,11 @@ def test_pages_are_the_allocated_ones(kind, sizes):
     for cache_format in formats:
         made = described(kind, cache_format=cache_format, block_size=sizes[0], compressed_block_size=sizes[1])
         options = {"block_size": sizes[0], "compressed_block_size": sizes[1]}
-        caches = []
+        caches, config = [], {"v32": V32, "v4": V4, "v41": V41, "glm": GLM, "flash": FLASH}[kind]
         for layer in range(made.layers + made.drafts):
-            config = {"v32": V32, "v4": V4, "v41": V41, "glm": GLM}[kind]
+            if kind == "flash" and layer == 1:
+                caches.append(LayerCaches())  # of linear attention
+                continue
             spec, serving = config.spec(layer), serving_of(config, num_speculative_tokens=9, **options)
             owner = None if spec.row_source in (None, layer) else caches[spec.row_source]
             pages_of = dict.fromkeys(spec.groups(), 3)
@@ -101,6 +109,32 @@ def test_layers_that_share_a_selection_have_no_keys():
         ("draft_rows", "rows"): (5,), ("draft_rows", "indexer"): (5,),
     }  # fmt: skip
     assert of.packed_bytes(10) == 10 * (656 * 6 + 132 * 4)
+
+
+def test_pooled_keys_and_their_rings():
+    of = described("flash")
+    layers = {
+        (group.name, cache.cache): (cache.layers, cache.rows, cache.positions) for group in of for cache in group.caches
+    }
+    assert layers == {
+        ("rows", "rows"): ((0, 2, 3), 64, 1), ("rows", "indexer"): ((0, 2), 16, 4),
+        ("draft_rows", "rows"): ((4,), 64, 1), ("draft_rows", "indexer"): ((4,), 16, 4),
+        ("rings", "ring"): ((0, 2), 16, 1), ("rings", "restart_rows"): ((0, 2), 1, 1),
+        ("rings", "restart_positions"): ((0, 2), 1, 1), ("draft_rings", "ring"): ((4,), 16, 1),
+        ("draft_rings", "restart_rows"): ((4,), 1, 1), ("draft_rings", "restart_positions"): ((4,), 1, 1),
+    }  # fmt: skip
+    for n in range(1, 200):
+        needs, rows = of.needs(n), of.group("rows")
+        assert (needs.part("rows").first, needs.part("rows").end, needs.part("rows").pages) == (
+            0,
+            n,
+            range(-(-n // 64)),
+        )
+        assert {cache.cache: rows.rows(cache, n) for cache in rows.caches} == {"rows": (0, n), "indexer": (0, n // 4)}
+        assert (needs.part("rings").first, needs.part("rings").end) == (4 * (n // 4), n)
+        assert needs.part("rings").pages == range(n % 4 > 0)
+    # A ring's row is 512 bytes; three such rows and a position allow a step to be run again.
+    assert of.packed_bytes(10) == 4 * 10 * 528 + 3 * (2 * 132 + 2 * 512 + 3 * 512 + 4)
 
 
 def test_pages_that_later_tokens_write_into_are_copied():

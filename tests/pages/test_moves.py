@@ -12,9 +12,9 @@ from cumla.parallel import run_threads
 from support.page_groups import MovingFamily, MovingLayer, MovingStack
 from support.ranked import INTERLEAVE, PAGE, Ranked
 
-C128, C4, V32, V41, GLM = 3, 6, 12, "v41", "glm"  # cases of golden layers, and stacks
-CASES = [C128, C4, V32, V41, GLM]
-TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, GLM: 100}
+C128, C4, V32, V41, GLM, FLASH = 3, 6, 12, "v41", "glm", "flash"  # cases of golden layers, and stacks
+CASES = [C128, C4, V32, V41, GLM, FLASH]
+TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, GLM: 100, FLASH: 102}
 REST = 9
 
 
@@ -22,8 +22,8 @@ REST = 9
 def moving(case, seed=0, cache_format="float32", **sizes):
     if case == V41:
         return MovingStack(0, cache_format, seed, **sizes)
-    if case == GLM:
-        return MovingFamily(0, cache_format, seed)
+    if case in (GLM, FLASH):
+        return MovingFamily(0 if case == GLM else 3, cache_format, seed)
     return MovingLayer(case, cache_format, seed)
 
 

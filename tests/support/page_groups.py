@@ -122,17 +122,17 @@ class MovingFamily(Moving):
         assert len(self.made.hidden) > 1
         self.made.hidden[1] = self.made.hidden[0]
         self.config = self.made.config
-        self.description = pages.describe(self.config, cache_format=cache_format)
+        self.description = pages.describe(self.config, cache_format=cache_format, num_speculative_tokens=3)
         self.tokens = self.made.hidden[0].shape[1]
 
     def hidden(self, request):
         return self.made.hidden[request]
 
     def caches_of(self, layer):
-        return self.made.caches[layer]
+        return self.made.caches.get(layer)  # None for a layer of linear attention
 
     def table(self, group, request):
-        return self.made.paged.tables["window"][request]
+        return np.array([request]) if group == "rings" else self.made.paged.tables["window"][request]
 
     def step(self, request, first, count):
         return self.made.step([(request, first, count)])[0]
