@@ -35,7 +35,7 @@ class PageCache:
     Args:
         free: the server's Pages
         host_pages: pages of each group in host memory; 0: preempted requests start again
-        most: prefixes that are kept, the latest ones
+        most: prefixes that are kept, those used last
 
     Attributes:
         hits: by request, the tokens that were not computed
@@ -81,7 +81,7 @@ class PageCache:
             self.evict()
 
     def evict(self) -> bool:
-        """Free the pages of the oldest prefix. Returns whether there was one."""
+        """Free the pages of the prefix that was used least recently. Returns whether there was one."""
         if not self.prefixes:
             return False
         for pool, columns in self.prefixes.pop(0).pages.items():
@@ -131,6 +131,7 @@ class PageCache:
         pages.copy_pages(self.device, self.device, copied)
         self._begin(request, given, best)
         self.hits[request.number] = best
+        self.prefixes.sort(key=lambda prefix: prefix is source)  # the last to be evicted
 
     def swap_out(self, request: Any) -> bool:
         """Copy what the request needs to the host, before its pages are freed. False: the host has too few pages."""
@@ -167,12 +168,16 @@ class PageCache:
                 given.setdefault(pool, {})[column] = own
                 pairs.setdefault(part.group, []).append((page, own))
         pages.swap_in(self.host, self.device, pairs)
+        self.drop(request)
+        self._begin(request, given, request.computed)
+        return True
+
+    def drop(self, request: Any) -> None:
+        """Free the request's pages in host memory."""
         for group, its in request.swapped.items():
             for page in its:
                 self.host_free.give_back(group, page)
         request.swapped = {}
-        self._begin(request, given, request.computed)
-        return True
 
     def _begin(self, request: Any, given: dict[str, dict[int, int]], computed: int) -> None:
         """A request with these pages by pool and column; other columns have none."""

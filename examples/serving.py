@@ -11,7 +11,7 @@ import pathlib
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,7 @@ class Server:
         batch_tokens: tokens of a step; a longer prompt is prefilled in chunks
         decode_tokens: most tokens of a request that the model's metadata treats as a decode
         cache: None, or a PageCache (page_cache.py)
+        on_token: called with a request and each new token, after the step that computed it
     """
 
     decode_tokens = 1
@@ -109,6 +110,7 @@ class Server:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preempted, self.computed, self.cache = 0, 0, None
+        self.on_token: Callable[[Request, int], None] | None = None
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
         """All requests, finished: `tokens` is prompt and answer, `logits` has the logits of each new token."""
@@ -135,7 +137,11 @@ class Server:
         for (request, count), its in zip(scheduled, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
             self.computed += count
             is_prompt = request.computed + count == len(request.tokens) and not request.logits
+            answered = len(request.logits)
             self.take(request, count, its)
+            if self.on_token is not None and (new := len(request.logits) - answered):
+                for token in request.tokens[-new:]:
+                    self.on_token(request, token)
             if self.cache is not None and is_prompt:
                 self.cache.keep(request)
             self.pages.forget(request)
@@ -182,6 +188,14 @@ class Server:
         self.running.remove(request)
         self.waiting.insert(0, request)
         self.preempted += 1
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request that is not finished; its pages are free."""
+        for requests in (self.running, self.waiting):
+            requests[:] = [r for r in requests if r is not request]
+        self.pages.release(request)
+        if self.cache is not None:
+            self.cache.drop(request)
 
     def batch(self, scheduled: list[tuple[Request, int]]) -> tuple[CommonAttentionMetadata, dict[str, Any]]:
         xp = self.model.xp
