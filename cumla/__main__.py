@@ -249,7 +249,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--config", type=Path, metavar="FILE",
-        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1 model; - for stdin",
+        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1, GLM-5 or Hy4 model; - for stdin",
     )  # fmt: skip
     _add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
     model.add_argument("--kind", choices=WARM_KINDS, default="v4", help="without --config (default: v4)")

@@ -38,7 +38,7 @@ def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[Thunk]
     shared: dict[Any, Any] = {}
     for layout in model.index_formats:
         columns = LEAST_COLUMNS
-        while columns < 2 * model.context:
+        while columns < 2 * model.context // model.pool:
             selection = Selection(model, layout, columns, backend, shared)
             yield from selection.decodes(decodes)
             yield from selection.prompts()
@@ -71,8 +71,9 @@ class Selection:
     def __init__(self, model: Model, layout: CacheLayout, columns: int, backend: str, shared: dict[Any, Any]) -> None:
         self.model, self.layout, self.columns, self.backend, self.shared = model, layout, columns, backend, shared
         self.size = Size(
-            tokens=columns, keys=columns, heads=model.index_heads, topk=model.topk, context=columns, block_size=PAGE
-        )
+            tokens=columns, keys=columns, heads=model.index_heads, topk=model.topk // model.pool, context=columns,
+            block_size=max(PAGE // model.pool, 1),
+        )  # fmt: skip
         # V4.1's layers that own rows choose candidate blocks, or not; the others choose among them.
         self.blocks = (0, model.candidate_blocks) if model.kind == "v41" else (0,)
 
@@ -92,7 +93,7 @@ class Selection:
             x, most_bytes = self.inputs(requests=count), each * count * row_bytes
             most_bytes = max(WORKSPACE_BYTES, min(most_bytes, self.most_score_bytes))
             for blocks in self.blocks:
-                arguments = topk_inputs.over_pages(x, self.layout, each, blocks, with_slots=True)
+                arguments = topk_inputs.over_pages(x, self.layout, each, blocks, with_slots=True, pool=self.model.pool)
                 yield functools.partial(indexer_topk, **arguments, max_workspace_bytes=most_bytes, backend=self.backend)
             if blocks:
                 yield self.among_candidates(x, each)

@@ -11,12 +11,14 @@ from typing import Any
 
 from ..dispatch.values import check_integers
 from ..errors import InputError
-from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, V32_NOPE_FP8, CacheLayout
 from ..models.config_validation import check_fixed, numbers_of
+from ..models.glm5_next import Glm5NextConfig
 from ..models.registry import CONFIGS
 from ..models.v4_config import DeepseekV4Config
 from ..models.v32_config import DeepseekV32Config
 from ..models.v41_config import DeepseekV41Config
+from ..ops.indices import pooled_width
 from ..ops.sparse_attention import MAX_HEADS, V_DIM
 from ..replay.options import FORMATS, V41_LAYOUT
 from ..specs.inputs import Size
@@ -26,10 +28,12 @@ from ..specs.self_test import Case
 FOREIGN = {
     "v4": ("V32", "MLA_BF16", "576"), "v41": ("V32", "MLA_BF16", "576"),
     "v32": ("DSV4", "MLA_BF16", "512", INDEXER_MXFP4.name),
+    "glm5_next": ("DSV4", "MLA_BF16", "576", V32_FP8.name, INDEXER_MXFP4.name),
     "mla": ("DSV4", "V32", INDEXER_MXFP4.name),
 }  # fmt: skip
 V4_OPS = ("compress_and_insert", "qnorm_rope_and_insert")  # not of V4.1
-INDEX_HEADS = {"v4": 64, "v41": 32, "v32": 64, "mla": 1}  # of the published models
+INDEX_HEADS = {"v4": 64, "v41": 32, "v32": 64, "glm5_next": 32, "mla": 1}  # of the published models
+POOLED = {"glm5_next": 4}  # tokens of an index key in the published model
 MOST_ROWS = 1 << 20  # among which a selection is made: their keys take 128 MiB
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
 
@@ -53,11 +57,12 @@ class DenseConfig:
 # How models read their config.json: a model that refuses one would not run what is compiled for it.
 READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "v4": DeepseekV4Config.from_dict, "v41": DeepseekV41Config.from_dict, "v32": DeepseekV32Config.from_dict,
-    "mla": DenseConfig.from_dict,
+    "glm5_next": Glm5NextConfig.from_dict, "mla": DenseConfig.from_dict,
 }  # fmt: skip
 MODEL_TYPES = {
     "deepseek_v4": "v4", "deepseek_v41": "v41", "deepseek_v41_text": "v41", "deepseek_v32": "v32",
-    "deepseek_v2": "mla", "deepseek_v3": "mla", "glm_moe_dsa": "v32",
+    "deepseek_v2": "mla", "deepseek_v3": "mla", "glm_moe_dsa": "v32", "hy_v4": "v32",
+    "glm5_next": "glm5_next", "glm5_next_text": "glm5_next",
 }  # fmt: skip
 
 
@@ -84,12 +89,13 @@ class Model:
     Attributes:
         kind: one of WARM_KINDS; "mla" is dense
         heads: query heads of one rank
-        topk: compressed rows (v4, v41) or tokens (v32) that a token selects
+        topk: compressed rows (v4, v41) or tokens (v32, glm5_next) that a token selects
         window: of V4's and V4.1's window caches
         layout: of these models' caches, one of FORMATS; of V4.1 one of V41_CACHE_FORMATS
         index_heads: heads of the indexer, which ranks do not share; 0: as the published model has
         context: positions of the longest context, or MOST_ROWS
         candidate_blocks: that V4.1's index layers choose
+        pool: tokens of an index key; 0: as the published model has
     """
 
     kind: str
@@ -100,14 +106,18 @@ class Model:
     index_heads: int = 0
     context: int = MOST_ROWS
     candidate_blocks: int = 2048
+    pool: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index_heads", self.index_heads or INDEX_HEADS[self.kind])
+        object.__setattr__(self, "pool", self.pool or POOLED.get(self.kind, 1))
 
     @property
     def formats(self) -> tuple[CacheLayout, CacheLayout]:
         """Formats of the first list's cache and of the second's."""
-        return FORMATS[self.layout] if self.has_window else (V32_FP8, V32_FP8)
+        if self.has_window:
+            return FORMATS[self.layout]
+        return (V32_NOPE_FP8, V32_NOPE_FP8) if self.kind == "glm5_next" else (V32_FP8, V32_FP8)
 
     @property
     def index_formats(self) -> tuple[CacheLayout, ...]:
@@ -119,8 +129,8 @@ class Model:
         pages = 4
         context = pages * block_size
         return Size(
-            batch, rows=min(batch, context), heads=self.heads, topk=self.topk, window=self.window, context=context,
-            block_size=block_size, pages=pages,
+            batch, rows=min(batch, context), heads=self.heads, topk=pooled_width(self.topk // self.pool, self.pool),
+            window=self.window, context=context, block_size=block_size, pages=pages,
         )  # fmt: skip
 
     @property
@@ -172,6 +182,6 @@ class Model:
         model = cls(
             kind, heads // ranks, getattr(sizes, "index_topk", 512), getattr(sizes, "sliding_window", 128),
             index_heads=getattr(sizes, "index_n_heads", 0), context=min(sizes.max_position_embeddings, MOST_ROWS),
-            candidate_blocks=getattr(sizes, "candidate_topk_blocks", 0) or 2048,
+            candidate_blocks=getattr(sizes, "candidate_topk_blocks", 0) or 2048, pool=getattr(sizes, "index_kpool", 0),
         )  # fmt: skip
         return replace(model, layout=V41_LAYOUT) if kind == "v41" else model

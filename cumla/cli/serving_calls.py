@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from ..dispatch.call import BFLOAT16
 from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.plan import DecodePlan
 from ..layout import DSV4_FP8, INDEXER_FP8
+from ..metadata.slots import ring_capacity
 from ..ops.compressor import compress_and_insert
+from ..ops.indexer import fused_indexer_q_rope_quant
+from ..ops.key_pools import indexer_kpool_and_insert
 from ..ops.norm_rope import norm_rope_and_insert, qnorm_rope_and_insert
 from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
-from ..specs import SPECS, compressor, norm_rope, prefill_rows, sparse_attention, sparse_cache
+from ..specs import SPECS, compressor, key_pools, norm_rope, prefill_rows, sparse_attention, sparse_cache
 from ..specs.inputs import Size
 from ..specs.served import Served
 from .served_model import Model
@@ -45,6 +49,19 @@ def norm_calls(model: Model, block_size: int, backend: str) -> Iterator[tuple[st
             arguments = norm_rope.latent_rows(x, layout)
             call = functools.partial(norm_rope_and_insert, **arguments, backend=backend)
             yield f"norm_rope_and_insert {layout.name}", call
+
+
+def pooled_key_calls(model: Model, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Pooled index keys of a decode and of a prompt, and rotated queries of the indexer."""
+    for tokens in (1, 300):
+        x = Served(backend, Size(tokens=tokens, heads=model.index_heads, pages=-(-tokens // Size.block_size)))
+        arguments = key_pools.pooled_keys(x, INDEXER_FP8, model.pool, ring_capacity(0, model.pool), BFLOAT16)
+        yield f"pooled keys, {tokens} tokens", functools.partial(indexer_kpool_and_insert, **arguments, backend=backend)
+        positions, q = x.positions(tokens), x.rows(tokens, model.index_heads, INDEXER_FP8.head_dim)
+        yield f"rotated queries, {tokens} tokens", functools.partial(
+            fused_indexer_q_rope_quant, positions, q, None, x.floats(tokens, model.index_heads), hadamard=True,
+            backend=backend,
+        )  # fmt: skip
 
 
 def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:

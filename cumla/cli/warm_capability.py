@@ -15,7 +15,7 @@ from ..ops.support import assumed_capability, kernels_asked, shown_capability
 from ..terminal import say
 from .selection_calls import call_all, selection_calls
 from .served_model import Model
-from .serving_calls import compressor_calls, sparse_calls
+from .serving_calls import compressor_calls, pooled_key_calls, sparse_calls
 
 BACKEND = "cuda"
 
@@ -45,6 +45,8 @@ def _calls(model: Model, batches: Sequence[int], block_size: int) -> Iterator[tu
     """Calls by operation."""
     if model.has_window and model.kind == "v4":
         yield from compressor_calls(BACKEND)
+    if model.pool > 1:
+        yield from pooled_key_calls(model, BACKEND)
     if model.kind != "mla":
         for batch in batches:
             yield from sparse_calls(model, batch, block_size, BACKEND)

@@ -31,7 +31,7 @@ from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
 from .selection_calls import Thunk, call_all, find_needed, selection_calls
 from .served_model import Model
-from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, sparse_calls
+from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, pooled_key_calls, sparse_calls
 
 MAX_REPLAYED_TOKENS = 512
 FOLDERS = "NUMBA_CACHE_DIR, or for CUDA CUPY_CACHE_DIR"
@@ -55,6 +55,8 @@ def tasks(
         if model.formats[0] is DSV4_FP8:
             yield from compressor_calls(backend)
         yield from norm_calls(model, block_size, backend)
+    if model.pool > 1:
+        yield from pooled_key_calls(model, backend)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):
@@ -65,7 +67,7 @@ def tasks(
         yield "selections of every size", functools.partial(call_all, calls)
     if model.kind == "v41":
         yield f"a step of {', '.join(V41_RATIOS)} layers", functools.partial(warm_up, v41_options(model, backend))
-    elif model.kind != "v32":
+    elif model.kind not in ("v32", "glm5_next"):
         layers = ("mla",) if model.kind == "mla" else ("swa", "c4a", "c128a")
         for prefill_path in PATHS if model.kind == "v4" else (None,):
             options = ReplayOptions(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..dispatch.values import check_choice, check_integers, shown
+from ..ops.key_pools import MOST_POOLED
 from .attention import SparseAttention
 from .config_validation import (
     Choice,
@@ -74,7 +75,11 @@ class Glm5NextConfig:
     def __post_init__(self) -> None:
         check_numbers(self)
         check_integers(1, MOST_LAYERS, num_hidden_layers=self.num_hidden_layers)
-        check_integers(2, index_kpool=self.index_kpool)
+        check_integers(2, MOST_POOLED, index_kpool=self.index_kpool)
+        if self.index_topk % self.index_kpool:
+            raise ValueError(
+                f"index_topk: got {self.index_topk}, expected a multiple of index_kpool {self.index_kpool}"
+            )
         if not self.sparse:
             raise ValueError("sparse: got no layers, expected at least one sparse attention layer")
         for before, layer in zip((None, *self.sparse), self.sparse, strict=False):

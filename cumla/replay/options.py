@@ -23,7 +23,7 @@ V4_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
 # Attention layers of models, from hidden states on: one of each kind.
 MODEL_LAYERS = {"v4": tuple(V4_RATIOS), "v32": ("v32",), "v41": tuple(V41_RATIOS)}
 MODEL_OF = {name: model for model, names in MODEL_LAYERS.items() for name in names}
-WARM_KINDS = ("v4", "v41", "v32", "mla")  # models that cumla warmup knows
+WARM_KINDS = ("v4", "v41", "v32", "glm5_next", "mla")  # models that cumla warmup knows
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *MODEL_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
 INDEX_KEYS: tuple[KeyFormat, ...] = ("fp8", "mxfp4")

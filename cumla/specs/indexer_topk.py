@@ -58,7 +58,7 @@ def over_pages(
         scores |= {"slots": slots, "is_valid_token": x.valid(rows)}
     if pool > 1:
         requests, next_n = scores["q"].shape[:2]
-        ends = np.maximum(x.rng.integers(-1, x.size.context * pool, (requests, next_n)), -1)
+        ends = x.newest(x.size.context * pool, requests, next_n)
         scores |= {
             "context_lens": x.put((ends + 1) // pool, np.int32), "positions": x.put(ends.reshape(-1), np.int32),
             "slot_block_table": x.table(requests, x.size.context), "slot_block_size": pool * x.size.block_size,

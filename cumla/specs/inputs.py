@@ -168,6 +168,10 @@ class Inputs:
         """int64 [count]: positions before the longest context's end."""
         return self.put(self.rng.integers(0, self.size.context, count))
 
+    def newest(self, end: int, *shape: int) -> np.ndarray:
+        """Positions of queries below `end`, -1 for padding, on the host."""
+        return np.asarray(self.rng.integers(-1, end, shape))
+
     def weights(self, *shape: int) -> Any:
         """Bytes of e4m3: any finite number."""
         codes = self.rng.integers(0, 256, shape).astype(np.uint8)

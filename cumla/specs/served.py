@@ -41,6 +41,9 @@ class Served(Inputs):
     def positions(self, count: int) -> Any:
         return self.filled(0, (count,), np.int64)
 
+    def newest(self, end: int, *shape: int) -> np.ndarray:
+        return np.full(shape, -1)
+
     def weights(self, *shape: int) -> Any:
         return self.filled(0, shape, np.uint8)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cumla.__main__ import main
-from cumla.models import DeepseekV4Config, DeepseekV32Config, DeepseekV41Config
+from cumla.models import DeepseekV4Config, DeepseekV32Config, DeepseekV41Config, Glm5NextConfig
 from support.command_line import error_line
 
 
@@ -68,9 +68,9 @@ def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch)
     assert not fresh
 
 
-@pytest.mark.parametrize("kind", ["v32", "mla"])
+@pytest.mark.parametrize("kind", ["v32", "glm5_next", "mla"])
 def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
-    topk = ["--topk", "16"] if kind == "v32" else []
+    topk = ["--topk", "16"] if kind != "mla" else []
     assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", *topk]) == 0
     out = capsys.readouterr().out
     assert f"{kind}, 2 heads, backend cpu" in out
@@ -142,6 +142,7 @@ SIZES = {"hidden_size": 512, "num_attention_heads": 64, "q_lora_rank": 128, "num
 V4 = SIZES | {"o_groups": 8, "o_lora_rank": 64, "compress_ratios": [1, 4, 128], "index_topk": 256}
 V41 = V4 | {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}
 V32 = SIZES | {"kv_lora_rank": 512, "index_topk": 2048}
+FLASH = SIZES | {"kv_lora_rank": 512, "index_topk": 2048, "index_kpool": 8, "index_n_heads": 16}
 MLA = {"num_attention_heads": 128, "kv_lora_rank": 512}
 
 
@@ -160,6 +161,7 @@ def test_warm_up_reads_a_models_config(tmp_path):
         ),
         (V32, Model("v32", 8, 2048, context=163840)),
         (V32 | {"model_type": "deepseek_v32", "max_position_embeddings": 4096}, Model("v32", 8, 2048, context=4096)),
+        ({"model_type": "glm5_next", "text_config": FLASH}, Model("glm5_next", 8, 2048, pool=8, index_heads=16)),
         (MLA, Model("mla", 16, 512)),
         ({"num_attention_heads": 128, "model_type": "deepseek_v3"}, Model("mla", 16, 512)),
     ):
@@ -212,6 +214,7 @@ def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
         (DeepseekV32Config, V32, {"num_attention_heads": 0}),
         (DeepseekV32Config, V32 | {"model_type": "deepseek_v32"}, {"kv_lora_rank": 256}),
         (DeepseekV32Config, V32 | {"model_type": "deepseek_v32"}, {"hidden_size": None}),
+        (Glm5NextConfig, FLASH | {"model_type": "glm5_next_text"}, {"index_kpool": 3}),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--capability", "9.0"]])
@@ -232,7 +235,7 @@ def test_warm_up_reads_a_config_from_stdin(monkeypatch):
     assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
 
 
-@pytest.mark.parametrize("kind", ["v4", "v32", "v41"])
+@pytest.mark.parametrize("kind", ["v4", "v32", "v41", "glm5_next"])
 def test_warm_up_says_what_another_device_gets(kind, capsys):
     given = ["warmup", "--kind", kind, "--batch", "3", "--topk", "64"]
     assert main([*given, "--capability", "8.6"]) == 0

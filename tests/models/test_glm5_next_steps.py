@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import cumla
 from cumla.metadata import CommonAttentionMetadata
 from cumla.models import Glm5NextAttention, LayerCaches, SharedSelection, StepBuilder, selected_tokens, serving_of
 from support.batch_kinds import padded
@@ -185,3 +186,19 @@ def test_a_ring_is_needed():
     ):
         with pytest.raises((TypeError, ValueError), match=match):
             stack.layers[0].step(x, LayerCaches(**vars(caches) | changes), metadata, stack.selection)
+
+
+@pytest.mark.parametrize(
+    ("ring", "match"), [(9, r"state_slot_mapping: row 0 \(position 51\) has slot 75"), (3, "request 0 has page -1 for")]
+)
+def test_debug_finds_wrong_rings_and_absent_pages(ring, match):
+    stack = FamilyStack(POOLS_OF_4)
+    with cumla.debug():
+        for first, count in ((0, 50), (50, 1)):
+            stack.step([(3, first, count)])
+        batch = stack.paged.batch([(3, 51, 2)])[0]
+        if ring == 3:
+            batch.block_table_tensor[0, 0] = -1
+        with pytest.raises(ValueError, match=match):
+            metadata = stack.builder.build(batch, rings=np.array([ring], np.int32))
+            stack.layers[0].step(stack.hidden[3][0, 51:53], stack.caches[0], metadata, stack.selection)
