@@ -199,6 +199,10 @@ def test_debug_finds_wrong_rings_and_absent_pages(ring, match):
         batch = stack.paged.batch([(3, 51, 2)])[0]
         if ring == 3:
             batch.block_table_tensor[0, 0] = -1
-        with pytest.raises(ValueError, match=match):
+
+        def step():
             metadata = stack.builder.build(batch, rings=np.array([ring], np.int32))
             stack.layers[0].step(stack.hidden[3][0, 51:53], stack.caches[0], metadata, stack.selection)
+
+        with pytest.raises(ValueError, match=match):
+            step()

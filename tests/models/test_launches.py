@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from graphs.test_models import Decodes
 
+from support.family_stack import FamilyStack
 from support.graphs import graph_of
 from support.v41_stack import Stack
 
@@ -13,6 +14,8 @@ MOST = {
     "v32": (13, True, 16), "v32, given": (13, False, 13),
 }  # fmt: skip
 MOST_V41 = {"window": 10, "c2a full": 21, "c2a reindex": 15, "c1a full": 23, "c1a reindex": 17, "c1a reuse": 10}
+
+MOST_FLASH = {"full": 14, "reuse": 9}  # of GLM-5.3-Flash
 
 
 def launches(call):
@@ -49,3 +52,21 @@ def test_of_v41(here):
         found[name] = launches(run)
     assert found.keys() == MOST_V41.keys()
     assert {name for name, count in found.items() if not 1 < count <= MOST_V41[name]} == set()
+
+
+def test_of_glm_5_3_flash(here):
+    """Also of layers that take another's selection."""
+    stack, found = FamilyStack(4, "fp8", "cuda", "bfloat16", lab=here), {}
+    stack.step([(0, 0, 40)])
+    metadata = stack.builder.build(stack.paged.batch([(0, 40, 1)])[0], rings=here.put(np.zeros(1, np.int32)))
+    for index, (layer, number) in enumerate(zip(stack.layers, stack.numbers, strict=True)):
+        x = here.put(stack.hidden[0][index, 40:41].astype(layer.activations))
+        out = here.put(np.zeros((1, 128), layer.activations))
+
+        def run(layer=layer, caches=stack.caches[number], x=x, out=out):
+            layer.step(x, caches, metadata, stack.selection, out=out)
+
+        run()
+        found[layer.mode] = launches(run)
+    assert found.keys() == MOST_FLASH.keys()
+    assert {name: count for name, count in found.items() if not 1 < count <= MOST_FLASH[name]} == {}
