@@ -1,11 +1,22 @@
 """Layers of GLM-5.3-Flash in any schedule: chunks within pools, drafts and their rejection, padding, repeated steps."""
 
+import functools
+
 import numpy as np
 import pytest
 
 import cumla
+from cumla.layers.selected_attention import SelectedAttention
 from cumla.metadata import CommonAttentionMetadata
-from cumla.models import Glm5NextAttention, LayerCaches, SharedSelection, StepBuilder, selected_tokens, serving_of
+from cumla.models import (
+    Glm5NextAttention,
+    LayerCaches,
+    SharedSelection,
+    StepBuilder,
+    attended,
+    selected_tokens,
+    serving_of,
+)
 from support.batch_kinds import padded
 from support.family_stack import FamilyStack, weights_of
 
@@ -206,3 +217,17 @@ def test_debug_finds_wrong_rings_and_absent_pages(ring, match):
 
         with pytest.raises(ValueError, match=match):
             step()
+
+
+@pytest.mark.parametrize("path", ["rows", "pages"])
+@pytest.mark.parametrize(("case", "request_number", "splits"), [(WITH_LINEAR, 0, [203, 187]), (POOLS_OF_16, 0, [169])])
+def test_prompts_over_gathered_rows_and_over_pages(monkeypatch, path, case, request_number, splits):
+    """Also with lengths that are no multiples of a pool."""
+    monkeypatch.setattr(attended, "SelectedAttention", functools.partial(SelectedAttention, path=path))
+    stack = FamilyStack(case)
+    stack.check(request_number, stack.run(request_number, splits))
+    if case == WITH_LINEAR:  # several requests in one workspace
+        stack = FamilyStack(case)
+        for out, request in zip(stack.step([(0, 0, 101), (1, 0, 198)]), (0, 1), strict=True):
+            want = FamilyStack(case).run(request, [out.shape[1]])
+            np.testing.assert_allclose(out, want, rtol=0, atol=2e-5 * np.abs(want).max())

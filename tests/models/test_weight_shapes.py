@@ -75,11 +75,11 @@ def test_a_model_s_last_norm_is_no_name_within_a_module():
     assert DeepseekV4Attention(config, 0, weights, max_position=64).ratio == 0
 
 
-@pytest.mark.parametrize("case", [0, 8])
-def test_the_sum_of_tensor_parallel_ranks_is_the_layers_output(case):
-    """A layer of half the heads, with a rank's part of the weights: GLM's and Hy4's layers."""
+@pytest.mark.parametrize(("case", "request_number"), [(0, 1), (2, 3), (8, 1)])
+def test_the_sum_of_tensor_parallel_ranks_is_the_layers_output(case, request_number):
+    """A layer of half the heads, with a rank's part of the weights: layers of GLM-5, GLM-5.3-Flash and Hy4."""
     stack = FamilyStack(case)
-    want, whole, ranks = stack.run(1, [31])[0], stack.layers[0], 2
+    want, whole, ranks = stack.run(request_number, [31])[0], stack.layers[0], 2
     weights = {
         name.removeprefix("model.layers.0.self_attn."): w for name, w in weights_of(case).items() if ".0." in name
     }
@@ -100,7 +100,7 @@ def test_the_sum_of_tensor_parallel_ranks_is_the_layers_output(case):
             )
         ]  # fmt: skip
         made.numbers, made.picks = [0], {}
-        total += made.run(1, [31])[0]
+        total += made.run(request_number, [31])[0]
     np.testing.assert_allclose(total, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
