@@ -14,30 +14,15 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cumla.models import DeepseekV4Config, DeepseekV32Config, DeepseekV41Config  # noqa: E402
 from cumla.pages import Description, Group, describe  # noqa: E402
+from tools.published import CONFIGS  # noqa: E402
 
-V41_FLASH = DeepseekV41Config(
-    5120, 64, 1280, 8, 1024, compress_ratios=(0, 0, *(2,) * 18, *(1,) * 20), kv_source_layer_ids=(2, 8, 14, 20),
-    index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36), num_hidden_layers=40, candidate_source_layer_id=20,
-    candidate_topk_blocks=2048,
-)  # fmt: skip
-V4 = DeepseekV4Config(4096, 64, 1024, 8, 1024, compress_ratios=(128, 128, *(128, 4) * 20, 128))
-GLM = {
-    "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
-    "num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3,
-}  # fmt: skip
-FLASH = {
-    "model_type": "glm5_next_text", "hidden_size": 4096, "num_attention_heads": 64, "q_lora_rank": 1536,
-    "num_hidden_layers": 45, "index_kpool": 4,
-    "layer_types": [("linear" if (i + 1) % 4 else "indexed") + "_attention" for i in range(45)],
-}  # fmt: skip
 MODELS = {
-    "V3.2": lambda: describe(DeepseekV32Config(7168, 128, 1536), layers=61),
-    "GLM-5.2": lambda: describe(GLM, drafts=1),
-    "GLM-5.3-Flash": lambda: describe(FLASH, drafts=1, num_speculative_tokens=3),
-    "V4": lambda: describe(V4),
-    "V4.1": lambda: describe(V41_FLASH, drafts=3, num_speculative_tokens=5),
+    "V3.2": lambda: describe(CONFIGS["V3.2"], layers=61),
+    "GLM-5.2": lambda: describe(CONFIGS["GLM-5.2"], drafts=1),
+    "GLM-5.3-Flash": lambda: describe(CONFIGS["GLM-5.3-Flash"], drafts=1, num_speculative_tokens=3),
+    "V4": lambda: describe(CONFIGS["V4"]),
+    "V4.1": lambda: describe(CONFIGS["V4.1"], drafts=3, num_speculative_tokens=5),
 }
 HEADINGS = (
     "group", "layers", "caches", "positions of a page", "bytes of a page", "a hit of n tokens needs",

@@ -104,7 +104,7 @@ class SparseAttention(LayerContext):
                     raise ValueError(f"{name}: got {value}, expected None for a model other than V4.1")
                 spec = replace(spec, **{name: bool(value)})
         self.layouts = formats_of(spec, cache_format, key_format)
-        expected, block = named(shapes_of(spec), config.names), getattr(config, "scale_block", BLOCK)
+        expected, block = named(config, layer, shapes_of(spec)), getattr(config, "scale_block", BLOCK)
         weights = weights_of_layer(weights, layer, config.names, block, getattr(config, "num_hidden_layers", None))
         self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
         self.activations = check_options(

@@ -56,6 +56,8 @@ class Glm5NextConfig:
         "indexer.kpool_ape": "indexer.index_kpool_compress_ape",
     }  # fmt: skip
     published: ClassVar[dict[str, str]] = {}  # names are transformers'
+    module: ClassVar = "model.language_model.layers.{}.self_attn."
+    in_bfloat16: ClassVar = ("indexer.", "wkv_b.")  # in FP8 checkpoints, too
     rope_scaling: ClassVar[None] = None
 
     hidden_size: int

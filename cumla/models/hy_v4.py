@@ -30,6 +30,7 @@ class HyV4Config(GlmMoeDsaConfig):
     names: ClassVar = V32_ATTENTION | {
         "attn_sink": "sinks", "learnable_sink_param": "sinks", "linear_gate.weight": "gate_proj.weight"
     }  # fmt: skip
+    draft_module: ClassVar = "model.mtp_layers.{}.self_attn."
     published: ClassVar = {"attn_sink": "learnable_sink_param", "linear_gate.weight": "linear_gate.weight"}
 
     index_n_heads: int = 16

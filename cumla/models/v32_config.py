@@ -44,6 +44,7 @@ class DeepseekV32Config:
     """
 
     names: ClassVar = V32_ATTENTION
+    module: ClassVar = "model.layers.{}.self_attn."  # of a checkpoint
 
     hidden_size: int
     num_attention_heads: int

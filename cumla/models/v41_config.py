@@ -45,6 +45,8 @@ class DeepseekV41Config:
 
     names: ClassVar = V41_ATTENTION
     scale_block: ClassVar = (32, 32)  # of FP8 weights
+    in_bfloat16: ClassVar = ("wo_a.", "indexer.wk.")  # in FP8 checkpoints, too
+    draft_module: ClassVar = "mtp.{}.attn."
 
     hidden_size: int
     num_attention_heads: int

@@ -1,16 +1,18 @@
-"""The weights that an attention layer takes: their names and shapes."""
+"""The weights that an attention layer takes: their names, shapes and types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..dispatch.values import check_integers, shown
+from ..layers.weights import BLOCK
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
-from .weights import ExpectedWeight
+from .weights import FLOAT8, ExpectedWeight
 
 Shapes = dict[str, tuple[int, ...]]
+FLOAT32 = ("attn_sink", "ape")  # ends of names
+WIDE = ("indexer.weights_proj.", "compressor.", "indexer.compressor.")  # never in FP8
 
 
 def expected_weights(config: Any, layer: int, *, rank: int = 0, ranks: int = 1) -> dict[str, ExpectedWeight]:
@@ -28,7 +30,7 @@ def expected_weights(config: Any, layer: int, *, rank: int = 0, ranks: int = 1) 
     if not callable(getattr(config, "spec", None)):
         raise TypeError(f"config: got {shown(config)}, expected the configuration of a model's attention layers")
     spec = config.spec(layer)
-    found = named(shapes_of(spec), config.names)
+    found = named(config, layer, shapes_of(spec))
     check_integers(1, ranks=ranks)
     check_integers(0, ranks - 1, rank=rank)
     if ranks > 1:
@@ -52,8 +54,27 @@ def part_of(weight: ExpectedWeight, shape: tuple[int, ...], rank: int) -> Expect
     return replace(weight, shape=shape, part=part)
 
 
-def named(shapes: Shapes, names: Mapping[str, str]) -> dict[str, ExpectedWeight]:
-    return {name: ExpectedWeight(shape, names[name]) for name, shape in shapes.items()}
+def named(config: Any, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
+    """Weights of these shapes with a model's names and types, by DeepSeek's names.
+
+    Args:
+        config: has `names`, and optionally `published`, `module`, `draft_module`, `in_bfloat16` and `scale_block`
+    """
+    module, drafts = getattr(config, "module", "layers.{}.attn.").format(layer), getattr(config, "draft_module", None)
+    if drafts is not None and layer >= config.num_hidden_layers:
+        module = drafts.format(layer - config.num_hidden_layers)
+    wide, block = getattr(config, "in_bfloat16", ()), getattr(config, "scale_block", BLOCK)
+    found = {}
+    for name, shape in shapes.items():
+        transformers = config.names[name]
+        within = name if module.endswith(".attn.") else getattr(config, "published", {}).get(name, transformers)
+        weight = ExpectedWeight(shape, transformers, tensor=module + within)
+        if name.endswith(FLOAT32) and not name.startswith(wide):
+            weight = replace(weight, dtype="float32")
+        elif len(shape) == 2 and not name.startswith((*WIDE, *wide)):
+            weight = replace(weight, dtype=FLOAT8, block=block)
+        found[name] = weight
+    return found
 
 
 def shapes_of(spec: LayerSpec) -> Shapes:

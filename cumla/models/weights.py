@@ -62,27 +62,14 @@ V32_ATTENTION = {
     },
 }
 V41_ATTENTION = {  # transformers has no such model: published names
-    name: name
-    for name in (
-        "wq_a.weight",
-        "q_norm.weight",
-        "wq_b.weight",
-        "wkv.weight",
-        "kv_norm.weight",
-        "wo_a.weight",
-        "wo_b.weight",
-        "attn_sink",
-        "compressor.wkv.weight",
-        "compressor.wgate.weight",
-        "compressor.norm.weight",
-        "indexer.wq_b.weight",
-        "indexer.weights_proj.weight",
-        "indexer.wk.weight",
-        "indexer.k_norm.weight",
-    )
+    name: name for name in (*V4_ATTENTION, "indexer.wk.weight", "indexer.k_norm.weight")
 }
-FRONTS = ("", "model.", "model.language_model.")  # of the names of layers
+# Names of a checkpoint begin with one of these and one of LAYERS, or of DRAFTS in layers that predict further tokens.
+FRONTS = ("", "model.", "model.language_model.", "language_model.")
+LAYERS = ("layers.{}.self_attn.", "layers.{}.attn.", "layers.{}.attention.")
+DRAFTS = ("mtp.{}.attn.", "mtp_layers.{}.self_attn.")
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own tables
+FLOAT8 = "float8_e4m3fn"
 SCALE_NAMES = ("scale", "weight_scale_inv")
 LAST_NORM = "norm.weight"  # the final norm of a published model
 WeightFormat = Literal["fp8", "bfloat16"]
@@ -112,27 +99,26 @@ def weights_of_layer(
 
     Args:
         weights: by transformers' or the published names within the module; or a checkpoint's tensors, by names of the
-            whole model, with one of FRONTS
+            whole model
         layer: its number
-        table: V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
+        table: published names within the module -> transformers' names
         block: rows and columns of an FP8 matrix that share a scale
-        first_draft: the number of the first layer that predicts further tokens, which checkpoints call "mtp.0"
+        first_draft: the number of the first layer that predicts further tokens, which some checkpoints call "mtp.0"
 
     Raises KeyError if a checkpoint has no tensor of the layer's attention, ValueError if two tensors are the same
     weight.
     """
     in_module = any(name in weights for name in {*table, *table.values()} - {LAST_NORM})
-    own, published = f"layers.{layer}.self_attn.", [f"layers.{layer}.attn."]
+    modules = [module.format(layer) for module in LAYERS]
     if first_draft is not None and layer >= first_draft:
-        published.append(f"mtp.{layer - first_draft}.attn.")
-    starts = ("",) if in_module else tuple(front + start for front in FRONTS for start in (own, *published))
+        modules += [module.format(layer - first_draft) for module in DRAFTS]
+    starts = ("",) if in_module else tuple(front + module for front in FRONTS for module in modules)
     names: dict[str, str] = {}
     for name in weights:
         if not str(name).startswith(starts):
             continue
         rest = next(str(name).removeprefix(start) for start in starts if str(name).startswith(start))
-        # An unknown name stays whole: the layer does not use it.
-        within = rest if str(name).removesuffix(rest).endswith(own) else _transformers_name(rest, table) or name
+        within = _transformers_name(rest, table)
         if names.setdefault(within, name) != name:
             raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
     if not names:
@@ -143,13 +129,12 @@ def weights_of_layer(
     return LayerWeights(weights, names, block)
 
 
-def _transformers_name(published: str, table: Mapping[str, str]) -> str | None:
-    """The name within the module of a weight or of scales; None for an unknown one."""
+def _transformers_name(published: str, table: Mapping[str, str]) -> str:
+    """The name within the module of a weight or of scales; a name that the table lacks stays."""
     module, _, kind = published.rpartition(".")
     if kind not in SCALE_NAMES:
-        return table.get(published)
-    matrix = table.get(f"{module}.weight")
-    return None if matrix is None else matrix.removesuffix("weight") + kind
+        return table.get(published, published)
+    return table.get(f"{module}.weight", f"{module}.weight").removesuffix("weight") + kind
 
 
 class LayerWeights(Mapping[str, Any]):
@@ -204,11 +189,41 @@ class ExpectedWeight:
         transformers: its name within transformers' attention module; the published name for a model that transformers
             lacks
         part: with tensor parallelism, the rank's part of the whole weight; None: all of it
+        tensor: its name in the published checkpoint; layers accept other names, too (docs/reference/layer-weights.md)
+        dtype: its type in the model's FP8 checkpoints: "float8_e4m3fn", "bfloat16" or "float32". Layers take any type
+            that `SparseAttention` names
+        block: rows and columns that share a scale; None unless dtype is FP8
     """
 
     shape: tuple[int, ...]
     transformers: str
     part: tuple[slice, ...] | None = None
+    tensor: str = ""
+    dtype: str = "bfloat16"
+    block: tuple[int, int] | None = None
+
+    @property
+    def scale_shape(self) -> tuple[int, ...] | None:
+        """The shape of the scales; None without scales."""
+        if self.block is None:
+            return None
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.block, strict=True))
+
+    @property
+    def scale_part(self) -> tuple[slice, ...] | None:
+        """The rank's part of the scales; None: all of them.
+
+        Raises ValueError where the part begins within a block.
+        """
+        if self.block is None or self.part is None:
+            return None
+        found = []
+        for cut, size, step in zip(self.part, self.shape, self.block, strict=True):
+            first = cut.start or 0
+            if first % step:
+                raise ValueError(f"{self.tensor}: a rank's part begins at {first}, within a block of {step}")
+            found.append(slice(first // step, -(-(first + size) // step)) if cut.start is not None else cut)
+        return tuple(found)
 
 
 class WeightReader:
