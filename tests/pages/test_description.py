@@ -137,6 +137,19 @@ def test_pooled_keys_and_their_rings():
     assert of.packed_bytes(10) == 4 * 10 * 528 + 3 * (2 * 132 + 2 * 512 + 3 * 512 + 4)
 
 
+def test_pooled_keys_and_rings_are_on_every_rank():
+    of = described("flash", ranks=2, rank=1)
+    found = {group.name: (group.tokens, [(x.cache, x.sharded) for x in group.caches]) for group in list(of)[:3]}
+    rings = [("ring", False), ("restart_rows", False), ("restart_positions", False)]
+    assert found == {
+        "rows": (64, [("indexer", False)]), "rank_rows": (128, [("rows", True)]), "rings": (0, rings)
+    }  # fmt: skip
+    needs = of.needs(131)
+    assert needs.part("rows")[1:] == (0, 128, range(2), -1)
+    assert needs.part("rank_rows")[1:] == (0, 131, range(2), 1)
+    assert needs.part("rings")[1:] == (128, 131, range(1), -1)
+
+
 def test_pages_that_later_tokens_write_into_are_copied():
     of = described("v4")
     assert {part.group: part.written for part in of.needs(256).parts} == {
