@@ -26,6 +26,11 @@ CONFIGS = {
         "num_hidden_layers": 45, "index_kpool": 4,
         "layer_types": [("linear" if (i + 1) % 4 else "indexed") + "_attention" for i in range(45)],
     },
+    "Mistral Large 4": {
+        "model_type": "mistral_large4_text", "hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 72,
+        "kv_source_layers": [35 if layer > 35 and layer % 4 == 3 else layer for layer in range(72)],
+        "indexer_types": ["full", "shared"] * 36, **LATENT_ROWS,
+    },
     "Hy4": {
         "model_type": "hy_v4", "hidden_size": 2816, "num_attention_heads": 32, "q_lora_rank": 1536,
         "num_hidden_layers": 34, "learnable_sink": True, "gated_mla": True, "gating_type": "elementwise", **LATENT_ROWS,

@@ -18,10 +18,13 @@ from cumla.models import config_from, expected_weights  # noqa: E402
 from tools.published import CONFIGS  # noqa: E402
 
 # The layers of a model that have all weights between them, with one that predicts further tokens.
-LAYERS = {"V3.2": (0,), "V4": (0, 3), "V4.1": (2, 20, 40), "GLM-5.2": (0, 78), "GLM-5.3-Flash": (3, 45), "Hy4": (0, 34)}
+LAYERS = {
+    "V3.2": (0,), "V4": (0, 3), "V4.1": (2, 20, 40), "GLM-5.2": (0, 78), "GLM-5.3-Flash": (3, 45),
+    "Mistral Large 4": (0,), "Hy4": (0, 34),
+}  # fmt: skip
 HEADINGS = ("layers", "tensor", "in transformers", "shape", "of each of 8 ranks", "in FP8 checkpoints")
 RANKS = 8
-TABLE = re.compile(r"^<!-- weights of ([\w.-]+) -->\n(?:\|[^\n]*\n)*", re.MULTILINE)
+TABLE = re.compile(r"^<!-- weights of ([\w. -]+?) -->\n(?:\|[^\n]*\n)*", re.MULTILINE)
 
 
 def rewritten(page: str) -> str:

@@ -62,6 +62,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 MODEL_TYPES = {
     "deepseek_v4": "v4", "deepseek_v41": "v41", "deepseek_v41_text": "v41", "deepseek_v32": "v32",
     "deepseek_v2": "mla", "deepseek_v3": "mla", "glm_moe_dsa": "v32", "hy_v4": "v32",
+    "mistral_large4": "v32", "mistral_large4_text": "v32",
     "glm5_next": "glm5_next", "glm5_next_text": "glm5_next",
 }  # fmt: skip
 

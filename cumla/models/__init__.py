@@ -10,6 +10,7 @@ from .glm5_next import Glm5NextAttention, Glm5NextConfig
 from .glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaConfig
 from .hy_v4 import HyV4Attention, HyV4Config
 from .layer_spec import LayerSpec
+from .mistral_large4 import MistralLarge4Attention, MistralLarge4Config
 from .registry import config_from
 from .safetensors import Checkpoint
 from .scratch import Scratch
@@ -39,6 +40,8 @@ __all__ = [
     "HyV4Config",
     "LayerCaches",
     "LayerSpec",
+    "MistralLarge4Attention",
+    "MistralLarge4Config",
     "Scratch",
     "SharedSelection",
     "SparseAttention",

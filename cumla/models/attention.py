@@ -32,8 +32,8 @@ from .layer_spec import LATENT
 from .output_projection import GroupedOutput, HeadOutput
 from .pooled import Compressors, Latents
 from .products import compute_type, in_groups, multiply, width
-from .queries import LatentQueries, WindowQueries
-from .rows import LatentRows, WindowRows
+from .queries import HiddenQueries, LatentQueries, WindowQueries, head_factors
+from .rows import LatentRows, NoRows, WindowRows
 from .scratch import Scratch
 from .selection import Indexer
 from .shared_selection import SharedSelection
@@ -42,7 +42,7 @@ from .validation import check_options, check_step
 from .weight_shapes import named, shapes_of
 from .weights import WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
-QUERIES: dict[str, Any] = {"latent": LatentQueries, "window": WindowQueries}
+QUERIES: dict[str, Any] = {"latent": LatentQueries, "hidden": HiddenQueries, "window": WindowQueries}
 ROWS: dict[str, Any] = {"latent": LatentRows, "window": WindowRows}
 ATTENDED: dict[str, Any] = {"latent": OneList, "window": WindowAndList}
 POOLED: dict[str, Any] = {"compressor": Compressors, "latents": Latents}
@@ -105,7 +105,10 @@ class SparseAttention(LayerContext):
                 spec = replace(spec, **{name: bool(value)})
         self.layouts = formats_of(spec, cache_format, key_format)
         expected, block = named(config, layer, shapes_of(spec)), getattr(config, "scale_block", BLOCK)
-        weights = weights_of_layer(weights, layer, config.names, block, getattr(config, "num_hidden_layers", None))
+        weights = weights_of_layer(
+            weights, layer, config.names, block, getattr(config, "num_hidden_layers", None),
+            getattr(config, "model_names", {}),
+        )  # fmt: skip
         self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
         self.activations = check_options(
             spec, activations, cache_format, max_position, self.xp is np, backend, weight_format, block == BLOCK
@@ -113,8 +116,11 @@ class SparseAttention(LayerContext):
         self.config, self.spec, self.layer, self.backend = config, spec, layer, backend
         self.dtype, self.scratch = compute_type(self.activations, self.xp), scratch or Scratch()
         self.rounds_activations = activations == "fp8"
-        self.cos_sin = self.xp.asarray(spec.cos_sin_table(max_position or config.max_position_embeddings))
-        read = WeightReader(weights, expected, self.xp, keeps_fp8(weight_format))
+        read, alpha = WeightReader(weights, expected, self.xp, keeps_fp8(weight_format)), None
+        if spec.learned_rope:
+            alpha = read.vector("lerope.alpha")
+            alpha = alpha if self.xp is np else alpha.get()
+        self.cos_sin = self.xp.asarray(spec.cos_sin_table(max_position or config.max_position_embeddings, alpha))
         self._load(read)
         read.check_all_read()
 
@@ -123,7 +129,9 @@ class SparseAttention(LayerContext):
         kv_b = None
         if spec.rows == "latent":
             kv_b = in_groups(self.matrix(get, "wkv_b", rounds=False), spec.heads)
-        self.queries, self.rows = QUERIES[spec.rows](self, get, kv_b), ROWS[spec.rows](self, get)
+        queries = QUERIES[spec.rows if spec.q_rank else "hidden"]
+        rows: Any = NoRows if spec.rows == "latent" and not spec.owns_rows else ROWS[spec.rows]
+        self.queries, self.rows = queries(self, get, kv_b), rows(self, get)
         self.pooled = POOLED[spec.pooling](self, get) if spec.pooling in POOLED else None
         self.keys = KEYS[spec.keys](self, get) if spec.owns_keys and spec.keys in KEYS else None
         self.norms_with_keys = isinstance(self.keys, LatentKeys)
@@ -139,7 +147,8 @@ class SparseAttention(LayerContext):
         wide = () if self.pooled is None else self.pooled.wide
         if spec.selects:
             wide = (*wide, "indexer.weights_proj")
-            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend)
+            factors = head_factors(get, "indexer.") if spec.position_scale else {}
+            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend, factors)
         self.wide = self.matrix(get, *wide, rounds=False) if wide else None
 
     @property
@@ -232,10 +241,10 @@ class Step(StepContext):
                 if layer.pooled is not None:
                     latents = layer.pooled.run(self, wide)
         low = self.project(x)
-        qr, kv = (low[part.low[0]] for part in (layer.queries, layer.rows))
+        qr, kv = (low[part.low[0]] if part.low else None for part in (layer.queries, layer.rows))
         if layer.keys is not None:  # may norm qr
             layer.keys.insert(self, low, latents, qr)
-        projected, index_q = layer.queries.project(self, qr, selects)
+        projected, index_q = layer.queries.project(self, x, qr, selects)
         if selects:
             side.join()
             with self.observe("select"):
@@ -275,8 +284,8 @@ class Step(StepContext):
             multiply(x, layer.low_rank, low, layer.backend)
             found = {name: low[:, columns] for name, columns in layer.columns.items()}
             if not layer.norms_with_keys:
-                qr, kv = (found[part.low[0]] for part in (layer.queries, layer.rows))
-                self.norm(qr, kv[:, :LATENT], layer.rows.norm)
+                kv = found[layer.rows.low[0]][:, :LATENT] if layer.rows.low else None
+                self.norm(found[layer.queries.low[0]], kv, layer.rows.norm)
         return found
 
     def finish(self, projected: Any, kv: Any) -> Any:

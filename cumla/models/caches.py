@@ -194,7 +194,7 @@ class LayerCaches:
         if owner is not None:
             check_kind(LayerCaches, owner=owner)
         for group in spec.groups():
-            if not (shares and group in ("rows", "compressed")):
+            if spec.owns_keys or not (shares and group in ("rows", "compressed")):
                 check_integers(1, **{f"blocks[{group!r}]": blocks.get(group, 0)})
         found: dict[str, Any] = {}
         table, page_rows = "rows", serving.block_size  # of selected rows
@@ -203,7 +203,8 @@ class LayerCaches:
             table, page_rows = "compressed", serving.compressed_block_size // max(spec.ratio, 1)
         if shares:
             assert owner is not None
-            found |= {"rows": owner.rows, "compressed": owner.compressed, "indexer": owner.indexer}
+            found |= {"rows": owner.rows, "compressed": owner.compressed}
+            found["indexer"] = owner.indexer if spec.rows == "window" else None
         elif spec.ratio:
             layout = layouts.rows if table == "rows" else layouts.compressed
             found[table] = allocate(layout, blocks[table], page_rows, xp)

@@ -12,6 +12,7 @@ from ..ops.norm_rope import fused_q_kv_rmsnorm
 from .block_scaled import BlockScaledWeight
 from .caches import Formats, LayerCaches
 from .layer_spec import LayerSpec
+from .norms import rms_norm
 from .products import stacked
 from .scratch import Scratch
 from .shared_selection import SharedSelection
@@ -66,11 +67,15 @@ class StepContext:
     observe: Observer
 
     def norm(self, qr: Any, other: Any, weight: Any) -> None:
-        """RMSNorm of the queries' latent and of other rows, in place."""
-        layer = self.layer
-        fused_q_kv_rmsnorm(
-            qr, other, layer.queries.norm, weight, layer.spec.q_eps, out=(qr, other), backend=layer.backend
-        )
+        """RMSNorm of the queries' latent and of other rows, in place; a layer may lack either."""
+        layer, q_weight = self.layer, self.layer.queries.norm
+        if q_weight is None or weight is None:
+            if weight is not None:
+                rms_norm(other, weight, layer.spec.row_eps)
+            if q_weight is not None:
+                rms_norm(qr, q_weight, layer.spec.q_eps)
+            return
+        fused_q_kv_rmsnorm(qr, other, q_weight, weight, layer.spec.q_eps, out=(qr, other), backend=layer.backend)
 
     @property
     def rows(self) -> RowsStep:

@@ -149,6 +149,13 @@ class LayerSpec:
             ("selection_source", own, f"selection is {self.selection!r}"),
             ("keys", CHOICES["keys"][1:] if selects else ("none",), f"selection is {self.selection!r}"),
             ("candidates", None if selects else ("none",), f"selection is {self.selection!r}"),
+            (
+                "index_queries",
+                ("latent" if self.q_rank else "hidden",) if selects else None,
+                f"q_rank is {self.q_rank}",
+            ),
+            ("learned_rope", None if self.rope_dim else (False,), "rope_dim is 0"),
+            ("position_scale", None if latent else (False,), f"rows are {self.rows!r}"),
             ("states", None if not latent and self.ratio > 1 else ("none",), f"ratio is {self.ratio}"),
         ):
             if allowed is not None and getattr(self, name) not in allowed:
@@ -239,8 +246,12 @@ class LayerSpec:
             return (*found, f"states{self.ratio}")
         return (*found, "rings") if self.states == "ring" and self.owns_rows else found
 
-    def cos_sin_table(self, max_position: int) -> np.ndarray:
-        """float32 [max_position, 64], of both RoPEs; [max_position, 2], a rotation by 0, for a layer without RoPE."""
+    def cos_sin_table(self, max_position: int, alpha: Any = None) -> np.ndarray:
+        """float32 [max_position, 64], of both RoPEs; [max_position, 2], a rotation by 0, for a layer without RoPE.
+
+        Args:
+            alpha: [32], the exponents of learned factors; None without `learned_rope`
+        """
         if not self.rope_dim:
             return np.tile(np.array([1, 0], np.float32), (max_position, 1))
-        return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling)
+        return cos_sin_table(ROPE_DIM, self.rope_theta, max_position, self.rope_scaling, alpha)

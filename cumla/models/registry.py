@@ -14,6 +14,8 @@ from .glm5_next import MODEL_TYPES as GLM5_NEXT
 from .glm5_next import Glm5NextAttention
 from .glm_moe_dsa import GlmMoeDsaAttention
 from .hy_v4 import HyV4Attention
+from .mistral_large4 import MODEL_TYPES as MISTRAL_LARGE4
+from .mistral_large4 import MistralLarge4Attention
 from .v41_config import MODEL_TYPES
 
 MODELS: dict[str, type[SparseAttention]] = {
@@ -23,6 +25,7 @@ MODELS: dict[str, type[SparseAttention]] = {
     "glm_moe_dsa": GlmMoeDsaAttention,
     **dict.fromkeys(GLM5_NEXT, Glm5NextAttention),
     "hy_v4": HyV4Attention,
+    **dict.fromkeys(MISTRAL_LARGE4, MistralLarge4Attention),
 }
 CONFIGS: dict[str, Any] = {name: attention.config_type for name, attention in MODELS.items()}
 

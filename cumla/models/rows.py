@@ -48,6 +48,19 @@ class LatentRows:
         )
 
 
+class NoRows:
+    """A layer that reads another layer's latent rows."""
+
+    low: tuple[str, ...] = ()
+    norm = None
+
+    def __init__(self, layer: LayerContext, get: WeightReader) -> None:
+        pass
+
+    def finish(self, step: StepContext, q: Any, kv: None) -> None:
+        pass
+
+
 class WindowRows:
     """Rows of 512 values of the window, the last 64 rotated, which all heads share as key and value."""
 

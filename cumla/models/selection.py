@@ -25,9 +25,13 @@ class Indexer:
         spec: of the layer
         layout: of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
             first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
+        factors: SSMax's arguments of fused_indexer_q_rope_quant; empty without SSMax
     """
 
-    def __init__(self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None) -> None:
+    def __init__(
+        self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None, factors: dict[str, Any]
+    ) -> None:
+        self.factors = factors
         self.layout, self.scratch, self.backend = layout, scratch, backend
         self.rope_first, self.is_neox = spec.index_part == "first", spec.index_pairs == "halves"
         self.pool, self.hadamard = spec.pool, spec.keys == "pools"
@@ -85,7 +89,7 @@ class Indexer:
         )
         fused_indexer_q_rope_quant(
             positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.is_neox, quantize=quantized,
-            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", hadamard=self.hadamard, out=out,
-            backend=self.backend,
+            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", hadamard=self.hadamard, **self.factors,
+            out=out, backend=self.backend,
         )  # fmt: skip
         return out

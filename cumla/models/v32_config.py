@@ -34,8 +34,31 @@ COMPUTED = OWN_SELECTION | {
 }  # fmt: skip
 
 
+class LatentConfig:
+    """The base of a configuration of layers with latent rows."""
+
+    @classmethod
+    def from_checked(
+        cls, config: Mapping[str, Any], computed: Mapping[str, Any], read: tuple[str, ...] = (), **fields: Any
+    ) -> Any:
+        """Read the entries of a config.json that models with latent rows share.
+
+        Args:
+            computed, read: of `check_all_read`, in addition to the fields
+            fields: other fields
+        """
+        kind: Any = cls
+        numbers = numbers_of(kind, config, besides=("rope_scaling", *fields))
+        width = numbers.get("qk_nope_head_dim", kind.qk_nope_head_dim) + ROPE_DIM
+        known = {"head_dim": Choice((ROPE_DIM, width)), "qk_head_dim": width, **computed}
+        check_all_read(config, (*names_of(kind), *READ, *read), known)
+        rope = rope_of(config)
+        check_rotated(ROPE_DIM, ROPE_DIM, config, rope or {})
+        return kind(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope, **fields)
+
+
 @dataclass(frozen=True)
-class DeepseekV32Config:
+class DeepseekV32Config(LatentConfig):
     """Sizes and parameters of a model's attention layers, named as in transformers' configuration.
 
     Attributes:
@@ -70,24 +93,6 @@ class DeepseekV32Config:
             config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
         )
         return cls.from_checked(config, COMPUTED)
-
-    @classmethod
-    def from_checked(
-        cls, config: Mapping[str, Any], computed: Mapping[str, Any], read: tuple[str, ...] = (), **fields: Any
-    ) -> Any:
-        """Read the entries of a config.json that models with latent rows share.
-
-        Args:
-            computed, read: of `check_all_read`, in addition to the fields
-            fields: other fields
-        """
-        numbers = numbers_of(cls, config, besides=("rope_scaling", *fields))
-        width = numbers.get("qk_nope_head_dim", cls.qk_nope_head_dim) + ROPE_DIM
-        known = {"head_dim": Choice((ROPE_DIM, width)), "qk_head_dim": width, **computed}
-        check_all_read(config, (*names_of(cls), *READ, *read), known)
-        rope = rope_of(config)
-        check_rotated(ROPE_DIM, ROPE_DIM, config, rope or {})
-        return cls(**numbers | theta_of("rope_theta", rope or {}, config), rope_scaling=rope, **fields)
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -7,10 +7,11 @@ from typing import Any
 
 from ..dispatch.values import check_integers, shown
 from ..layers.weights import BLOCK
-from .layer_spec import INDEX_DIM, LATENT, LayerSpec
+from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
 from .weights import FLOAT8, ExpectedWeight
 
 Shapes = dict[str, tuple[int, ...]]
+FACTORS = ("ssmax_scaling.s", "ssmax_scaling.b")  # of SSMax: of the logarithm, and without it
 FLOAT32 = ("attn_sink", "ape")  # ends of names
 WIDE = ("indexer.weights_proj.", "compressor.", "indexer.compressor.")  # never in FP8
 
@@ -58,7 +59,8 @@ def named(config: Any, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
     """Weights of these shapes with a model's names and types, by DeepSeek's names.
 
     Args:
-        config: has `names`, and optionally `published`, `module`, `draft_module`, `in_bfloat16` and `scale_block`
+        config: has `names`, and optionally `model_names`, `published`, `module`, `draft_module`, `in_bfloat16` and
+            `scale_block`
     """
     module, drafts = getattr(config, "module", "layers.{}.attn.").format(layer), getattr(config, "draft_module", None)
     if drafts is not None and layer >= config.num_hidden_layers:
@@ -66,9 +68,10 @@ def named(config: Any, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
     wide, block = getattr(config, "in_bfloat16", ()), getattr(config, "scale_block", BLOCK)
     found = {}
     for name, shape in shapes.items():
-        transformers = config.names[name]
+        model_names = getattr(config, "model_names", {})
+        transformers = {**config.names, **model_names}[name]
         within = name if module.endswith(".attn.") else getattr(config, "published", {}).get(name, transformers)
-        weight = ExpectedWeight(shape, transformers, tensor=module + within)
+        weight = ExpectedWeight(shape, transformers, tensor=name if name in model_names else module + within)
         if name.endswith(FLOAT32) and not name.startswith(wide):
             weight = replace(weight, dtype="float32")
         elif len(shape) == 2 and not name.startswith((*WIDE, *wide)):
@@ -82,14 +85,17 @@ def shapes_of(spec: LayerSpec) -> Shapes:
     hidden, heads, rank = spec.hidden_size, spec.heads, spec.q_rank
     found: Shapes = {
         "wq_a.weight": (rank, hidden), "q_norm.weight": (rank,), "wq_b.weight": (heads * spec.head_dim, rank)
-    }  # fmt: skip
+    } if rank else {"wq.weight": (heads * spec.head_dim, hidden)}  # fmt: skip
     if spec.rows == "window":
         found |= {"wkv.weight": (LATENT, hidden), "kv_norm.weight": (LATENT,)}
     else:
-        found |= {
-            "wkv_a.weight": (spec.row_dim, hidden), "kv_norm.weight": (LATENT,),
-            "wkv_b.weight": (heads * (spec.nope_dim + spec.v_dim), LATENT),
-        }  # fmt: skip
+        if spec.owns_rows:
+            found |= {"wkv_a.weight": (spec.row_dim, hidden), "kv_norm.weight": (LATENT,)}
+        found["wkv_b.weight"] = heads * (spec.nope_dim + spec.v_dim), LATENT
+    if spec.position_scale:
+        found |= dict.fromkeys(FACTORS, (heads,))
+    if spec.learned_rope:
+        found["lerope.alpha"] = (ROPE_DIM // 2,)
     if spec.sink:
         found["attn_sink"] = (heads,)
     if spec.gate:
@@ -130,7 +136,11 @@ def _indexer(spec: LayerSpec) -> Shapes:
         }
     elif spec.keys == "latents" and spec.owns_rows:
         found = {"indexer.wk.weight": (INDEX_DIM, LATENT), "indexer.k_norm.weight": (INDEX_DIM,)}
+    if spec.index_queries == "hidden":
+        found |= {f"indexer.q_input_norm.{name}": (spec.hidden_size,) for name in ("weight", "bias")}
+    if spec.position_scale:
+        found |= {f"indexer.{name}": (spec.index_heads,) for name in FACTORS}
     return found | {
-        "indexer.wq_b.weight": (spec.index_heads * INDEX_DIM, spec.q_rank),
+        "indexer.wq_b.weight": (spec.index_heads * INDEX_DIM, spec.q_rank or spec.hidden_size),
         "indexer.weights_proj.weight": (spec.index_heads, spec.hidden_size),
     }  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +69,8 @@ V41_ATTENTION = {  # transformers has no such model: published names
 FRONTS = ("", "model.", "model.language_model.", "language_model.")
 LAYERS = ("layers.{}.self_attn.", "layers.{}.attn.", "layers.{}.attention.")
 DRAFTS = ("mtp.{}.attn.", "mtp_layers.{}.self_attn.")
-TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own tables
+# Tables in old files, which layers compute; and factors of RoPE that layers without RoPE do not read.
+TABLES = ("rotary_emb.inv_freq", "rotary_emb.alpha")
 FLOAT8 = "float8_e4m3fn"
 SCALE_NAMES = ("scale", "weight_scale_inv")
 LAST_NORM = "norm.weight"  # the final norm of a published model
@@ -94,6 +96,7 @@ def weights_of_layer(
     table: Mapping[str, str],
     block: tuple[int, int] = BLOCK,
     first_draft: int | None = None,
+    model_names: Mapping[str, str] = MappingProxyType({}),
 ) -> LayerWeights:
     """The weights of one layer's attention. Reads only names.
 
@@ -104,6 +107,7 @@ def weights_of_layer(
         table: published names within the module -> transformers' names
         block: rows and columns of an FP8 matrix that share a scale
         first_draft: the number of the first layer that predicts further tokens, which some checkpoints call "mtp.0"
+        model_names: as `table`, of weights that all layers share
 
     Raises KeyError if a checkpoint has no tensor of the layer's attention, ValueError if two tensors are the same
     weight.
@@ -114,8 +118,12 @@ def weights_of_layer(
         modules += [module.format(layer - first_draft) for module in DRAFTS]
     starts = ("",) if in_module else tuple(front + module for front in FRONTS for module in modules)
     names: dict[str, str] = {}
+    shared = {
+        front + name: within for published, within in model_names.items() for name in (published, within)
+        for front in FRONTS
+    }  # fmt: skip
     for name in weights:
-        if not str(name).startswith(starts):
+        if str(name) in shared or not str(name).startswith(starts):
             continue
         rest = next(str(name).removeprefix(start) for start in starts if str(name).startswith(start))
         within = _transformers_name(rest, table)
@@ -126,6 +134,9 @@ def weights_of_layer(
             f"weights: got no weights of layer {layer}'s attention among {len(weights)} names, such as "
             f"{', '.join(sorted(map(str, weights))[:3])}"
         )
+    for name, within in shared.items():
+        if name in weights and names.setdefault(within, name) != name:
+            raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
     return LayerWeights(weights, names, block)
 
 

@@ -1,4 +1,4 @@
-"""Layers of GLM-5.x and Hy4: transformers' outputs and selections by any schedule and on ranks, and errors."""
+"""Layers of GLM, Mistral Large 4 and Hy4: transformers' outputs by any schedule and on ranks, and errors."""
 
 import dataclasses
 
@@ -10,12 +10,7 @@ from cumla.parallel import RankRows, Shard, ShardedAttention, local_slot_mapping
 from support.batch_kinds import padded
 from support.family_stack import GOLDEN, FamilyStack
 
-REQUESTS = [
-    (case, request)
-    for case, stack in enumerate(GOLDEN["stacks"])
-    if stack["config"]["model_type"] in ("glm_moe_dsa", "glm5_next_text", "hy_v4")
-    for request in range(len(stack["requests"]))
-]
+REQUESTS = [(case, request) for case, stack in enumerate(GOLDEN["stacks"]) for request in range(len(stack["requests"]))]
 GLM = {
     "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_attention_heads": 64, "q_lora_rank": 2048,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
@@ -35,7 +30,16 @@ def test_outputs_and_selections_are_transformers(case, request_number):
 
 @pytest.mark.parametrize(
     ("case", "splits"),
-    [(0, [216, 45]), (0, [1] * 36 + [225]), (0, [64, 1, 3, 63, 2, 128]), (7, [1] * 9 + [131, 73]), (8, [160, 73])],
+    [
+        (0, [216, 45]),
+        (0, [1] * 36 + [225]),
+        (0, [64, 1, 3, 63, 2, 128]),
+        (7, [1] * 9 + [131, 73]),
+        (8, [160, 73]),
+        (5, [100, 137]),
+        (6, [1] * 66 + [193]),
+        (6, [64, 1, 3, 63, 2, 126]),
+    ],
 )
 def test_any_schedule_gives_the_same(case, splits):
     stack = FamilyStack(case)
@@ -55,9 +59,10 @@ def test_scores_far_below_the_sink_give_nothing():
     assert np.abs(stack.run(1, [31])).max() < 1e-30
 
 
-def test_padding_does_not_matter():
+@pytest.mark.parametrize("case", [6, 8])
+def test_padding_does_not_matter(case):
     """Padding tokens have hidden states without meaning, and a gate of them."""
-    stack, want = FamilyStack(8), FamilyStack(8).run(1, [31])
+    stack, want = FamilyStack(case), FamilyStack(case).run(1, [31])
     batch = padded(stack.paged.batch([(1, 0, 31)])[0], 4)
     metadata = stack.builder.build(batch)
     for index, (layer, number) in enumerate(zip(stack.layers, stack.numbers, strict=True)):
@@ -83,7 +88,7 @@ def test_requests_in_one_step():
         stack.check(request, whole)
 
 
-@pytest.mark.parametrize("case", [0, 3, 4, 8])
+@pytest.mark.parametrize("case", [0, 3, 4, 5, 6, 8])
 def test_ranks_select_and_give_what_one_device_does(case):
     """The sink of Hy4 counts once; GLM-5.3-Flash's keys and rings are on every rank."""
     splits = GOLDEN["stacks"][case]["requests"][0]
@@ -94,8 +99,10 @@ def test_ranks_select_and_give_what_one_device_does(case):
         columns = -(-sum(splits) // (page * comm.size)) + 2
         table = np.random.default_rng(comm.rank).permutation(columns).astype(np.int32)[None]
         for number, caches in stack.caches.items():
+            source = stack.config.spec(number).row_source
+            rows = np.zeros((columns, page, caches.rows.shape[2]), np.float32)
             stack.caches[number] = dataclasses.replace(
-                caches, rows=np.zeros((columns, page, caches.rows.shape[2]), np.float32)
+                caches, rows=rows if source == number else stack.caches[source].rows
             )
 
         class OnRank:
@@ -120,7 +127,7 @@ def test_ranks_select_and_give_what_one_device_does(case):
             np.testing.assert_array_equal(chosen, second[layer][0][token])
 
 
-@pytest.mark.parametrize(("case", "splits"), [(0, [33, 2, 1]), (3, [50, 6, 8])])
+@pytest.mark.parametrize(("case", "splits"), [(0, [33, 2, 1]), (3, [50, 6, 8]), (6, [5, 1, 60])])
 def test_rounded_caches_stay_near(case, splits):
     """Outputs of FP8 rows are off by about three percent, as the stack's record says. All rows are attended."""
     exact = FamilyStack(case).run(1, splits)
@@ -130,7 +137,8 @@ def test_rounded_caches_stay_near(case, splits):
 
 
 @pytest.mark.parametrize(
-    ("case", "request_number", "cache_format"), [(0, 1, "fp8"), (8, 1, "fp8"), (2, 3, "fp8"), (2, 3, "bfloat16")]
+    ("case", "request_number", "cache_format"),
+    [(0, 1, "fp8"), (8, 1, "fp8"), (2, 3, "fp8"), (2, 3, "bfloat16"), (6, 1, "fp8"), (6, 1, "bfloat16")],
 )
 def test_cuda_kernels_give_what_the_cpu_gives(here, case, request_number, cache_format):
     """Hy4 has a sink and a gate, GLM-5.3-Flash pooled keys of which some are selected."""
