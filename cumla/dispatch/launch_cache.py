@@ -31,8 +31,9 @@ from ..kernels.types.stream_workspace import StreamWorkspace, forget_workspace, 
 from ..layout import CacheLayout
 from . import debug
 from .kernel_check import tested
+from .ranges import ranged
 from .relocation import relocate
-from .values import plain_integers
+from .values import with_plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -170,7 +171,7 @@ def forget_calls() -> None:
 
 def launch_cached(function: F) -> F:
     """Cache the calls of a public function whose only work on a device is to launch kernels."""
-    function = plain_integers(function)
+    function = with_plain_integers(function)
     op = function.__name__
     known: dict[Any, tuple[KnownCall | None, ...]] = {}  # calls of a key differ in which arrays share memory
     _known_calls.append(known)
@@ -214,7 +215,7 @@ def launch_cached(function: F) -> F:
         log.debug("%s: launches %s", op, [launch.kernel.raw.name for launch in launches])
         return result
 
-    return cast(F, call)
+    return cast(F, ranged(call))
 
 
 def is_captured(array: Any) -> bool:

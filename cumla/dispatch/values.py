@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from .ranges import ranged
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FLOAT32_MAX, FLOAT32_LEAST = 2.0**128 - 2.0**104, 2.0**-126  # the largest, and the smallest of full precision
@@ -19,6 +21,11 @@ MOST_BITS = 256  # of an integer that is shown in digits
 
 def plain_integers(function: F) -> F:
     """Convert NumPy integers among the arguments to Python's, so that they compare, wrap and hash like others."""
+    return ranged(with_plain_integers(function))
+
+
+def with_plain_integers(function: F) -> F:
+    """The same without a range of its own, for a function that another one wraps."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
