@@ -143,6 +143,7 @@ V4 = SIZES | {"o_groups": 8, "o_lora_rank": 64, "compress_ratios": [1, 4, 128], 
 V41 = V4 | {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2], "index_source_layer_ids": [1, 2]}
 V32 = SIZES | {"kv_lora_rank": 512, "index_topk": 2048}
 FLASH = SIZES | {"kv_lora_rank": 512, "index_topk": 2048, "index_kpool": 8, "index_n_heads": 16}
+LARGE = {"hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 72, "index_topk": 2048}
 MLA = {"num_attention_heads": 128, "kv_lora_rank": 512}
 
 
@@ -162,6 +163,10 @@ def test_warm_up_reads_a_models_config(tmp_path):
         (V32, Model("v32", 8, 2048, context=163840)),
         (V32 | {"model_type": "deepseek_v32", "max_position_embeddings": 4096}, Model("v32", 8, 2048, context=4096)),
         ({"model_type": "glm5_next", "text_config": FLASH}, Model("glm5_next", 8, 2048, pool=8, index_heads=16)),
+        (
+            {"model_type": "mistral_large4", "text_config": LARGE},
+            Model("v32", 8, 2048, index_heads=32, context=1 << 20),
+        ),
         (MLA, Model("mla", 16, 512)),
         ({"num_attention_heads": 128, "model_type": "deepseek_v3"}, Model("mla", 16, 512)),
     ):

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from models.test_fp8_weights import one, values
 
 from cumla.models import LayerCaches, MistralLarge4Config, StepBuilder, config_from, expected_weights
 from cumla.pages import describe
@@ -108,6 +109,45 @@ def test_published_names_are_read():
         np.testing.assert_array_equal(read.low_rank, own.low_rank)
     with pytest.raises(KeyError, match=r"rotary_emb.alpha: the weights lack it"):
         kind(by_transformers.config, 0, {x: y for x, y in names.items() if "lerope" not in x}, xp=np)
+
+
+def layers_of(stack, config, weights):
+    options = {"activations": "float32", "cache_format": "float32", "max_position": 300, "backend": "cpu"}
+    return [type(layer)(config, layer.layer, weights, **options) for layer in stack.layers]
+
+
+def test_fp8_and_bfloat16_matrices():
+    """FP8 matrices of a multimodal checkpoint, the indexer's queries among them, give what their values give."""
+    in_fp8, outputs = ("q_proj.weight", "kv_a_proj_with_mqa.weight", "o_proj.weight", "indexer.wq_b.weight"), []
+    for change in (lambda weight: weight, values):
+        stack = FamilyStack(6)
+        weights = {
+            name.replace("model.", "model.language_model.", 1): change(one(w)) if name.endswith(in_fp8) else w
+            for name, w in weights_of(6).items()
+        }
+        stack.layers = layers_of(stack, stack.config, weights)
+        outputs.append(stack.run(1, [61, 1, 3]))
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-5 * np.abs(outputs[0]).max())
+
+
+def test_heads_on_ranks():
+    """The sum of two ranks' outputs is the layer's; every rank selects the same rows."""
+    whole, parts = FamilyStack(6), []
+    want = whole.run(1, [40, 1, 24])
+    config = dataclasses.replace(whole.config, num_attention_heads=whole.config.num_attention_heads // 2)
+    for rank in range(2):
+        stack, weights = FamilyStack(6), dict(weights_of(6))
+        for layer in stack.numbers:
+            for weight in expected_weights(stack.config, layer, rank=rank, ranks=2).values():
+                if weight.part is not None:
+                    name = f"model.layers.{layer}.self_attn.{weight.transformers}"
+                    weights[name] = weights[name][weight.part]
+        stack.layers = layers_of(stack, config, weights)
+        parts.append(stack.run(1, [40, 1, 24]))
+        for layer, picks in whole.picks.items():
+            for token, chosen in picks[1].items():
+                np.testing.assert_array_equal(stack.picks[layer][1][token], chosen)
+    np.testing.assert_allclose(sum(parts), want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_requests_in_one_step():
