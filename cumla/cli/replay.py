@@ -15,8 +15,10 @@ from rich.markup import escape
 from ..errors import InputError, RunError
 from ..parallel import Communicator, RankError
 from ..replay.engine import Engine, StepRecord, warm_up
+from ..replay.models import POOL
 from ..replay.options import (
     LAYER_RATIOS,
+    MODEL_LAYERS,
     V4_RATIOS,
     V41_CACHE_FORMATS,
     V41_LAYOUT,
@@ -39,10 +41,11 @@ from . import inapplicable
 from .files import STDOUT, check_outputs
 from .info import describe_machine
 
+LATENT = {name for model in ("v32", "glm52", "glm53", "hy4") for name in MODEL_LAYERS[model]}  # over latent rows
 # Layers that an option is for, where it is not for all.
 LAYERS_OF = {
     "--window": {*LAYER_RATIOS, *V4_RATIOS, *V41_RATIOS},
-    "--topk": {"c4a", "v4 c4a", "v32", *(name for name, ratio in V41_RATIOS.items() if ratio)},
+    "--topk": {"c4a", "v4 c4a", *LATENT, *(name for name, ratio in V41_RATIOS.items() if ratio)},
     "--mla-cache": {"mla"},
     "--index-keys": {name for name, ratio in V41_RATIOS.items() if ratio},
     "--prefill-path": set(LAYER_RATIOS),
@@ -156,8 +159,8 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     )
     if options.ranks > 1 and options.prefill_path == "rows":
         raise InputError("--prefill-path: got rows with --ranks, expected pages: a rank has not all rows")
-    if options.ranks > 1 and has_v41:
-        raise InputError(f"--ranks: got {options.ranks} with layers of v41, which run on one device")
+    if options.topk % POOL and {"glm53"} & set(layers):
+        raise InputError(f"--topk: got {options.topk} with layers of glm53, expected a multiple of {POOL}")
     return options, requests, Share.of(trace, taken, requests)
 
 

@@ -14,10 +14,10 @@ from ..timing import Stopwatch
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata
 from .layers import Layer, SparseMetadata
-from .model_layers import V4Layer, V32Layer, V41Layer
+from .model_layers import LatentLayer, V4Layer, V41Layer
 from .models import ModelMetadata
 from .options import LAYER_RATIOS, MAX_RUNNING, MODEL_OF, ReplayOptions
-from .ranks import RankDenseLayer, RankLayer, RankV4Layer, RankV32Layer
+from .ranks import RankDenseLayer, RankLatentLayer, RankLayer, RankV4Layer, RankV41Layer
 from .scheduler import Scheduler
 from .step_batch import StepBatch, make_batch
 from .trace import HASH_TOKENS, TraceRequest
@@ -29,6 +29,8 @@ METADATA: tuple[tuple[Any, frozenset[str]], ...] = (
     (DenseMetadata, frozenset([DENSE])),
     (ModelMetadata, frozenset(MODEL_OF)),
 )
+# Layers of models on one device and on ranks; other models have latent rows.
+MODEL_KINDS: dict[str, tuple[Any, Any]] = {"v4": (V4Layer, RankV4Layer), "v41": (V41Layer, RankV41Layer)}
 STEP = "step"  # in place of a layer, for work done once for all layers
 
 
@@ -144,15 +146,14 @@ def layer_of(
 ) -> Any:
     """A layer on one device, or a rank's layer. before: earlier layers, some of which share caches with it."""
     model = MODEL_OF.get(name)
-    if model == "v41":
-        return V41Layer(index, name, options, longest, before)
+    if model is not None:
+        kind, of_rank = MODEL_KINDS.get(model, (LatentLayer, RankLatentLayer))
+        if comm is None:
+            return kind(index, name, options, longest, before)
+        return of_rank(index, name, options, longest, before, comm)
     if comm is None:
-        if model is None:
-            return (DenseLayer if name == DENSE else Layer)(index, name, options)
-        return (V4Layer if model == "v4" else V32Layer)(index, name, options, longest)
-    if model is None:
-        return (RankDenseLayer if name == DENSE else RankLayer)(index, name, options, comm)
-    return (RankV4Layer if model == "v4" else RankV32Layer)(index, name, options, longest, comm)
+        return (DenseLayer if name == DENSE else Layer)(index, name, options)
+    return (RankDenseLayer if name == DENSE else RankLayer)(index, name, options, comm)
 
 
 def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:

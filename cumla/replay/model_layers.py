@@ -1,4 +1,4 @@
-"""Attention layers of models in a replay, from hidden states to their output: one of each kind of V4, V3.2 and V4.1.
+"""Attention layers of models in a replay, from hidden states to their output: one of each kind of a model.
 
 Hidden states depend on the tokens, like the sparse layers' rows. A check compares the attention with float64: with the
 queries that the layer computed, over the rows in its caches.
@@ -7,7 +7,6 @@ queries that the layer computed, over the rows in its caches.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +20,14 @@ from ..models.caches import CacheFormat
 from ..timing import Stopwatch
 from .activations import token_rows
 from .blocks import BLOCK_TOKENS
-from .models import attention_of, is_tiny, reach_of, serving_config, v41_serving
+from .models import attention_of, is_tiny, model_serving, reach_of, serving_config
 from .options import MAX_RUNNING, MODEL_LAYERS, MODEL_OF, V4_RATIOS, V41_CACHE_FORMATS, V41_RATIOS, ReplayOptions
 from .scheduler import Sequence
 from .step_batch import SWA_PAGES, StepBatch
 from .verify import Sample, cached_rows, measured
 
 PARTS = {"project": "projections"}  # new names of parts whose names mean something else in other layers
-CACHE_FORMAT: CacheFormat = "fp8"  # of V4 and V3.2
+CACHE_FORMAT: CacheFormat = "fp8"  # of models other than V4.1
 
 
 class Recorded(NamedTuple):
@@ -50,12 +49,14 @@ class ModelLayer:
 
     Attributes:
         ratio: of its compressed rows
+        selection: that layers of the model share; None for a model without shared selections
         attends_alike: whether prefill tokens use the decode kernel
         recorded: results of the last step, by token
     """
 
     attends_alike, is_queued, is_checked = False, True, True
-    row_width, ratio = 512, 1
+    ratio = 1
+    selection: SharedSelection | None = None
     caches: Any
 
     def __init__(
@@ -96,11 +97,11 @@ class ModelLayer:
         return self.run(batch, hidden, shared[self.model], observed)
 
     def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
-        return self.attention.step(hidden, self.caches, metadata, observe=observe)
+        return self.attention.step(hidden, self.caches, metadata, self.selection, observe=observe)
 
     def _record(self, tokens: int, token: int) -> Recorded:
         heads = self.config.num_attention_heads
-        q = self.scratch("q", (tokens, heads, self.row_width), self.attention.activations)
+        q = self.scratch("q", (tokens, heads, self.attention.spec.row_dim), self.attention.activations)
         o = self.scratch("o", (tokens, heads, 512), self.attention.activations)
         rows = self.selected(tokens)
         return Recorded(q[token].copy(), o[token].copy(), None if rows is None else rows[token].copy())
@@ -122,14 +123,11 @@ class ModelLayer:
         rows = self.attended_rows(scheduled.sequence, position, self.rows_of(token, position))
         q, o = (to_host(x).astype(np.float64) for x in self.recorded[token][:2])
         sinks = getattr(self.attention, "sinks", None)
-        exact, _, _ = attend(q, rows, None if sinks is None else to_host(sinks), self.scale)
+        scale = self.attention.spec.softmax_scale
+        exact, _, _ = attend(q, rows, None if sinks is None else to_host(sinks), scale)
         kind = "decode" if self.attends_alike else kind
         largest = float(np.abs(rows).max(initial=1.0)) if kind == "prefill" else 1.0
         return measured(step, self.name, scheduled.sequence.index, position, kind, o, exact, None, largest)
-
-    @property
-    def scale(self) -> float:
-        return float(512**-0.5)
 
     def rows_of(self, token: int, position: int) -> np.ndarray:
         """The rows, counted within the request, that a recorded token attends to in addition to its window."""
@@ -168,7 +166,9 @@ def cache_bytes(cache: Any) -> int:
 class V4Layer(ModelLayer):
     """One layer of V4."""
 
-    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = (), rank: int = 0
+    ) -> None:
         super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
         self.ratio, blocks = V4_RATIOS[name], options.num_blocks
         states = {
@@ -184,35 +184,39 @@ class V4Layer(ModelLayer):
         return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32) if self.ratio == 4 else None
 
 
-class V32Layer(ModelLayer):
-    """One layer of V3.2, which attends to selected latent rows."""
+class LatentLayer(ModelLayer):
+    """One layer of V3.2, GLM or Hy4, which attends to selected latent rows."""
 
-    attends_alike, row_width = True, 576
+    attends_alike = True
 
-    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = (), rank: int = 0
+    ) -> None:
         super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
+        serving = model_serving(self.config, options, longest)
+        if self.number:
+            self.selection = before[-1].selection
+        elif len(MODEL_LAYERS[self.model]) > 1:
+            self.selection = SharedSelection(self.config.specs(), serving, self.xp)
         self.caches = LayerCaches.allocate(
-            self.attention.spec, serving_config(options, (1,), longest), {"rows": options.num_blocks * SWA_PAGES},
+            self.attention.spec, serving, {"rows": options.num_blocks * SWA_PAGES, "rings": MAX_RUNNING},
             cache_format=CACHE_FORMAT, xp=self.xp,
         )  # fmt: skip
 
-    @property
-    def scale(self) -> float:
-        return float(self.config.softmax_scale)
-
     def selected(self, tokens: int) -> Any:
-        return self.scratch("topk_indices", (tokens, self.config.index_topk), np.int32)
+        if self.selection is not None:
+            return self.selection.topk_indices[:tokens]
+        return self.scratch("topk_indices", (tokens, self.attention.spec.selected_keys), np.int32)
+
+    def rows_of(self, token: int, position: int) -> np.ndarray:
+        found, pool = super().rows_of(token, position), self.attention.spec.pool
+        if pool == 1:
+            return found
+        tokens = (found[:, None] * pool + np.arange(pool)).ravel()
+        return np.concatenate([tokens, np.arange((position + 1) // pool * pool, position + 1)])
 
     def attended_rows(self, sequence: Sequence, position: int, rows: np.ndarray) -> np.ndarray:
         return cached_rows(self.caches.rows, sequence.slots(rows), self.xp, self.attention.layouts.rows)
-
-
-@dataclass
-class V41Shared:
-    """State that V4.1's layers of one engine share: the selection, and the layers created so far."""
-
-    selection: SharedSelection
-    layers: list[V41Layer] = field(default_factory=list)
 
 
 class V41Layer(ModelLayer):
@@ -223,29 +227,28 @@ class V41Layer(ModelLayer):
     """
 
     def __init__(
-        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = ()
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = (), rank: int = 0
     ) -> None:
         formats: dict[str, Any] = {
             "cache_format": V41_CACHE_FORMATS[options.v41_layout], "key_format": options.index_keys
         }  # fmt: skip
-        super().__init__(index, name, options, longest, **formats)
-        serving, blocks = v41_serving(self.config, options, longest), options.num_blocks
-        self.shared = (
-            before[-1].shared if self.number else V41Shared(SharedSelection(self.config.specs(), serving, self.xp))
-        )
-        self.shared.layers.append(self)
+        super().__init__(index, name, options, longest, rank, **formats)
+        serving, blocks = model_serving(self.config, options, longest), options.num_blocks
+        self.layers: list[V41Layer] = [*before[len(before) - self.number :], self]
+        if self.number:
+            self.selection = before[-1].selection
+        else:
+            self.selection = SharedSelection(self.config.specs(), serving, self.xp)
         self.ratio, source = V41_RATIOS[name], self.config.kv_source(self.number)
-        self.owner = self if source is None else self.shared.layers[source]
+        self.owner = self if source is None else self.layers[source]
         self.caches = LayerCaches.allocate(
             self.attention.spec, serving, {"window": blocks * SWA_PAGES, "compressed": blocks, "rings": MAX_RUNNING},
             owner=None if self.owner is self else self.owner.caches, xp=self.xp, **formats,
         )  # fmt: skip
 
-    def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
-        return self.attention.step(hidden, self.caches, metadata, self.shared.selection, observe=observe)
-
     def selected(self, tokens: int) -> Any:
-        return self.shared.selection.topk_indices[:tokens] if self.ratio else None
+        assert self.selection is not None
+        return self.selection.topk_indices[:tokens] if self.ratio else None
 
     @property
     def cache_bytes(self) -> int:

@@ -23,13 +23,19 @@ from ..models import (
     DeepseekV32Config,
     DeepseekV41Attention,
     DeepseekV41Config,
+    Glm5NextAttention,
+    Glm5NextConfig,
+    GlmMoeDsaAttention,
+    GlmMoeDsaConfig,
+    HyV4Attention,
+    HyV4Config,
     Scratch,
     StepBuilder,
     expected_weights,
     serving_of,
 )
 from .blocks import BLOCK_TOKENS
-from .options import MAX_RUNNING, V4_RATIOS, V41_RATIOS, ReplayOptions
+from .options import MAX_RUNNING, MODEL_LAYERS, MODEL_OF, V4_RATIOS, V41_RATIOS, ReplayOptions
 from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
 from .trace import HASH_TOKENS
@@ -44,7 +50,7 @@ YARN = {
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model, without its heads and its top-k. V3.2 does not use o_groups and o_rank."""
+    """Sizes of a model, without its heads and its top-k. Models with latent rows do not use o_groups and o_rank."""
 
     hidden: int
     q_rank: int
@@ -53,9 +59,17 @@ class Sizes(NamedTuple):
     o_rank: int = 1
 
 
-SIZES = {"v4": Sizes(4096, 1024, 64, 8, 1024), "v32": Sizes(7168, 1536, 64), "v41": Sizes(5120, 1280, 32, 8, 1024)}
-TINY_SIZES = {"v4": Sizes(256, 128, 8, 2, 64), "v32": Sizes(256, 128, 8), "v41": Sizes(256, 128, 8, 2, 64)}
-ATTENTION: dict[str, Any] = {"v4": DeepseekV4Attention, "v32": DeepseekV32Attention, "v41": DeepseekV41Attention}
+SIZES = {
+    "v4": Sizes(4096, 1024, 64, 8, 1024), "v32": Sizes(7168, 1536, 64), "v41": Sizes(5120, 1280, 32, 8, 1024),
+    "glm52": Sizes(6144, 2048, 32), "glm53": Sizes(4096, 1536, 32), "hy4": Sizes(2816, 1536, 16),
+}  # fmt: skip
+TINY, TINY_GROUPED = Sizes(256, 128, 8), Sizes(256, 128, 8, 2, 64)
+ATTENTION: dict[str, Any] = {
+    "v4": DeepseekV4Attention, "v32": DeepseekV32Attention, "v41": DeepseekV41Attention, "glm52": GlmMoeDsaAttention,
+    "glm53": Glm5NextAttention, "hy4": HyV4Attention,
+}  # fmt: skip
+SHARING = {"glm52": GlmMoeDsaConfig, "hy4": HyV4Config}  # a layer that selects, and one with its selection
+POOL = 4  # tokens of an index key of GLM-5.3-Flash
 
 
 def is_tiny(options: ReplayOptions) -> bool:
@@ -69,9 +83,20 @@ def reach_of(options: ReplayOptions, longest: int) -> int:
 
 def config_of(model: str, tiny: bool, heads: int, topk: int, window: int) -> Any:
     """The configuration of a model with the layers MODEL_LAYERS[model]; all layers of V3.2 are of one kind."""
-    sizes = (TINY_SIZES if tiny else SIZES)[model]
+    sizes = SIZES[model]
+    if tiny:
+        sizes = TINY_GROUPED if sizes.o_groups > 1 else TINY
+    latent: dict[str, Any] = {"index_n_heads": sizes.index_heads, "index_topk": topk}
     if model == "v32":
-        return DeepseekV32Config(sizes.hidden, heads, sizes.q_rank, index_n_heads=sizes.index_heads, index_topk=topk)
+        return DeepseekV32Config(sizes.hidden, heads, sizes.q_rank, **latent)
+    if model in SHARING:
+        return SHARING[model](
+            sizes.hidden, heads, sizes.q_rank, num_hidden_layers=len(MODEL_LAYERS[model]), selecting=(0,), **latent
+        )
+    if model == "glm53":
+        return Glm5NextConfig(
+            sizes.hidden, heads, sizes.q_rank, 1, sparse=(0,), selecting=(0,), index_kpool=POOL, **latent
+        )
     first = sizes.hidden, heads, sizes.q_rank, math.gcd(sizes.o_groups, heads), sizes.o_rank
     last: dict[str, Any] = {"index_n_heads": sizes.index_heads, "index_topk": topk, "sliding_window": window}
     if model == "v4":
@@ -118,7 +143,7 @@ def random_weights(config: Any, number: int, seed: int) -> dict[str, np.ndarray]
 
 
 class ModelMetadata:
-    """Builds the metadata of a step's layers, by model. In V4.1 each running request has a ring for its lifetime."""
+    """Builds the metadata of a step's layers, by model. Each running request has a ring for its lifetime."""
 
     is_queued = False
 
@@ -130,12 +155,10 @@ class ModelMetadata:
         if ratios:
             specs = [spec for spec, name in zip(self._specs("v4", options), V4_RATIOS, strict=True) if name in names]
             self._builders["v4"] = StepBuilder(specs, serving_config(options, ratios, longest), options.backend)
-        if "v32" in names:
-            serving = serving_config(options, (1,), longest)
-            self._builders["v32"] = StepBuilder(self._specs("v32", options), serving, options.backend)
-        if V41_RATIOS.keys() & set(names):
-            config = model_config("v41", options)
-            self._builders["v41"] = StepBuilder(config.specs(), v41_serving(config, options, longest), options.backend)
+        for model in dict.fromkeys(MODEL_OF[name] for name in names if name not in V4_RATIOS):
+            config = model_config(model, options)
+            serving = model_serving(config, options, longest)
+            self._builders[model] = StepBuilder(config.specs(), serving, options.backend)
         self._rings: dict[Sequence, int] = {}
 
     @staticmethod
@@ -144,15 +167,18 @@ class ModelMetadata:
 
     def build(self, batch: StepBatch) -> dict[str, Any]:
         return {
-            name: builder.build(batch.common, *self._tables(name, batch)) for name, builder in self._builders.items()
+            name: builder.build(batch.common, self._tables(name, batch), self._rings_of(builder, batch))
+            for name, builder in self._builders.items()
         }
 
-    def _tables(self, model: str, batch: StepBatch) -> tuple[Any, ...]:
-        """Further arguments of a builder."""
-        if model == "v4":
-            states = {f"states{ratio}": self.xp.asarray(state_table(batch, ratio)) for ratio in self._state_ratios}
-            return ({"compressed": batch.block_table, **states},)
-        return ({"compressed": batch.block_table}, self.xp.asarray(self.rings(batch))) if model == "v41" else ()
+    def _tables(self, model: str, batch: StepBatch) -> dict[str, Any]:
+        """Block tables of a builder's groups, in addition to the batch's own."""
+        states = self._state_ratios if model == "v4" else ()
+        tables = {f"states{ratio}": self.xp.asarray(state_table(batch, ratio)) for ratio in states}
+        return {"compressed": batch.block_table, **tables} if model in ("v4", "v41") else {}
+
+    def _rings_of(self, builder: StepBuilder, batch: StepBatch) -> Any:
+        return self.xp.asarray(self.rings(batch)) if builder.has_rings else None
 
     def rings(self, batch: StepBatch) -> np.ndarray:
         """[num_reqs] int32, host. New requests get the rings of finished requests."""
@@ -196,7 +222,7 @@ def serving_config(options: ReplayOptions, ratios: tuple[int, ...], longest: int
     )  # fmt: skip
 
 
-def v41_serving(config: DeepseekV41Config, options: ReplayOptions, longest: int) -> ServingConfig:
+def model_serving(config: Any, options: ReplayOptions, longest: int) -> ServingConfig:
     return serving_of(
         config, block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS, max_num_batched_tokens=options.batch_tokens,
         max_num_seqs=MAX_RUNNING, max_model_len=longest,

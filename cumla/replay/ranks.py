@@ -19,7 +19,7 @@ from ..dispatch.backends import takes_device_arrays
 from ..errors import InputError
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer
-from ..layout import DSV4_FP8, MLA_BF16, V32_FP8
+from ..layout import MLA_BF16
 from ..parallel import (
     Communicator,
     RankError,
@@ -35,7 +35,7 @@ from ..parallel.models import RankRows, ShardedAttention
 from .blocks import BLOCK_TOKENS
 from .dense import E4M3, FP8_SCALE, NOPE, DenseInputs, DenseLayer
 from .layers import Layer, LayerInputs, SparseStep
-from .model_layers import ModelLayer, V4Layer, V32Layer, cache_bytes
+from .model_layers import LatentLayer, ModelLayer, V4Layer, V41Layer, cache_bytes
 from .options import ReplayOptions
 from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
@@ -205,7 +205,7 @@ class RankDenseLayer(DenseLayer):
 
 
 class RankModelLayer(ModelLayer):
-    """A model's layer on one rank: a part of the compressed rows, or of V3.2's latent rows, and all other caches.
+    """A model's layer on one rank: a part of the compressed rows, or of latent rows, and all other caches.
 
     Its outputs are not checked: no rank has all rows. sent: bytes sent in the last step.
     """
@@ -213,18 +213,23 @@ class RankModelLayer(ModelLayer):
     is_checked = False
     sharded_cache: str | None  # the name of the sharded cache
     rows_of_page: int
-    unsharded_layout: Any
 
     def share(self, comm: Communicator, backend: str) -> None:
-        """Replace the sharded cache by the rank's part."""
+        """Replace the sharded cache by the rank's part, if the layer owns its rows."""
         self.comm, self.backend, self.sent = comm, backend, 0
         self.sharded = ShardedAttention(self.attention, comm)
         self.unsharded_cache_bytes, self.unsharded_compressed_bytes = self.cache_bytes, 0
-        if self.sharded_cache is not None:
-            unsharded = getattr(self.caches, self.sharded_cache)
+        if self.has_part:
+            name = str(self.sharded_cache)
+            unsharded, layouts = getattr(self.caches, name), self.attention.layouts
             self.unsharded_compressed_bytes = cache_bytes(unsharded)
-            rows = self.unsharded_layout.allocate(len(unsharded), self.sharding.rows, self.xp)
-            self.caches = replace(self.caches, **{self.sharded_cache: rows})
+            layout = layouts.rows if name == "rows" else layouts.compressed
+            self.caches = replace(self.caches, **{name: layout.allocate(len(unsharded), self.sharding.rows, self.xp)})
+
+    @property
+    def has_part(self) -> bool:
+        """Whether the layer owns a sharded cache."""
+        return self.sharded_cache is not None and self.attention.spec.owns_rows
 
     @property
     def sharding(self) -> Sharding:
@@ -233,7 +238,7 @@ class RankModelLayer(ModelLayer):
     @property
     def compressed_bytes(self) -> int:
         """Bytes of the rank's part of the sharded cache."""
-        return 0 if self.sharded_cache is None else cache_bytes(getattr(self.caches, self.sharded_cache))
+        return cache_bytes(getattr(self.caches, str(self.sharded_cache))) if self.has_part else 0
 
     def run(self, batch: StepBatch, hidden: Any, metadata: Any, observe: Observer) -> Any:
         rows = None
@@ -241,7 +246,7 @@ class RankModelLayer(ModelLayer):
             with observe("map"):
                 rows = self._rows(batch)
         before = sent_bytes(self.comm)
-        out = self.sharded.step(hidden, self.caches, metadata, rows, observe=observe)
+        out = self.sharded.step(hidden, self.caches, metadata, rows, self.selection, observe=observe)
         self.sent = sent_bytes(self.comm) - before
         return out
 
@@ -256,34 +261,40 @@ class RankModelLayer(ModelLayer):
 
     def pages(self, batch: StepBatch) -> Any:
         """The block table of the sharded cache."""
-        raise NotImplementedError
+        return batch.common.block_table_tensor if self.sharded_cache == "rows" else batch.block_table
 
     def moved(self, batch: StepBatch, hidden: Any, shared: Any) -> dict[str, int]:
         return {"exchange": self.sent}
 
 
 class RankV4Layer(RankModelLayer, V4Layer):
-    unsharded_layout = DSV4_FP8
-
-    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
-        super().__init__(index, name, options, longest, comm.rank)
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any], comm: Communicator
+    ) -> None:
+        super().__init__(index, name, options, longest, before, comm.rank)
         self.sharded_cache = "compressed" if self.ratio > 1 else None
         self.rows_of_page = BLOCK_TOKENS // self.ratio
         self.share(comm, options.backend)
 
-    def pages(self, batch: StepBatch) -> Any:
-        return batch.block_table
 
-
-class RankV32Layer(RankModelLayer, V32Layer):
-    unsharded_layout, sharded_cache, rows_of_page = V32_FP8, "rows", SWA_BLOCK
-
-    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator) -> None:
-        super().__init__(index, name, options, longest, comm.rank)
+class RankV41Layer(RankModelLayer, V41Layer):
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any], comm: Communicator
+    ) -> None:
+        super().__init__(index, name, options, longest, before, comm.rank)
+        self.sharded_cache = "compressed" if self.ratio else None
+        self.rows_of_page = BLOCK_TOKENS // max(self.ratio, 1)
         self.share(comm, options.backend)
 
-    def pages(self, batch: StepBatch) -> Any:
-        return batch.common.block_table_tensor
+
+class RankLatentLayer(RankModelLayer, LatentLayer):
+    sharded_cache, rows_of_page = "rows", SWA_BLOCK
+
+    def __init__(
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any], comm: Communicator
+    ) -> None:
+        super().__init__(index, name, options, longest, before, comm.rank)
+        self.share(comm, options.backend)
 
 
 def run_on_ranks(options: ReplayOptions, function: Callable[[Any], T]) -> list[T]:

@@ -19,7 +19,6 @@ class Rules:
             values behind it; otherwise its 512 values are key and value of all heads, and the last 64 rotate
         norms_heads: whether each head's query is normed
         has_sinks: whether each head has a sink
-        is_grouped: whether outputs are rotated back and projected in groups; otherwise by wo
         index_rope: options of `rotated` for the indexer's queries and keys
         eps: epsilon of the norms; None: the configuration's rms_norm_eps
     """
@@ -28,7 +27,6 @@ class Rules:
     is_latent: bool
     norms_heads: bool
     has_sinks: bool
-    is_grouped: bool
     index_rope: dict
     eps: float | None
 
@@ -97,11 +95,8 @@ class Layer:
         """One token's output in the space of rows, [heads, 512]: q [heads, D], rows [n, D]."""
         return attended(q, rows, self.scale, self.weights["attn_sink"] if self.rules.has_sinks else None)
 
-    def output(self, o, positions):
-        """The layer's output [T, hidden_size] from o [T, heads, 512]."""
-        if not self.rules.is_grouped:
-            values = np.einsum("thl,hvl->thv", o, self.up[:, self.config.qk_nope_head_dim :])
-            return self.project(values.reshape(len(o), -1), "wo")
+    def output(self, o, positions, x):
+        """The layer's output [T, hidden_size] from o [T, heads, 512] and the hidden states."""
         groups = self.config.o_groups
         o = self.rotate(o, positions, inverse=True).reshape(len(o), groups, -1)
         first = np.einsum("tgd,grd->tgr", o, self.weights["wo_a.weight"].reshape(groups, self.config.o_lora_rank, -1))
@@ -121,4 +116,4 @@ class Layer:
         for t, chosen in enumerate(selected):
             rows = np.concatenate([own[max(0, t - window + 1) : t + 1], chosen]) if window else chosen
             o.append(self.attend(q[t], rows))
-        return self.output(np.stack(o), positions)
+        return self.output(np.stack(o), positions, x)

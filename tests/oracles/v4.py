@@ -9,9 +9,7 @@ from .selection import best, scores
 class V4(Layer):
     """A layer. Rows of ratio 4 overlap: they pool their positions and the previous row's positions."""
 
-    rules = Rules(
-        row="wkv", is_latent=False, norms_heads=True, has_sinks=True, is_grouped=True, index_rope={}, eps=None
-    )
+    rules = Rules(row="wkv", is_latent=False, norms_heads=True, has_sinks=True, index_rope={}, eps=None)
 
     @property
     def ratio(self):

@@ -31,9 +31,7 @@ class Shared:
 class V41(Layer):
     """A layer."""
 
-    rules = Rules(
-        row="wkv", is_latent=False, norms_heads=False, has_sinks=True, is_grouped=True, index_rope={}, eps=None
-    )
+    rules = Rules(row="wkv", is_latent=False, norms_heads=False, has_sinks=True, index_rope={}, eps=None)
 
     def __init__(self, config, number, *arguments):
         self.ratio, self.mode = config.ratio(number), mode_of(config, number)

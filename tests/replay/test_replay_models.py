@@ -1,4 +1,4 @@
-"""Small runs of V4's and V3.2's layers: parts are timed and checked, shared prefixes continue from rows and states."""
+"""Small runs of layers of V4, V3.2, GLM and Hy4: parts are timed and checked, shared prefixes continue."""
 
 from dataclasses import replace
 
@@ -14,23 +14,25 @@ from cumla.timing import Stopwatch
 from support import replay_oracle, wrong_calls
 
 OPTIONS = ReplayOptions(
-    backend="cpu", layers=parse_layers("v4,v32"), heads=2, window=128, topk=8, batch_tokens=300, cache_tokens=4096,
-    max_len=None, seed=1,
+    backend="cpu", layers=parse_layers("v4,v32,glm52,glm53,hy4"), heads=2, window=128, topk=8, batch_tokens=300,
+    cache_tokens=4096, max_len=None, seed=1,
 )  # fmt: skip
 REQUESTS = [TraceRequest(0.0, 600, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,)), TraceRequest(5000.0, 690, 2, (0, 3))]
 EVERY = {"projections", "insert", "decode", "output", "activations"}
 PARTS = {
     "v4 swa": EVERY, "v4 c4a": EVERY | {"compress", "select"}, "v4 c128a": EVERY | {"compress"},
-    "v32": EVERY | {"map", "select"},
+    "v32": EVERY | {"map", "select"}, "glm52 full": EVERY | {"map", "select"}, "glm52 shared": EVERY | {"map"},
+    "glm53": EVERY | {"map", "select"}, "hy4 full": EVERY | {"map", "select"}, "hy4 shared": EVERY | {"map"},
 }  # fmt: skip
 
 
 # Values compared with float64 in each layer, in addition to its attention.
 EVERYWHERE = {"window rows", "cost", "direction", "output"}
-INDEXER = {"queries", "keys", "selection"}
+INDEXER, LATENT = {"queries", "keys", "selection"}, {"rows", "cost", "direction", "output"}
 COMPARED = {
     "v4 swa": EVERYWHERE, "v4 c4a": EVERYWHERE | INDEXER | {"rows"}, "v4 c128a": EVERYWHERE | {"rows"},
-    "v32": INDEXER | {"rows", "cost", "direction", "output"},
+    **dict.fromkeys(("v32", "glm52 full", "glm53", "hy4 full"), INDEXER | LATENT),
+    **dict.fromkeys(("glm52 shared", "hy4 shared"), LATENT),
 }  # fmt: skip
 
 
@@ -79,6 +81,10 @@ def test_every_layer_is_checked_against_float64(finished):
         ("cumla.layers.selection.indexer_topk", "v32", "what='selection'"),
         ("cumla.layers.selected_attention.compute_global_topk_indices_and_lens", "v32", "of its bound"),
         ("cumla.layers.sparse.sparse_mla_decode", "v4 c128a", "of its bound"),
+        ("cumla.models.keys.indexer_kpool_and_insert", "glm53", "what='keys'"),
+        ("cumla.layers.selection.indexer_topk", "glm53", "what='selection'"),
+        ("cumla.models.rows.apply_rope", "hy4 full", "what='rows'"),
+        ("cumla.layers.selection.indexer_topk", "glm52 full", "what='selection'"),
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
@@ -89,7 +95,7 @@ def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["v4", "v32"])
+@pytest.mark.parametrize("layers", ["v4", "v32", "glm52", "glm53", "hy4"])
 def test_layers_on_a_device(layers):
     """A tiny model in bfloat16; layers are checked in turn."""
     requests = [replace(request, output_length=12) for request in REQUESTS]
@@ -101,7 +107,7 @@ def test_layers_on_a_device(layers):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["v4", "v32", "v41"])
+@pytest.mark.parametrize("layers", ["v4", "v32", "v41", "glm52", "glm53", "hy4"])
 def test_layers_of_published_sizes_on_a_device(layers):
     options = replace(OPTIONS, backend="cuda", layers=parse_layers(layers), heads=64, topk=64)
     requests = [TraceRequest(0.0, 290, 14, (0,)), TraceRequest(0.0, 40, 8, (2,))]
@@ -111,7 +117,7 @@ def test_layers_of_published_sizes_on_a_device(layers):
 
 
 @pytest.mark.parametrize(
-    "layers", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v41"))]
+    "layers", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v41", "glm53", "hy4"))]
 )  # fmt: skip
 def test_layers_by_emulated_kernels(here, monkeypatch, layers):
     """Few tokens, on the host's clock, with hidden states that the host made."""
@@ -140,19 +146,20 @@ def test_a_request_after_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
             if getattr(ours.caches, name, None) is None:
                 continue
             per_block = 2 if (ours.name, name) == ("v4 c128a", "compressed") else per_block
-            per_block = 256 if ours.name == "v32" else per_block
+            if ours.attention.spec.rows == "latent":
+                per_block = 256 // (ours.attention.spec.pool if name == "indexer" else 1)
             count = 690 * per_block // 256
-            got, want = (rows(e.caches, name, s, count, per_block) for e, s in ((ours, shared), (theirs, own)))
+            got, want = (rows(e, name, s, count, per_block) for e, s in ((ours, shared), (theirs, own)))
             # Matrix products of other sizes round differently, which FP8 turns into a whole step.
             error = np.sqrt(np.square(got - want).mean() / np.square(want).mean())
             assert error < 1e-3, (ours.name, name, error)
 
 
-def rows(caches, name, sequence, count, per_block):
+def rows(layer, name, sequence, count, per_block):
     """The cached first rows of a sequence."""
-    cache = getattr(caches, name)
+    cache = getattr(layer.caches, name)
     slots = sequence.slots(np.arange(count), per_block)
-    layout = cumla.INDEXER_FP8 if name == "indexer" else cumla.V32_FP8 if name == "rows" else cumla.DSV4_FP8
+    layout = cumla.INDEXER_FP8 if name == "indexer" else layer.attention.layouts.rows
     every = np.arange(len(cache), dtype=np.int32)[None]
     total = cache.shape[0] * cache.shape[1]
     out = np.empty((1, total, layout.head_dim), np.float32)

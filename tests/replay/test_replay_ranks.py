@@ -8,7 +8,7 @@ import pytest
 
 from cumla.parallel import RankError
 from cumla.replay.engine import Engine
-from cumla.replay.options import ReplayOptions
+from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.ranks import run_on_ranks, sharding_of
 from cumla.replay.summary import ATTENTION_OPS, summarize, summarize_ranks
 from cumla.replay.trace import TraceRequest
@@ -153,9 +153,10 @@ def test_a_row_on_the_wrong_rank_is_found():
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
-def test_layers_of_models(size):
+@pytest.mark.parametrize("models", ["v4,v32", "v41", "glm52,glm53,hy4"])
+def test_layers_of_models(models, size):
     """Outputs equal one device's, and are equal on all ranks."""
-    options = replace(OPTIONS, layers=("v4 swa", "v4 c4a", "v4 c128a", "v32"))
+    options = replace(OPTIONS, layers=parse_layers(models))
     requests = [TraceRequest(0.0, 270, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,))]
     _, _, want = engine_steps(options, None, False, requests)
     runs = run_on_ranks(replace(options, ranks=size), lambda comm: engine_steps(options, comm, False, requests))

@@ -106,7 +106,7 @@ def test_layers_share_rows_and_selections(finished):
             assert owner is None or getattr(caches[number], name) is getattr(caches[owner], name)
     assert caches[1].compressed is not caches[3].compressed
     assert [x.ring is not None for x in caches] == [False, True, False, False, False, False]
-    assert len({id(layer.shared.selection) for layer in engine.layers}) == 1
+    assert len({id(layer.selection) for layer in engine.layers}) == 1
     rings = sum(array.nbytes for array in (caches[1].ring, caches[1].restart_rows, caches[1].restart_positions))
     windows, blocks = [cache.window.shape[0] * cache.window.strides[0] for cache in caches], engine.pool.num_blocks
     assert [layer.cache_bytes for layer in engine.layers] == [
@@ -187,11 +187,15 @@ def test_the_command(capsys):
     assert "DSV41_FP8_SPLIT" in capsys.readouterr().out
 
 
+def test_pools_divide_the_selection(capsys):
+    assert main(["replay", "--layers", "glm53", "--backend", "cpu", "--topk", "10"]) == 2
+    assert "--topk: got 10 with layers of glm53, expected a multiple of 4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--layout", "DSV4_FP8"], "--layout: got DSV4_FP8 with layers of v41, expected one of DSV41_FP8,DSV41_FP4; "),
-        (["--ranks", "2"], "--ranks: got 2 with layers of v41, which run on one device"),
         (["--index-keys", "fp4"], "--index-keys: invalid choice"),
         (["--mla-cache", "fp8"], "--mla-cache: does not apply to --layers v41, but to mla"),
         (["--prefill-path", "rows"], "--prefill-path: does not apply to --layers v41"),

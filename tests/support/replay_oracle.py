@@ -70,7 +70,7 @@ class ReplayOracle:
         weights = random_weights(layer.config, layer.number, layer.seed + layer.index)
         if layer.attention.activations == BF16:
             weights = {
-                name: weight.astype(BF16) if weight.ndim == 2 and name.endswith("weight") else weight
+                name: weight.astype(BF16) if weight.ndim == 2 and not name.endswith("ape") else weight
                 for name, weight in weights.items()
             }
         self.exact = oracles.layer_of(layer.config, layer.number, weights, longest)
@@ -90,9 +90,7 @@ class ReplayOracle:
         return owner.pooled(x), owner.pooled(x, "indexer.") if self.layer.ratio == 4 else None
 
     def selects(self):
-        if self.layer.model == "v41":
-            return self.exact.mode in ("full", "reindex")
-        return self.layer.model == "v32" or self.layer.ratio == 4
+        return self.layer.attention.spec.selects
 
     def checks(self, batch, hidden, out, token):
         """Yields (what, error, bound) for a token of a step that has run."""
@@ -103,9 +101,10 @@ class ReplayOracle:
         mine = x[-1:]
         np.testing.assert_array_equal(mine[0], to_host(hidden[token]).astype(np.float64))
         keys = None
-        if layer.model == "v32":
+        spec = layer.attention.spec
+        if spec.rows == "latent":
             computed = exact.rows(x[rows], rows)
-            keys = exact.index_keys(x)
+            keys = exact.cached(exact.index_keys(x)) if spec.selects else None
             yield "rows", relative_rms(cached, computed), ROUNDING["e4m3"]
         else:
             window = np.arange(max(end - layer.config.sliding_window, 0), end)
@@ -122,7 +121,7 @@ class ReplayOracle:
         before = exact.attend(q, computed)
         yield "cost", relative_rms(o, before), FP4_RMS_BOUND if is_fp4 else FP8_RMS_BOUND
         yield "direction", cosine_distance(o, before), FP4_COSINE_BOUND if is_fp4 else FP8_COSINE_BOUND
-        want, got = exact.output(o[None], np.array([position]))[0], to_host(out[token]).astype(np.float64)
+        want, got = exact.output(o[None], np.array([position]), mine)[0], to_host(out[token]).astype(np.float64)
         yield "output", relative_rms(got, want), LAYER_BOUNDS[layer.attention.activations.name]
         if self.selects() and len(rows):
             yield from self.selection(batch, token, sequence, rows, keys, mine, position)
@@ -133,9 +132,11 @@ class ReplayOracle:
         weights = to_host(layer.scratch("indexed_weights", (batch.num_tokens, heads), np.float32)[token])
         q, weights = E4M3_VALUES[q], weights.astype(np.float64)
         want, of_heads = self.exact.index_queries(x, np.array([position]))
-        bound = ROUNDING[layout.value_type]
+        bound, pool = ROUNDING[layout.value_type], layer.attention.spec.pool
+        if pool > 1:
+            want, rows = self.exact.cached(want), rows[rows < len(keys) * pool][::pool] // pool
         yield "queries", relative_rms(q * weights[:, None], want[0] * of_heads[0][:, None]), bound
-        slots = sequence.slots(np.arange(len(keys)), BLOCK_TOKENS // layer.ratio)
+        slots = sequence.slots(np.arange(len(keys)), BLOCK_TOKENS // layer.ratio // pool)
         cached = cached_rows(layer.caches.indexer, slots, layer.xp, layout)
         yield "keys", relative_rms(cached, keys), bound
         yield "selection", self.gap(scores(q[None], weights[None], cached)[0], rows, token), CHOICE_BOUND
@@ -145,9 +146,9 @@ class ReplayOracle:
         layer, config = self.layer, self.layer.config
         chooses = layer.model == "v41" and layer.number == config.candidate_source_layer_id
         if not chooses and not (layer.model == "v41" and config.reads_candidates(layer.number)):
-            return gap(row, rows, config.index_topk)
+            return gap(row, rows, config.index_topk // self.layer.attention.spec.pool)
         size, count = config.candidate_block_size, config.candidate_topk_blocks
-        blocks = to_host(layer.shared.selection.candidate_blocks[token]).astype(np.int64)
+        blocks = to_host(layer.selection.candidate_blocks[token]).astype(np.int64)
         blocks = blocks[blocks >= 0]
         if chooses:
             best = best_of_blocks(row, size)

@@ -26,6 +26,7 @@ WRONG = {
     "norm_rope_and_insert": changed(0, lambda rows: np.roll(rows, 1, axis=1)),
     "concat_and_cache_mla": changed(0, lambda rows: np.roll(rows, 1, axis=1)),
     "indexer_knorm_rope_and_insert": changed(0, lambda keys: np.roll(keys, 1, axis=1)),
+    "indexer_kpool_and_insert": changed(0, lambda keys: np.roll(keys, 1, axis=1)),
     "indexer_k_quant_and_cache": changed(0, lambda keys: np.roll(keys, 1, axis=0)),
     "qnorm_rope_and_insert": changed(1, lambda rows: np.roll(rows, 1, axis=1)),
     # Scores of other columns, or with the weights of other heads; rows that were not selected.
