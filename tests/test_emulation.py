@@ -332,10 +332,10 @@ def test_prefill_with_fp8_products(here, rng, schedule):
 @pytest.fixture
 def many_multiprocessors(here, monkeypatch):
     """The number of SMs of an H200."""
+    from cumla.kernels.cuda import device
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-    from cumla.kernels.cuda.sparse import work as sparse_work
 
-    caches = (sparse_work.device_sms, sparse_kernels._hopper, sparse_kernels._portable_within)
+    caches = (device._of_driver, sparse_kernels._hopper, sparse_kernels._portable_within)
     monkeypatch.setattr(here.xp.cuda.Device, "MULTIPROCESSORS", 132)
     for cache in caches:
         cache.cache_clear()

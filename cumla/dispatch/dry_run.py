@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 import math
 import mmap
 import sys
@@ -19,6 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from ..kernels.cuda.device import Device, described
+from ..kernels.cuda.launch import Launch, recorded_launches
+from ..kernels.types.described import DescribedArray, DescribedWorkspace
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 
 MAP_NORESERVE = 0x4000  # of Linux; in Python's mmap from 3.12 on
 
@@ -38,11 +44,14 @@ class DryRun:
     """device: the CUDA device that all arrays are assumed to be on; -1: host memory, None: unknown.
 
     anywhere: the device and its backend need not be here
+    described: the description of the device, for which the launches of backend "cuda" are recorded, too; or None
     """
 
     device: int | None
     anywhere: bool = False
+    described: Device | None = None
     asked: list[Asked] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
 
     @property
     def on_device(self) -> bool:
@@ -62,8 +71,33 @@ class _FakeKernels:
         def note(*arguments: Any, **keywords: Any) -> None:
             asked = Asked(self._backend, self._file, function, (*arguments, *keywords.values()))
             self._dry_run.asked.append(asked)
+            if self._dry_run.described is not None:
+                self._dry_run.launches += self._described(self._dry_run.described, function, arguments, keywords)
 
         return note
+
+    def _described(self, device: Device, function: str, arguments: Any, keywords: Any) -> list[Launch]:
+        """The launches of a call with fake arrays on this device."""
+        module = importlib.import_module(f"cumla.kernels.cuda.{self._file}")
+        number = max(self._dry_run.device or 0, 0)
+        with described(device), recorded_launches() as launches:
+            getattr(module, function)(*_on_device(arguments, number), **_on_device(keywords, number))
+        return launches
+
+
+def _on_device(value: Any, device: int) -> Any:
+    """Arguments of kernels whose fake arrays are descriptions of arrays on a device."""
+    if isinstance(value, np.ndarray):
+        return DescribedArray.of(value, device)
+    if isinstance(value, dict):
+        return {name: _on_device(item, device) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_on_device(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, DecodePlan | DenseDecodePlan):
+        memory = value.workspace.memory
+        return type(value)(DescribedWorkspace(None if memory is None else _on_device(memory, device)))
+    return value
 
 
 _current: contextvars.ContextVar[DryRun | None] = contextvars.ContextVar("dry_run", default=None)
@@ -71,9 +105,9 @@ current = _current.get
 
 
 @contextlib.contextmanager
-def dry_running(device: int | None = None, anywhere: bool = False) -> Iterator[DryRun]:
+def dry_running(device: int | None = None, anywhere: bool = False, described: Device | None = None) -> Iterator[DryRun]:
     """A context in which calls launch no kernels. See `DryRun`."""
-    dry_run = DryRun(device, anywhere)
+    dry_run = DryRun(device, anywhere, described)
     token = _current.set(dry_run)
     try:
         yield dry_run

@@ -12,13 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 from ...arrays.streams import relaxed_capture
 from ...layout import BUILT_IN, LAYOUTS, CacheLayout
 from ..check_results import Fresh, announce_compilation, note, note_unsaved
 from .constants import CSRC, INCLUDE, numbers_of
-from .device import asked, assumed_capability, cached_by_capability
+from .described import DescribedKernel
+from .device import asked, assumed_capability, cached_by_capability, is_described
 from .launch import Kernel, packing, parameters, recorded_launches
 
 log = logging.getLogger(__name__)
@@ -114,16 +116,20 @@ _builds: dict[Program, _Build] = {}
 _loaded: set[Program] = set()
 
 
-def _program(file: str, arch: str | None, defines: dict[str, str | int]) -> Program:
-    import cupy
-
-    options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
+def text_of(file: str, defines: dict[str, str | int]) -> str:
+    """csrc/<file> with these macros, as it is compiled."""
     assumed = assumed_capability()
     if assumed is not None:
         defines = {"ASSUMED_ARCH": 10 * assumed, **defines}
     macros = "".join(f"#define {macro} {value}\n" for macro, value in defines.items())
-    text = _registered_layouts(defines) + macros + source(file)
-    return text, options, 0 if _is_emulated() else int(cupy.cuda.Device().id)
+    return _registered_layouts(defines) + macros + source(file)
+
+
+def _program(file: str, arch: str | None, defines: dict[str, str | int]) -> Program:
+    import cupy
+
+    options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
+    return text_of(file, defines), options, 0 if _is_emulated() else int(cupy.cuda.Device().id)
 
 
 def _is_emulated() -> bool:
@@ -137,7 +143,7 @@ def start(file: str, arch: str | None = None, **defines: str | int) -> None:
 
     A first call needs several programs: each takes seconds, and NVRTC compiles them in parallel.
     """
-    if _is_emulated():
+    if is_described() or _is_emulated():
         return
     program = _program(file, arch, defines)
     if program not in _loaded and program not in _builds:
@@ -208,6 +214,10 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
             programs.add(key)
             start(file, arch, **defines)
         return cast(Kernel, _NotLaunched())
+    if is_described():
+        text = text_of(file, defines)
+        raw = SimpleNamespace(name=name, file=file, arch=arch, macros=defines)
+        return DescribedKernel(raw, packing(text, name, defines), parameters(text, name))
     program = _program(file, arch, defines)
     text, options, _ = program
     result_file = None if _is_emulated() else _result_file(text, options)

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.streams import capture_id
 from ..types.plan import DenseDecodePlan, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
 from ..types.stream_workspace import workspace_of_stream
 from .compile import kernel, start
 from .constants import constant
 from .dense_cache import scale_arguments
-from .device import cached_by_capability, device_sms, has_clusters, is_hopper, shared_bytes_per_block
+from .device import cached_by_capability, capture_id, device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 

@@ -1,6 +1,7 @@
-"""Properties of a device, from which launchers choose kernels; a device's name is not used.
+"""The description of a device, from which launchers choose kernels; a device's name is not used.
 
-`assumed` replaces them with another device's, so that tests and benchmarks run the kernels chosen for that device.
+`described` gives launchers the description of a device that need not be here: then nothing asks CuPy or the driver, and
+nothing is launched. `assumed` replaces the limits alone, so that tests and benchmarks run the kernels chosen for them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
+
+from ...arrays import streams
 
 T = TypeVar("T")
 CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch
@@ -38,6 +41,64 @@ LIMITS = {
     )
     for capability in capabilities
 }  # fmt: skip
+
+
+class Device(NamedTuple):
+    """All that launchers know of a device.
+
+    Attributes:
+        limits: its capability and shared memory
+        sms: SMs
+        has_clusters: whether the CTAs of a cluster can write to each other's shared memory
+        clusters: (size, number that run at a time) of clusters whose CTAs take the shared memory of an SM each; None:
+            the driver of the device is asked
+    """
+
+    limits: Limits
+    sms: int
+    has_clusters: bool
+    clusters: tuple[tuple[int, int], ...] | None
+
+
+_described: contextvars.ContextVar[Device | None] = contextvars.ContextVar("described device", default=None)
+
+
+@contextlib.contextmanager
+def described(device: Device) -> Iterator[Device]:
+    """A context in which launchers choose kernels for `device`, and describe their launches: nothing is launched.
+
+    Arrays are `DescribedArray`s of kernels/types. `recorded_launches` yields the launches.
+
+    Raises ValueError if the description has no clusters where kernels need them.
+    """
+    if device.has_clusters and device.clusters is None:
+        raise ValueError("clusters: got None, expected the number of clusters that run at a time for each size")
+    token = _described.set(device)
+    try:
+        yield device
+    finally:
+        _described.reset(token)
+
+
+def is_described() -> bool:
+    """Whether launches are only described."""
+    return _described.get() is not None
+
+
+def device_of(number: int) -> Device:
+    """The description of CUDA device `number`."""
+    return _described.get() or _of_driver(number)
+
+
+@functools.cache
+def _of_driver(number: int) -> Device:
+    return Device(_limits(number), _sms(number), _has_clusters(number), None)
+
+
+def capture_id() -> int:
+    """The id of the CUDA graph that is being captured on CuPy's current stream; 0 if none is."""
+    return 0 if is_described() else streams.capture_id()
+
 
 _assumed: contextvars.ContextVar[Limits | None] = contextvars.ContextVar("assumed limits", default=None)
 
@@ -72,15 +133,16 @@ def assumed_capability() -> int | None:
 asked: contextvars.ContextVar[set[Any] | None] = contextvars.ContextVar("asked", default=None)
 
 
-def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
-    """Like functools.cache, for each assumed capability; objects that replace unlaunched kernels are not cached."""
-    cached = functools.cache(lambda limits, *args, **keywords: function(*args, **keywords))
+def cached_by_capability(function: Callable[..., T], maxsize: int | None = None) -> Callable[..., T]:
+    """Like functools.lru_cache, for each assumed capability and described device; objects that replace unlaunched
+    kernels are not cached."""
+    cached = functools.lru_cache(maxsize)(lambda device, *args, **keywords: function(*args, **keywords))
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> T:
         if asked.get() is not None:
             return function(*args, **keywords)
-        return cached(_assumed.get(), *args, **keywords)
+        return cached((_assumed.get(), _described.get()), *args, **keywords)
 
     call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return call
@@ -88,10 +150,9 @@ def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
 
 def limits(device: int) -> Limits:
     """The limits of a device."""
-    return _assumed.get() or _limits(device)
+    return _assumed.get() or (_described.get() or _of_driver(device)).limits
 
 
-@functools.cache
 def _limits(device: int) -> Limits:
     import cupy
 
@@ -100,9 +161,12 @@ def _limits(device: int) -> Limits:
     return Limits(int(found.compute_capability), *shared)
 
 
-@functools.cache
 def device_sms(device: int) -> int:
     """SMs of a device."""
+    return (_described.get() or _of_driver(device)).sms
+
+
+def _sms(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
@@ -126,10 +190,9 @@ def is_hopper(device: int) -> bool:
 def has_clusters(device: int) -> bool:
     """Whether the CTAs of a cluster can write to each other's shared memory on the device."""
     found = _assumed.get()
-    return _has_clusters(device) if found is None else found.capability >= HOPPER
+    return device_of(device).has_clusters if found is None else found.capability >= HOPPER
 
 
-@functools.cache
 def _has_clusters(device: int) -> bool:
     import cupy
 

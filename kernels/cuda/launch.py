@@ -35,6 +35,7 @@ __all__ = [
     "named_strides",
     "parameters",
     "pointer",
+    "record_launch",
     "recorded_launches",
     "strides",
     "unit",
@@ -355,6 +356,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _thread.recorded_launches = before
+
+
+def record_launch(launch: Launch) -> None:
+    """Record a launch that is not made, if this thread's launches are being recorded."""
+    if _thread.recorded_launches is not None:
+        _thread.recorded_launches.append(launch)
 
 
 def are_recorded() -> bool:

@@ -179,7 +179,7 @@ class Tiles(NamedTuple):
     hopper: bool = False
 
 
-@functools.lru_cache(maxsize=256)
+@functools.partial(cached_by_capability, maxsize=256)
 def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int) -> Tiles:
     """Tiles that occupy the device (docs/kernels/weights.md).
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16
 from ..check_results import UNDER_TEST
 from ..types.plan import DecodePlan
 from ..types.segments import ROW_LAYOUTS, V_DIM, Pages, Segment, SparseDecode, SparsePrefill
 from ..types.stream_workspace import workspace_of_call
 from .compile import kernel
-from .device import device_sms
+from .device import capture_id, device_sms
 from .launch import C_NAMES, Kernel, int32, is_aligned, pointer, strides
 from .sparse import kernels as sparse_kernels
 from .sparse import under_test

@@ -4,11 +4,14 @@ import ctypes
 import functools
 import math
 
+from .device import is_described
+
 UINT16, SWIZZLE_128B, L2_PROMOTION_256B = 1, 3, 3  # values of cuda.h
 MAP_WORDS = 16  # words of 8 bytes
 SWIZZLE_ROWS = 8  # the swizzle's period in rows; a box's rows are a multiple of it
 Words = tuple[int, ...]
 NO_MAP: Words = (0,) * MAP_WORDS
+MOST_STRIDE, MOST_SIZE, MOST_BOX_ROWS = 1 << 40, 1 << 32, 256  # limits of the driver
 
 
 def box_rows(block_rows: int, page_rows: int) -> int:
@@ -17,7 +20,6 @@ def box_rows(block_rows: int, page_rows: int) -> int:
     return rows if rows % SWIZZLE_ROWS == 0 else 0
 
 
-@functools.lru_cache(maxsize=1024)
 def map_of_pages(
     address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int | None = None
 ) -> Words:
@@ -28,20 +30,39 @@ def map_of_pages(
     is not accessed: this may be called while a CUDA graph is captured.
     """
     stride = row_bytes if row_stride is None else row_stride
-    here, elsewhere = (
-        encoded(where, pages, page_bytes, page_rows, row_bytes, rows, stride) for where in (address, address ^ 1 << 20)
-    )
+    encode = described_map if is_described() else checked_map
+    return encode(address, pages, page_bytes, page_rows, row_bytes, rows, stride)
+
+
+@functools.lru_cache(maxsize=1024)
+def checked_map(address: int, *sizes: int) -> Words:
+    """The driver's words, arguments as of `encoded`; NO_MAP unless the address is the first word and in no other."""
+    here, elsewhere = (encoded(where, *sizes) for where in (address, address ^ 1 << 20))
     if here[:1] != (address,) or here[1:] != elsewhere[1:]:
         return NO_MAP
     return here
 
 
+def described_map(
+    address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int
+) -> Words:
+    """What the driver would encode: the address, bytes of an element, sizes, strides and box, then zeros. NO_MAP if the
+    driver would reject them."""
+    sizes, map_strides = (row_bytes // 2, page_rows, pages), (row_stride, page_bytes)
+    misaligned = any(number % 16 for number in (address, *map_strides))
+    outside = min(sizes) < 1 or max(sizes) > MOST_SIZE or max(map_strides) >= MOST_STRIDE or rows > MOST_BOX_ROWS
+    if misaligned or outside or min(map_strides) < 0:
+        return NO_MAP
+    words = (address, 2, *sizes, *map_strides, 64, rows, 1)
+    return (*words, *[0] * (MAP_WORDS - len(words)))
+
+
 def encoded(
     address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int, row_stride: int
 ) -> Words:
-    encode = getattr(ctypes.CDLL("libcuda.so.1"), "cuTensorMapEncodeTiled", None)  # since CUDA 12
-    if encode is None:
-        return NO_MAP
+    encode = getattr(ctypes.CDLL("libcuda.so.1"), "cuTensorMapEncodeTiled", None)
+    if encode is None:  # another kernel would take the call in silence
+        raise RuntimeError("libcuda.so.1: got a driver without cuTensorMapEncodeTiled, expected CUDA 12 or later")
     memory = (ctypes.c_int64 * (2 * MAP_WORDS))()
     at = -(-ctypes.addressof(memory) // 64) * 64  # alignment required by the driver
     sizes = (ctypes.c_uint64 * 3)(row_bytes // 2, page_rows, pages)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import streams
+from .described import DescribedArray, DescribedWorkspace
 from .plan import Workspace
 
 MOST_STREAMS = 16  # workspaces: those used longest ago are dropped
@@ -57,6 +58,8 @@ _workspaces: collections.OrderedDict[tuple[int, int, int], StreamWorkspace] = co
 def workspace_of_stream(like: Any) -> Workspace:
     """The workspace of CuPy's current stream for a call with the array `like`; while a graph is captured an empty one,
     whose first array is an error."""
+    if isinstance(like, DescribedArray):
+        return DescribedWorkspace()
     handle = int(sys.modules["cupy"].cuda.get_current_stream().ptr)
     if streams.is_capturing(handle):
         return Workspace()
@@ -93,6 +96,8 @@ def workspace_of_call(like: Any) -> Iterator[Workspace]:
     try:
         yield workspace_of_stream(like)
     except BaseException:
+        if isinstance(like, DescribedArray):
+            raise
         handle = int(sys.modules["cupy"].cuda.get_current_stream().ptr)
         if not streams.is_capturing(handle):
             forget_workspace(like.data.device_id, handle)

@@ -381,7 +381,7 @@ class TestBoxes:
 
     def test_maps(self, device):
         """The driver encodes them; their first word, and no other, is the address."""
-        tma.map_of_pages.cache_clear()
+        tma.checked_map.cache_clear()
         for pages, rows in (
             (self.pages(device), 64), (self.pages(device, 48), 16), (self.pages(device, pad=16), 64),
             (self.pages(device, blocks=1), 64), (self.pages(device, 53), 0), (self.pages(device, pad=8), 0),
@@ -395,9 +395,9 @@ class TestBoxes:
     def test_a_map_that_holds_an_address_elsewhere(self, device, rng, monkeypatch):
         """Such a map is not used, and rows are copied one by one."""
         monkeypatch.setattr(tma, "encoded", lambda address, *sizes: (address, address, *tma.NO_MAP[2:]))
-        tma.map_of_pages.cache_clear()
+        tma.checked_map.cache_clear()
         test_dense_mla_decode(device, rng, [200, 64, 1, 0, 65], 64, 16)
-        tma.map_of_pages.cache_clear()
+        tma.checked_map.cache_clear()
 
 
 def test_lengths_beyond_the_table_and_below_zero(lab, rng):

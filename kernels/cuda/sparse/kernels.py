@@ -11,7 +11,16 @@ from ....layout import BUILT_IN, CacheLayout
 from ...check_results import UNDER_TEST
 from ..compile import kernel, loaded_now, start
 from ..constants import constant
-from ..device import Limits, cached_by_capability, capability, device_sms, has_clusters, is_hopper, limits
+from ..device import (
+    Limits,
+    cached_by_capability,
+    capability,
+    device_of,
+    device_sms,
+    has_clusters,
+    is_hopper,
+    limits,
+)
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
@@ -238,6 +247,10 @@ def _clusters(device: int) -> tuple[tuple[int, int], ...]:
     """Cluster sizes of decode kernels with one CTA per SM, and the number of clusters that run at a time."""
     if not (is_hopper(device) and has_clusters(device)):
         return ()
+    clusters = device_of(device).clusters
+    if clusters is not None:
+        at_a_time = dict(clusters)
+        return tuple((size, at_a_time.get(size, 0)) for size in CLUSTERS)
     with loaded_now():
         probe = kernel("common/hold.cu", "hold")
         probe.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
