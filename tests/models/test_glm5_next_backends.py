@@ -34,7 +34,11 @@ def test_outputs_and_selections_of_the_reference_are_transformers():
 @pytest.mark.slow
 @pytest.mark.parametrize("cache_format", ["bfloat16", "fp8"])
 def test_portable_kernels(lab, monkeypatch, cache_format):
-    """One layer, on the device and on the host. Products are NumPy's: the simulated device has none."""
+    """One layer, on the device and on the host. Products are NumPy's: the simulated device has none.
+
+    Tensor cores take weights times scales in bfloat16; the simulator does not round them. CUDA's own kernels, emulated,
+    are off by 1.3% (FP8) and 0.6% (bfloat16) for this.
+    """
 
     def product(x, weight, out, backend):
         x, weight = (np.asarray(lab.get(each)).astype(np.float32) for each in (x, weight))
@@ -45,15 +49,19 @@ def test_portable_kernels(lab, monkeypatch, cache_format):
         pytest.skip("other backends have products")
     for module in (products, queries, output_projection):
         monkeypatch.setattr(module, "multiply_groups", product)
-    outputs = []
+    outputs, picks = [], []
     for stack in (
         FamilyStack(POOLS_OF_4, cache_format, "numba_cuda", "bfloat16", lab=lab),
         FamilyStack(POOLS_OF_4, cache_format, "cpu", "bfloat16"),
     ):
         stack.layers, stack.numbers = stack.layers[:1], stack.numbers[:1]
         outputs.append(stack.run(LONG[POOLS_OF_4], [38, 1]).astype(np.float64))
+        picks.append(stack.picks[stack.numbers[0]][LONG[POOLS_OF_4]])
+    for t in range(39):
+        np.testing.assert_array_equal(*(chosen[t] for chosen in picks))
     got, want = outputs
-    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) < 0.01
+    bound = 0.03 if lab.on_device else 0.01
+    assert np.sqrt(np.square(got - want).mean() / np.square(want).mean()) < bound
 
 
 def in_fp8(x, least=0.0):
