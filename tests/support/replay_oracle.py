@@ -136,6 +136,8 @@ class ReplayOracle:
         if pool > 1:
             want, rows = self.exact.cached(want), rows[rows < len(keys) * pool][::pool] // pool
         yield "queries", relative_rms(q * weights[:, None], want[0] * of_heads[0][:, None]), bound
+        if not len(keys):  # no pool is complete
+            return
         slots = sequence.slots(np.arange(len(keys)), BLOCK_TOKENS // layer.ratio // pool)
         cached = cached_rows(layer.caches.indexer, slots, layer.xp, layout)
         yield "keys", relative_rms(cached, keys), bound
