@@ -126,7 +126,7 @@ def select_rows(
         most_score_bytes: most memory for the scores of all decodes at once, or of a chunk's prefills, if a request's
             scores take no more; None: MOST_SCORE_BYTES
         pool: rows of a key (GLM-5.3-Flash), without candidates: `out` has pools, and slots [D, topk * pool + pool - 1]
-            those of their rows and of the incomplete pool's
+            the slots of the pools' rows and of the incomplete pool's rows
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata

@@ -196,7 +196,7 @@ class LayerSpec:
 
     @property
     def listed_rows(self) -> int:
-        """Rows that a token attends to at most: those of the keys, and of the incomplete pool."""
+        """Most rows that a token attends to: the rows of the selected keys, and the rows of the incomplete pool."""
         return self.topk + self.pool - 1
 
     @property

@@ -32,8 +32,8 @@ def selected_tokens(topk_indices: Any, positions: Any, pool: int, *, backend: st
         positions: [T] int32, of each token
         pool: `LayerSpec.pool`, tokens of an index key
 
-    Returns int32 [T, K * pool + pool - 1]: the tokens of the pools, then those of the incomplete pool up to the token's
-    own, then -1.
+    Returns int32 [T, K * pool + pool - 1]: the tokens of the pools, then the incomplete pool's tokens up to the
+    token itself, then -1.
     """
     check_integers(1, pool=pool)
     chosen, at = dlpack.borrow(topk_indices, "topk_indices"), dlpack.borrow(positions, "positions")

@@ -6,7 +6,7 @@ from .constants import constant
 from .launch import C_NAMES, is_aligned, pointer, strides
 
 SOURCE = "common/key_pools.cu"
-ONE_EACH = 256  # tokens up to which a warp takes one; of more, it takes as many as a pool has, so all CTAs run at once
+ONE_EACH = 256  # most tokens of which a warp takes one; of more tokens, a warp takes a pool's
 MOST_TOGETHER = 32  # lanes
 
 

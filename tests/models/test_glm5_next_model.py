@@ -7,7 +7,7 @@ from serving import experts, gated_mlp, largest, rms_norm
 
 from cumla.metadata import CommonAttentionMetadata
 from cumla.models import Glm5NextAttention, LayerCaches, Scratch, StepBuilder, config_from, serving_of
-from support.family_stack import GOLDEN, golden_arrays
+from support.family_stack import GOLDEN, check_tiny_model, golden_arrays
 
 CASE = 1
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -71,15 +71,4 @@ class Model:
 
 
 def test_logits_and_greedy_tokens_are_transformers():
-    arrays, record = golden_arrays(), GOLDEN["models"][CASE]
-    tokens, first = arrays[f"m{CASE}/tokens"], record["n_prompt"]
-    model = Model(len(tokens))
-    splits = [first // 2, first - first // 2, *[1] * (len(tokens) - first)]
-    ends = np.cumsum(splits)
-    got = np.concatenate([model.logits(tokens[end - n : end], end - n) for n, end in zip(splits, ends, strict=True)])
-    for found, want in (
-        (got[first - 1 :], arrays[f"m{CASE}/logits"]), (got[:first:16], arrays[f"m{CASE}/prompt_logits"])
-    ):  # fmt: skip
-        error = found - want.astype(np.float64)
-        assert np.sqrt(np.square(error).mean() / np.square(want).mean()) < 1e-4
-    np.testing.assert_array_equal(got[first - 1 : -1].argmax(axis=1), tokens[first:])
+    check_tiny_model(CASE, Model(len(golden_arrays()[f"m{CASE}/tokens"])))

@@ -119,3 +119,21 @@ class FamilyStack(Steps):
             if not unclear[row]:
                 got = picks[int(row)]
                 np.testing.assert_array_equal(got[got >= 0], want[want >= 0], f"layer {layer}, token {row}")
+
+
+def check_tiny_model(case, model):
+    """Logits and greedy tokens of a tiny whole model are transformers': a prompt in two chunks, then token by token.
+
+    model: has logits(tokens, first position), [tokens, vocabulary]
+    """
+    arrays, first = golden_arrays(), GOLDEN["models"][case]["n_prompt"]
+    tokens = arrays[f"m{case}/tokens"]
+    splits = [first // 2, first - first // 2, *[1] * (len(tokens) - first)]
+    ends = np.cumsum(splits)
+    got = np.concatenate([model.logits(tokens[end - n : end], end - n) for n, end in zip(splits, ends, strict=True)])
+    for found, want in (
+        (got[first - 1 :], arrays[f"m{case}/logits"]), (got[:first:16], arrays[f"m{case}/prompt_logits"])
+    ):  # fmt: skip
+        error = found - want.astype(np.float64)
+        assert np.sqrt(np.square(error).mean() / np.square(want).mean()) < 1e-4
+    np.testing.assert_array_equal(got[first - 1 : -1].argmax(axis=1), tokens[first:])
