@@ -91,7 +91,7 @@ class V41(Layer):
         positions = len(main) + np.arange(len(x))
         before = self.rows(main, np.arange(len(main)))[-self.config.sliding_window :]
         rows = np.concatenate([before, self.rows(x, positions)])
-        return self.output(np.stack([self.attend(q, rows) for q in self.queries(x, positions)]), positions)
+        return self.output(np.stack([self.attend(q, rows) for q in self.queries(x, positions)]), positions, x)
 
 
 def pooled(given, ratio):
