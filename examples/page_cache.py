@@ -1,4 +1,5 @@
-"""A prefix cache over all page groups, and preemption by swap to host memory, for the server of serving.py.
+"""A prefix cache over all page groups, preemption by swap to host memory, and requests that another process packed, for
+the server of serving.py.
 
     python examples/deepseek_v4.py --prefix-cache --host-pages 64
 
@@ -8,6 +9,8 @@ pool; latent rows and windows of draft layers are in the pool "window" of the ex
 
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from cumla import pages
 
@@ -43,7 +46,7 @@ class PageCache:
     """
 
     def __init__(self, model: Any, free: Any, host_pages: int = 0, most: int = 8) -> None:
-        self.description, self.free, self.most = model.description, free, most
+        self.description, self.free, self.most, self.xp = model.description, free, most, model.xp
         self.device = pages.pools_of(model.description, model.caches)
         self.prefixes: list[Prefix] = []
         self.hits: dict[int, int] = {}
@@ -90,9 +93,11 @@ class PageCache:
         return True
 
     def admit(self, request: Any) -> bool:
-        """Give a waiting request its pages back, or those of a prefix. False: it waits for free pages."""
+        """Give a waiting request its own pages, or those of a prefix. False: it waits for free pages."""
         if request.swapped:
             return self.swap_in(request)
+        if request.packed is not None:
+            return self.unpack(request)
         if not request.computed and not request.pages:
             self.reuse(request)
         return True
@@ -154,26 +159,58 @@ class PageCache:
 
     def swap_in(self, request: Any) -> bool:
         """Copy a request back into free pages; False, and nothing is done, if there are too few."""
-        given: dict[str, dict[int, int]] = {}
-        pairs: dict[str, list[tuple[int, int]]] = {}
+        given = self.take(request.computed)
+        if given is None:
+            return False
+        pairs = {}
         for part in self.description.needs(request.computed).parts:
-            pool = POOLS.get(part.group, part.group)
-            for column, page in zip(part.pages, request.swapped[part.group], strict=True):
-                own = given.get(pool, {}).get(column)
-                while own is None:
-                    own = self.free.take(pool)
-                    if own is None and not self.evict():
-                        self._give_back(given)
-                        return False
-                given.setdefault(pool, {})[column] = own
-                pairs.setdefault(part.group, []).append((page, own))
+            own = (given[POOLS.get(part.group, part.group)][column] for column in part.pages)
+            pairs[part.group] = list(zip(request.swapped[part.group], own, strict=True))
         pages.swap_in(self.host, self.device, pairs)
         self.drop(request)
         self._begin(request, given, request.computed)
         return True
 
+    def unpack(self, request: Any) -> bool:
+        """Copy a request that another process packed into free pages; False, and nothing is done, if there are too few.
+
+        Raises ValueError, before anything is written, for bytes or a header of something else.
+        """
+        header, array = request.packed
+        header = pages.verify(header, array)
+        given = self.take(header["tokens"])
+        if given is None:
+            return False
+        self._begin(request, given, header["tokens"])
+        pages.unpack(header, self.xp.asarray(array), self.device, self.tables(request))
+        request.packed = None
+        return True
+
+    def take(self, tokens: int) -> dict[str, dict[int, int]] | None:
+        """Free pages for what a request of so many tokens needs, by pool and column; None if there are too few."""
+        given: dict[str, dict[int, int]] = {}
+        for part in self.description.needs(tokens).parts:
+            pool = POOLS.get(part.group, part.group)
+            for column in part.pages:
+                own = given.get(pool, {}).get(column)
+                while own is None:
+                    own = self.free.take(pool)
+                    if own is None and not self.evict():
+                        self._give_back(given)
+                        return None
+                given.setdefault(pool, {})[column] = own
+        return given
+
+    def tables(self, request: Any) -> dict[str, np.ndarray]:
+        """The request's pages by group, as `pack` and `unpack` take them."""
+        return {
+            group.name: np.array(request.pages.get(POOLS.get(group.name, group.name), []), np.int32)
+            for group in self.description
+        }
+
     def drop(self, request: Any) -> None:
-        """Free the request's pages in host memory."""
+        """Free the request's pages in host memory, and forget what another process packed."""
+        request.packed = None
         for group, its in request.swapped.items():
             for page in its:
                 self.host_free.give_back(group, page)

@@ -6,6 +6,7 @@ tables)`, which builds a step's metadata, and `forward(tokens, metadata, last)`,
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import disaggregated
 import numpy as np
 import tiny_checkpoint
 from page_cache import PageCache
@@ -33,11 +35,19 @@ class Request:
     drafts: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
     swapped: dict[str, list[int]] = field(default_factory=dict)  # pages in host memory, by group
+    packed: Any = None  # header and bytes of the computed tokens, of another process
     logits: list[np.ndarray] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
         return self.new_tokens == 0
+
+
+def requests_of(prompts: list[list[int]], new_tokens: int) -> list[Request]:
+    """Requests numbered from 0. Raises ValueError for a prompt without tokens."""
+    if not all(prompts):
+        raise ValueError("prompts: got one without tokens, expected at least one token each")
+    return [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
 
 
 class Pages:
@@ -114,9 +124,7 @@ class Server:
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
         """All requests, finished: `tokens` is prompt and answer, `logits` has the logits of each new token."""
-        if not all(prompts):
-            raise ValueError("prompts: got one without tokens, expected at least one token each")
-        requests = [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
+        requests = requests_of(prompts, new_tokens)
         self.waiting = list(requests)
         while self.waiting or self.running:
             self.step()
@@ -284,6 +292,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def make_server(model_class: Any, server_class: type[Server], options: argparse.Namespace) -> Server:
+    """A server of the checkpoint in options.folder."""
+    xp: Any = np
+    if options.device == "cupy":
+        import cupy as xp
+    model = model_class(
+        options.folder, xp=xp, cache_format=options.cache_format, longest=options.longest + options.new_tokens,
+        requests=options.prompts, batch_tokens=options.batch_tokens, backend=options.backend,
+    )  # fmt: skip
+    server = server_class(model, model.num_pages, options.batch_tokens)
+    if options.prefix_cache or options.host_pages or options.disaggregated:
+        server.cache = PageCache(model, server.pages, options.host_pages or 0, 8 if options.prefix_cache else 0)
+    return server
+
+
 def main(
     name: str, model_class: Any, tiny: dict, formats: tuple[str, ...] = ("fp8", "bfloat16", "float32"),
     server_class: type[Server] = Server,
@@ -299,31 +322,27 @@ def main(
     parser.add_argument("--batch-tokens", type=positive, default=128)
     parser.add_argument("--prefix-cache", action="store_true", help="keep the pages of prompts for later requests")
     parser.add_argument("--host-pages", type=positive, help="swap preempted requests to so many host pages a group")
+    parser.add_argument("--disaggregated", action="store_true", help="compute prompts in a process of their own")
     parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        folder = options.folder
-        if folder is None:
-            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            tiny_checkpoint.write(folder, tiny, seed=6000)
-        xp = np
-        if options.device == "cupy":
-            import cupy as xp
-        config = json.loads((folder / "config.json").read_text())
-        longest = options.longest + options.new_tokens
-        model = model_class(
-            folder, xp=xp, cache_format=options.cache_format, longest=longest, requests=options.prompts,
-            batch_tokens=options.batch_tokens, backend=options.backend,
-        )  # fmt: skip
+        if options.folder is None:
+            options.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            tiny_checkpoint.write(options.folder, tiny, seed=6000)
+        vocabulary = json.loads((options.folder / "config.json").read_text())["vocab_size"]
         rng = np.random.default_rng(0)
         shortest = max(1, options.longest // options.prompts)
         lengths = np.linspace(shortest, options.longest, options.prompts).astype(int)
-        prompts = [rng.integers(2, config["vocab_size"], length).tolist() for length in lengths]
-        server = server_class(model, model.num_pages, options.batch_tokens)
-        if options.prefix_cache or options.host_pages:
-            server.cache = PageCache(model, server.pages, options.host_pages or 0, 8 if options.prefix_cache else 0)
+        prompts = [rng.integers(2, vocabulary, length).tolist() for length in lengths]
+        make = functools.partial(make_server, model_class, server_class, options)
+        server = make()
         start = time.perf_counter()
-        for request in server.generate(prompts, options.new_tokens):
+        if options.disaggregated:
+            requests = requests_of(prompts, options.new_tokens)
+            disaggregated.generate(server, make, requests)
+        else:
+            requests = server.generate(prompts, options.new_tokens)
+        for request in requests:
             length = len(prompts[request.number])
             print(f"{length} tokens -> {request.tokens[length:]}")
         seconds = time.perf_counter() - start
@@ -331,5 +350,5 @@ def main(
         if server.cache is not None:
             print(f"hits {sum(server.cache.hits.values())} tokens, {server.cache.swapped} requests swapped out")
         if options.plot:
-            model.stopwatch.plot(options.plot, f"{name}, {options.cache_format} caches, {options.device}")
+            server.model.stopwatch.plot(options.plot, f"{name}, {options.cache_format} caches, {options.device}")
         return server

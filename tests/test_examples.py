@@ -46,11 +46,11 @@ def run(name, capsys, *arguments):
     return printed
 
 
-# Whole models and their shared files: tests/models/test_models.py, test_example_v41.py and
+# Whole models and their shared files: tests/models/test_models.py, test_example_v41.py, test_disaggregated.py and
 # tests/test_example_server.py run them.
 MODELS = {
-    "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "page_cache.py", "seeded_weights.py",
-    "server.py", "serving.py", "tiny_checkpoint.py",
+    "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "disaggregated.py", "page_cache.py",
+    "seeded_weights.py", "server.py", "serving.py", "tiny_checkpoint.py",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from .copies import copy_pages, swap_in, swap_out
 from .describe import describe
 from .description import Description, Group, Hit, Missing, PagedCache, Part
 from .host import HostPool, host_pool
-from .packing import pack, spans, unpack, verify
+from .packing import pack, packed_size, spans, unpack, verify
 from .pools import FreePages, Pools, pools_of
 from .tables import check_tables, missing
 
@@ -25,6 +25,7 @@ __all__ = [
     "host_pool",
     "missing",
     "pack",
+    "packed_size",
     "pools_of",
     "spans",
     "swap_in",
