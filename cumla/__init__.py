@@ -54,6 +54,7 @@ from .ops.norm_rope import (
     norm_rope_and_insert,
     qnorm_rope_and_insert,
 )
+from .ops.residency import fetch_resident, resolve_resident
 from .ops.spans import copy_spans
 from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .ops.sparse_cache import (
@@ -114,6 +115,7 @@ __all__ = [
     "debug",
     "dense_mla_decode",
     "dequantize_and_gather_k_cache",
+    "fetch_resident",
     "fp8_block_linear",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
@@ -135,6 +137,7 @@ __all__ = [
     "quantize_and_insert_k_cache",
     "register_layout",
     "release_memory",
+    "resolve_resident",
     "select_candidate_blocks",
     "sparse_mla_decode",
     "sparse_mla_prefill",

@@ -7,6 +7,7 @@ from .description import Description, Group, Hit, Missing, PagedCache, Part
 from .host import HostPool, host_pool
 from .packing import pack, packed_size, spans, unpack, verify
 from .pools import FreePages, Pools, pools_of
+from .residency import Residency
 from .tables import check_tables, missing
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PagedCache",
     "Part",
     "Pools",
+    "Residency",
     "check_tables",
     "copy_pages",
     "describe",

@@ -19,6 +19,7 @@ from . import (
     linear,
     norm_rope,
     prefill_rows,
+    residency,
     shards,
     spans,
     sparse_attention,
@@ -27,7 +28,7 @@ from . import (
 from .spec import OperationSpec
 
 FAMILIES: tuple[Any, ...] = (
-    sparse_cache, prefill_rows, norm_rope, latents, key_pools, compressor, linear, dense_cache, blocks, spans, advance,
-    indices, indexer, indexer_topk, candidates, sparse_attention, dense_attention, shards,
+    sparse_cache, prefill_rows, norm_rope, latents, key_pools, compressor, linear, dense_cache, blocks, spans,
+    residency, advance, indices, indexer, indexer_topk, candidates, sparse_attention, dense_attention, shards,
 )  # fmt: skip
 SPECS: dict[str, OperationSpec] = {spec.name: spec for family in FAMILIES for spec in family.SPECS}

@@ -202,6 +202,19 @@ WRONG = {
         ("candidate_blocks", of(np.float32), T, "candidate_blocks: got dtype float32"),
         ("max_workspace_bytes", 4, V, "max_workspace_bytes: got 4 bytes, expected at least"),
     ],
+    "resolve_resident": [
+        ("topk_indices", of(np.int64), T, "topk_indices: got dtype int64"),
+        ("query_start_loc", longer(0), V, "query_start_loc: got shape"),
+        ("row_of_slot", longer(-1), V, "last_use: got shape"),
+        ("slot_of_row", read_only, V, "slot_of_row: got a read-only"),
+        ("clock", longer(0), V, "clock: got shape"),
+        ("compress_ratio", 0, V, "compress_ratio: got 0"),
+    ],
+    "fetch_resident-DSV4_FP8": [
+        ("block_table", longer(0), V, "block_table: got shape"),
+        ("host_cache", ones(np.uint8, 2, BLOCK, 656), V, "host_cache: got shape"),
+        ("cache", read_only, V, "cache: got a read-only"),
+    ],
     "indexer_k_quant_and_cache": [
         ("k", longer(-1, -64), V, "k: got shape"),
         ("kv_cache", ones(np.uint8, 2, BLOCK, 584), V, "kv_cache: got shape"),

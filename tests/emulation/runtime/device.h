@@ -92,6 +92,11 @@ template <class T> T atomicMax(T* p, T x) {
     if (x > before) *p = x;
     return before;
 }
+template <class T> T atomicMin(T* p, T x) {
+    T before = *p;
+    if (x < before) *p = x;
+    return before;
+}
 template <class T> T atomicOr(T* p, T x) {
     T before = *p;
     *p |= x;

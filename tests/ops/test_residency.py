@@ -1,0 +1,205 @@
+"""Rows in host memory, the hot ones in device memory: against a least-recent-use cache in plain Python."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.pages import Residency, host_pool
+from support.lab import BF16
+
+REQUESTS, LANES, ROWS, HOT, TOPK, RATIO = 3, 4, 40, 12, 4, 2
+
+
+class Model:
+    """One lane: row -> slot, the least recently used first; within a step by slot."""
+
+    def __init__(self):
+        self.slots, self.uses, self.step = {}, np.zeros(HOT, int), 0
+
+    def select(self, written, selected):
+        """The slots of rows in order, and the rows that miss by slot."""
+        self.step += 1
+        for row in written:
+            if row in self.slots:
+                self.uses[self.slots.pop(row)] = 0
+        distinct = list(OrderedDict.fromkeys(row for row in selected if 0 <= row < ROWS))
+        for row in distinct:
+            if row in self.slots:
+                self.uses[self.slots[row]] = self.step
+        missing = [row for row in distinct if row not in self.slots]
+        idle = sorted((slot for slot in range(HOT) if self.uses[slot] != self.step), key=lambda x: (self.uses[x], x))
+        victims = sorted(idle[: len(missing)])
+        self.slots = {row: slot for row, slot in self.slots.items() if slot not in victims}
+        for row, slot in zip(missing, victims, strict=False):
+            self.slots[row], self.uses[slot] = slot, self.step
+        return [self.slots.get(row, -1) for row in selected], dict(zip(victims, missing, strict=False))
+
+
+def steps(rng, count):
+    """Random steps: lanes, query lengths, sequence lengths, selected rows; some padding, drafts that are rejected."""
+    lengths = rng.integers(4, 2 * ROWS - 12, LANES)
+    for _ in range(count):
+        lanes = rng.permutation(LANES)[:REQUESTS]
+        queries = rng.integers(0, 4, REQUESTS)
+        seq_lens = lengths[lanes] + queries
+        padding = int(rng.integers(0, 3))
+        rows = np.full((int(queries.sum()) + padding, TOPK), 7)
+        for t, r in enumerate(np.repeat(np.arange(REQUESTS), queries)):
+            newest = seq_lens[r] // RATIO
+            near = newest - rng.integers(-1, 7, TOPK) if rng.random() < 0.8 else rng.integers(-2, newest + 1, TOPK)
+            rows[t] = np.where(near < newest, near, -1)
+        yield lanes, queries, seq_lens, rows
+        lengths[lanes] += rng.integers(0, queries + 1) * (seq_lens < 2 * ROWS - 6)
+
+
+@pytest.mark.parametrize("hot_pages", [(6, 8), (12, 4)])
+def test_a_sequence_of_steps(lab, rng, hot_pages):
+    """Slots, misses and bytes of the rows, for steps that use, replace and write rows again."""
+    layout = cumla.DSV4_FP8
+    host = rng.integers(0, 256, (LANES * ROWS // 5, 5, layout.token_bytes), np.uint8)
+    table = rng.permutation(len(host)).reshape(LANES, ROWS // 5).astype(np.int32)
+    source, cache = lab.put(host), lab.put(np.zeros((*hot_pages, layout.token_bytes), np.uint8))
+    state = Residency.allocate(LANES, ROWS, HOT, lab.xp)
+    models = [Model() for _ in range(LANES)]
+    data, tail = layout.row_bytes, layout.token_bytes - layout.row_bytes
+
+    def row_of(pages, page, row):
+        raw = pages[page].reshape(-1)
+        start = pages.shape[1] * data
+        return np.concatenate([raw[row * data :][:data], raw[start + row * tail :][:tail]])
+
+    hits = 0
+    for lanes, queries, seq_lens, rows in steps(rng, 5 if lab.tiny else 40):
+        if rng.random() < 0.1:
+            state.clear(int(lanes[0]))
+            models[lanes[0]] = Model()
+        starts = np.cumsum([0, *queries])
+        new = [range(int(n - q) // RATIO, int(n) // RATIO) for n, q in zip(seq_lens, queries, strict=True)]
+        for lane, written in zip(lanes, new, strict=True):
+            for row in written:
+                page = source[int(table[lane, row // 5])].reshape(-1)
+                page[row % 5 * data : row % 5 * data + 9] += 1
+        there = [lab.put(x.astype(np.int32)) for x in (rows, starts, seq_lens, lanes, table[lanes])]
+        slots, misses = cumla.resolve_resident(*there[:4], *state, compress_ratio=RATIO, backend=lab.backend)
+        cumla.fetch_resident(misses, there[3], there[4], source, cache, backend=lab.backend)
+        slots, misses, host, resident = (lab.get(x) for x in (slots, misses, source, cache))
+        assert (slots[starts[-1] :] == -1).all()
+        for r, lane in enumerate(lanes):
+            mine = rows[starts[r] : starts[r + 1]].ravel().tolist()
+            want, fetched = models[lane].select(new[r], mine)
+            got = slots[starts[r] : starts[r + 1]].ravel()
+            np.testing.assert_array_equal(got, [lane * HOT + slot if slot >= 0 else -1 for slot in want])
+            np.testing.assert_array_equal(misses[r], [fetched.get(slot, -1) for slot in range(HOT)])
+            hits += len({x for x in mine if 0 <= x < ROWS}) - len(fetched)
+            for row, slot in zip(mine, got.tolist(), strict=True):
+                if slot >= 0:
+                    want_row = row_of(host, table[lane, row // 5], row % 5)
+                    np.testing.assert_array_equal(row_of(resident, *divmod(slot, hot_pages[1])), want_row)
+    assert hits > 0
+
+
+def test_rows_beyond_the_slots_are_absent(lab):
+    """First come, first served; the next step finds what was placed."""
+    state = Residency.allocate(1, 30, 5, lab.xp)
+    rows = lab.put(np.arange(8, dtype=np.int32)[None])
+    arguments = [lab.put(np.array(x, np.int32)) for x in ([0, 1], [1], [0])]
+    for misses in ([0, 1, 2, 3, 4], [-1] * 5):
+        slots, missed = cumla.resolve_resident(rows, *arguments, *state, compress_ratio=4, backend=lab.backend)
+        np.testing.assert_array_equal(lab.get(slots), [[0, 1, 2, 3, 4, -1, -1, -1]])
+        np.testing.assert_array_equal(lab.get(missed), [misses])
+    np.testing.assert_array_equal(lab.get(state.slot_of_row)[0], [*range(5), *[-1] * 25])
+
+
+def test_more_rows_than_threads(lab, rng):
+    """Two passes over entries and slots; the slots are those of the reference."""
+    rows, hot, topk = 3000, 1200, 550
+    results = []
+    steps = 1 if lab.tiny else 3
+    selected = [rng.permutation(rows)[: 2 * topk].reshape(2, topk).astype(np.int32) for _ in range(steps)]
+    for backend, put, xp in ((lab.backend, lab.put, lab.xp), ("reference", np.asarray, np)):
+        state = Residency.allocate(1, rows, hot, xp)
+        arguments = [put(np.array(x, np.int32)) for x in ([0, 2], [2], [0])]
+        for x in selected:
+            found = cumla.resolve_resident(put(x), *arguments, *state, compress_ratio=4, backend=backend)
+            arrays = (*found, *state)
+            results.append([np.array(y if backend == "reference" else lab.get(y)) for y in arrays])
+    half = len(results) // 2
+    for got, want in zip(results[:half], results[half:], strict=True):
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_decode_has_the_bits_of_decode_with_all_rows_resident(lab, rng):
+    heads, topk, ratio, rows = 2, 8, 4, 60
+    host = np.zeros((15, 8 * 584), np.uint8)
+    whole = cumla.DSV4_FP8.view(host, 8)
+    k = rng.standard_normal((120, 512)).astype(BF16)
+    cumla.quantize_and_insert_k_cache(k, whole, np.arange(120), 8, backend="reference")
+    table = rng.permutation(15)[:14].reshape(2, 7).astype(np.int32)
+    source, cache = lab.put(whole), cumla.DSV4_FP8.allocate(4, 8, lab.xp)
+    state = Residency.allocate(2, rows, 16, lab.xp)
+    starts, lanes = (lab.put(np.array(x, np.int32)) for x in ([0, 1, 2], [1, 0]))
+    on_device = lab.put(table)
+    for step in range(2 if lab.tiny else 4):
+        q = lab.put(rng.standard_normal((2, 1, heads, 512)).astype(BF16))
+        local = np.sort(rng.permutation(50)[: 2 * topk].reshape(2, topk) % (20 + step), axis=1).astype(np.int32)
+        seq_lens = lab.put(np.array([210 + step, 205 + step], np.int32))
+        slots, misses = cumla.resolve_resident(
+            lab.put(local), starts, seq_lens, lanes, *state, compress_ratio=ratio, backend=lab.backend
+        )
+        cumla.fetch_resident(misses, lanes, on_device, source, cache, backend=lab.backend)
+        everywhere = lab.put(np.take_along_axis(table, local // 8, 1) * 8 + local % 8)
+        want = cumla.sparse_mla_decode(q, source, everywhere[:, None], softmax_scale=0.04, backend=lab.backend)
+        got = cumla.sparse_mla_decode(q, cache, slots[:, None], softmax_scale=0.04, backend=lab.backend)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+def test_rows_in_host_memory(lab, rng, pinned):
+    """Pinned memory is read by the kernel; other memory, which a device does not read, is an error."""
+    if not lab.on_device:
+        pytest.skip("there is no device memory")
+    size = 3 * 4 * 584
+    memory = host_pool(size, pinned=True).take(size) if pinned else np.zeros(size, np.uint8)
+    memory[:] = rng.integers(0, 256, size, np.uint8)
+    pages = memory.reshape(3, 4, 584)
+    cache = cumla.DSV4_FP8.allocate(1, 4, lab.xp)
+    misses, lanes, table = (lab.put(np.array(x, np.int32)) for x in ([[-1, 5, -1, 0]], [0], [[2, 0]]))
+    if not pinned:
+        with pytest.raises(ValueError, match="host_cache: got host memory that is not pinned"):
+            cumla.fetch_resident(misses, lanes, table, pages, cache, backend=lab.backend)
+        return
+    cumla.fetch_resident(misses, lanes, table, pages, cache, backend=lab.backend)
+    got = lab.get(cache).reshape(-1)
+    for slot, page, row in ((1, 0, 1), (3, 2, 0)):
+        raw = pages[page].reshape(-1)
+        np.testing.assert_array_equal(got[slot * 576 :][:576], raw[row * 576 :][:576])
+        np.testing.assert_array_equal(got[2304 + slot * 8 :][:8], raw[2304 + row * 8 :][:8])
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"topk_indices": np.arange(8, dtype=np.int32)[None]}, "request 0 selects 8 rows, expected at most 5"),
+        ({"lanes": np.array([3], np.int32)}, "lanes: request 0 has lane 3, expected -1 or 0 to 1"),
+    ],
+)  # fmt: skip
+def test_debug_names_the_request(changed, text):
+    arguments = {
+        "topk_indices": np.zeros((1, 8), np.int32), "query_start_loc": np.array([0, 1], np.int32),
+        "seq_lens": np.array([9], np.int32), "lanes": np.array([0], np.int32),
+    }  # fmt: skip
+    state = Residency.allocate(2, 30, 5)
+    with cumla.debug(), pytest.raises(ValueError, match=text):
+        cumla.resolve_resident(**{**arguments, **changed}, **state._asdict())
+
+
+def test_debug_names_an_absent_page():
+    arrays = [np.array(x, np.int32) for x in ([[-1, 5]], [0], [[0, -1]])]
+    pages = np.zeros((3, 4, 584), np.uint8)
+    text = "block_table: request 0 has page -1 for row 5, expected 0 to 2"
+    with cumla.debug(), pytest.raises(ValueError, match=text):
+        cumla.fetch_resident(*arrays, pages, pages.copy())
