@@ -14,6 +14,7 @@ from .call import BYTES, Call
 from .values import shown
 
 DEFAULT_BLOCK_SIZES = {"DSV4_FP8": 64}  # of raw pages: quantize_and_insert_k_cache of vLLM's V4 has it
+VALUES = tuple(sorted({x.value_type for x in BUILT_IN if not x.num_scales}))
 RAW_PAGES = (DSV4_FP8, V32_FP8, INDEXER_FP8)  # formats of raw pages that the width of a row identifies
 
 
@@ -53,12 +54,15 @@ def cache_layout(
             the formats of V3.2 and V4 has rows of that width, and V4.1's are always named; raw pages of DSV4_FP8 need
             no block_size (`cache_pages`)
 
-    Raises ValueError for an ambiguous array: raw pages of unknown size, or a number of bytes that several formats have.
+    Raises TypeError for a dtype that no format has, ValueError for an ambiguous array: raw pages of unknown size, or a
+    number of bytes that several formats have.
     """
     named = named_layout(layout)
     if named is not None:
         return named
     name, native, known = cache.name, cache.native, []
+    if native.dtype not in BYTES and native.dtype.name not in VALUES:
+        raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8, or {', '.join(VALUES)} for rows of values")
     if native.ndim in (3, 4):
         width = native.shape[-1]
         if native.dtype in BYTES:
