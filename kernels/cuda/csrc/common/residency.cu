@@ -98,7 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = threadIdx.x; i < entries; i += THREADS) slots[i / topk * slots_stride + i % topk] = -1;
         return;
     }
-    Lane lane{slot_of_row + number * slot_stride, row_of_slot + number * row_stride, last_use + number * use_stride, rows, hot,
+    Lane lane{slot_of_row + number * slot_stride,
+              row_of_slot + number * row_stride,
+              last_use + number * use_stride,
+              rows,
+              hot,
               clock[number] + 1};
     int seq_len = seq_lens[r], first_written = max(seq_len - (end - start), 0) / compress_ratio;
     for (int row = first_written + threadIdx.x; row < min(seq_len / compress_ratio, rows); row += THREADS) {
