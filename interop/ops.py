@@ -53,7 +53,10 @@ class Op(OperationSpec):
         keywords = self.results_in(results)
         if scratch is not None:
             memory = dlpack.borrow(scratch, "scratch", writable=True)
-            keywords |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
+            if self.plan is None:
+                keywords["workspace"] = memory
+            else:
+                keywords["plan"] = self.plan(memory, batch_invariant=bool(arguments.get("batch_invariant", False)))
         self.function(**arguments, **keywords)
 
 

@@ -281,7 +281,8 @@ def _key_of_integer(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
 
 
 def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
-    """A built plan is identified by its buffers; a call that builds one does more than launch kernels."""
+    """A built plan is identified by its buffers, and by batch_invariant, which calls check. A call that builds a plan
+    does more than launch kernels."""
     if not x.is_made(x.arrays[0], 0):
         return UNKNOWN
     known = x.workspace.cache_key
@@ -293,7 +294,7 @@ def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     parts, memory, places = known
     arrays += memory
     addresses += places
-    return x.made_for, parts
+    return x.made_for, x.batch_invariant, parts
 
 
 def _no_key(x: Any, arrays: list[Any], addresses: list[int]) -> Any:

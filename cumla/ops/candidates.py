@@ -60,6 +60,9 @@ def select_candidate_blocks(
         candidate_block_size: positions of a block
         max_workspace_bytes: most device memory for the blocks' scores; at least one request's scores must fit
         workspace: uint8 [bytes] to use instead of allocating; its size is the bound
+        batch_invariant: True: one kernel scores any number of queries, so that a query's selection is the same in every
+            call. False: on a GPU the number of queries decides, and selections between scores that differ only by
+            rounding may differ
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: to write instead of allocating
 
@@ -194,6 +197,7 @@ def candidate_topk(
     layout: CacheLayout | str | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
+    batch_invariant: bool = False,
     out: Any = None,
     early_release: bool = True,
     backend: str | None = None,
@@ -220,6 +224,7 @@ def candidate_topk(
     check_integers(0, topk=topk)
     check_integers(1, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
+    check_flags(batch_invariant=batch_invariant)
     call = Call(backend, stream, early_release)
     q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     next_n = q.shape[1]
@@ -236,7 +241,7 @@ def candidate_topk(
                 logits, _ = rows_in(memory, part.stop - first, row_bytes, width)
                 kernels.candidate_logits(CandidateScores(
                     q[entries], pages, weights[part], candidates[part], lens[entries], table[entries],
-                    candidate_block_size, math.nan, logits,
+                    candidate_block_size, math.nan, logits, batch_invariant,
                 ))  # fmt: skip
                 kernels.top_k_of_candidates(logits, candidates[part], candidate_block_size, indices[part])
     return call.results()

@@ -110,6 +110,7 @@ def dense_mla_decode(
     causal: bool = True,
     max_seqlen: int | None = None,
     plan: DenseDecodePlan | None = None,
+    batch_invariant: bool = False,
     out: Any | None = None,
     lse: Any | None = None,
     early_release: bool = True,
@@ -133,18 +134,21 @@ def dense_mla_decode(
         plan: a DenseDecodePlan: the division of keys into splits, and memory for partial results. The calls of a step
             share it; call `plan.renew()` before the next step. Inside CUDA graph capture, pass a plan that has served a
             call of this shape
+        batch_invariant: True: a token's result is bit-identical in every batch and with any other queries of its
+            request: its keys are never split, which makes small batches slower. A plan must be created with
+            batch_invariant=True
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: [b, s_q, h, 512] of q's dtype to write instead of allocating
         lse: [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gets out 0
-    and lse +inf. On a GPU the split of keys depends on the batch's lengths, or on the lengths that the plan was
-    computed for: results of a request in two batches differ within the same bounds as from the exact result
-    (cumla.bounds.DECODE_OUT and DECODE_LSE).
+    and lse +inf. Without batch_invariant, on a GPU the split of keys depends on the batch's lengths, or on the lengths
+    that the plan was computed for: results of a request in two batches differ within the same bounds as from the exact
+    result (cumla.bounds.DECODE_OUT and DECODE_LSE).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """
-    check_flags(causal=causal)
+    check_flags(causal=causal, batch_invariant=batch_invariant)
     call = Call(backend, stream, early_release)
     q = call.array("q", q, HALVES, ("b", "s_q", "h", MLA_BF16.head_dim))
     check_heads(q.shape[2])
@@ -160,7 +164,7 @@ def dense_mla_decode(
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if len(array) < batch:
             raise ValueError(f"{name}: got {len(array)} requests, expected at least {batch}, as q has")
-    check_plan(call, plan, DenseDecodePlan, q)
+    check_plan(call, plan, DenseDecodePlan, q, batch_invariant)
     longest = block_table.shape[1] * pages.block_size
     if max_seqlen is not None:
         check_integers(0, max_seqlen=max_seqlen)
@@ -175,6 +179,7 @@ def dense_mla_decode(
             kernels.dense_mla_decode(DenseDecode(
                 q, pages, block_table[:batch], cache_seqlens[:batch], tensor_scale,
                 logits_scale, bool(causal), longest, plan, out_array, lse_array,
+                batch_invariant,
             ))  # fmt: skip
     return call.results()
 

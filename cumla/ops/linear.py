@@ -25,6 +25,7 @@ def fp8_block_linear(
     prefetch_weights: bool = False,
     finite_weights: bool = False,
     is_ue8m0: bool = False,
+    batch_invariant: bool = False,
     out: Any = None,
     early_release: bool = True,
     backend: str | None = None,
@@ -45,6 +46,8 @@ def fp8_block_linear(
             unspecified
         is_ue8m0: whether all scales are powers of two from 2^-100 to 2^7, which saves work; with another scale the
             result is unspecified
+        batch_invariant: True: a token's result is bit-identical for any number of tokens and any other tokens: products
+            are tiles of 128 tokens (on the host of 16), which cost the same for fewer tokens
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: [T, N] or [T, G, N] to write instead of allocating
 
@@ -59,7 +62,7 @@ def fp8_block_linear(
     check_integers(1, block_rows=block_rows, block_columns=block_columns)
     check_flags(
         float32_output=float32_output, prefetch_weights=prefetch_weights, finite_weights=finite_weights,
-        is_ue8m0=is_ue8m0,
+        is_ue8m0=is_ue8m0, batch_invariant=batch_invariant,
     )  # fmt: skip
     if block_columns % COLUMNS_STEP:
         raise ValueError(f"block_columns: got {block_columns}, expected a multiple of {COLUMNS_STEP}")
@@ -81,7 +84,7 @@ def fp8_block_linear(
             kernels.block_scaled_product(
                 BlockScaledProduct(
                     by_group(x), by_group(weight, 0), by_group(scale, 0), block_rows, block_columns, by_group(result),
-                    prefetch_weights, finite_weights, is_ue8m0,
+                    prefetch_weights, finite_weights, is_ue8m0, batch_invariant,
                 )
             )  # fmt: skip
     return call.results()

@@ -72,9 +72,9 @@ def sparse_mla_decode(
         softmax_scale: 1 / sqrt(d) if None; NaN and infinity are errors
         plan: a DecodePlan that the layers of a step share; None: the call computes one
         batch_invariant: True: a token's result is bit-identical in every batch. The keys of a token are then never
-            split, which makes small batches slower. False: on a GPU the split of keys depends on the batch, and results
-            of a token in two batches may differ within the same bounds as from the exact result
-            (cumla.bounds.DECODE_OUT and DECODE_LSE)
+            split, which makes small batches slower; a plan must be created with batch_invariant=True. False: on a GPU
+            the split of keys depends on the batch, and results of a token in two batches may differ within the same
+            bounds as from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: [b, s_q, h, 512] of q's dtype to write instead of allocating
         lse: [b, h, s_q] float32 to write instead of allocating
@@ -105,7 +105,7 @@ def sparse_mla_decode(
             "extra_layout"
         )
     attn_sink = checked_sink(call, attn_sink)
-    check_plan(call, plan, DecodePlan, q)
+    check_plan(call, plan, DecodePlan, q, batch_invariant)
     batch, s_q, heads, _ = q.shape
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
@@ -341,11 +341,19 @@ def check_heads(heads: int) -> None:
         raise ValueError(f"q: got {heads} heads, expected 1 to {MAX_HEADS}")
 
 
-def check_plan(call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> None:
-    """Raise TypeError for a plan that is not a `kind`, ValueError for a plan with memory on another device than q."""
+def check_plan(
+    call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any, batch_invariant: bool
+) -> None:  # fmt: skip
+    """Raise TypeError for a plan that is not a `kind`, ValueError for a plan with memory on another device than q, and
+    for a plan that was created for the other value of batch_invariant."""
     if plan is None:
         return
     check_kind(kind, plan=plan)
+    if plan.batch_invariant != batch_invariant:
+        raise ValueError(
+            f"plan: got a {kind.__name__} created with batch_invariant={plan.batch_invariant}, expected "
+            f"{bool(batch_invariant)}, as in the call"
+        )
     plan.workspace.check_place(q)
     if plan.workspace.memory is not None:
         call.uses("plan", plan.workspace.memory, writable=True)

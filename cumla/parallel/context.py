@@ -55,7 +55,8 @@ class ContextAttention:
         self.comm, self.split_heads, self.backend, self.observe = comm, split_heads, backend, observe
         self._gathered_arrays = Workspace(owner="ContextAttention", allocate=comm.memory)
         self._exchanged_arrays = Workspace(owner="ContextAttention")
-        self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
+        self._dense_plans = {x: DenseDecodePlan(batch_invariant=x) for x in (False, True)}
+        self._sparse_plans = {x: DecodePlan(batch_invariant=x) for x in (False, True)}
 
     def queries(self, tokens: int, heads: int, dim: int, like: Any) -> Any:
         """A buffer [tokens, heads, dim] of `like`'s dtype for q of the rank's own heads. q in this buffer is gathered
@@ -89,13 +90,13 @@ class ContextAttention:
             out: [T, h, 512] of q's dtype to write instead of allocating
             lse: [T, h] float32 to write instead of allocating
             plan: as in dense_mla_decode, computed for these lengths; None: computed here
-            options: scale, softmax_scale, max_seqlen (of the rank's tokens) and early_release (for the next exchange of
-                a communicator that is not cumla's) as in dense_mla_decode
+            options: scale, softmax_scale, batch_invariant, max_seqlen (of the rank's tokens) and early_release (for the
+                next exchange of a communicator that is not cumla's) as in dense_mla_decode
 
         Returns out and lse, of the rank's own heads where heads are split.
         """
         if plan is None:
-            plan = self._dense_plan
+            plan = self._dense_plans[bool(options.get("batch_invariant", False))]
             plan.renew()
 
         def attend(q: Any, part: Any, part_lse: Any) -> None:
@@ -142,7 +143,7 @@ class ContextAttention:
             options["extra_indices"] = of_one_query("extra_indices", extra_indices)
         indices = of_one_query("indices", indices)
         if plan is None:
-            plan = self._sparse_plan
+            plan = self._sparse_plans[bool(options.get("batch_invariant", False))]
             plan.renew()
 
         def attend(q: Any, part: Any, part_lse: Any) -> None:

@@ -40,7 +40,10 @@ def choice(
     """count: blocks of a query; block: positions of each."""
     scores = paged(x, layout, next_n)
     blocks = x.blocks(len(scores["weights"]), count, -(-x.size.context // block))
-    return {**scores, "candidate_blocks": blocks, "topk": topk_of(x), "candidate_block_size": block}
+    return {
+        **scores, "candidate_blocks": blocks, "topk": topk_of(x), "candidate_block_size": block,
+        "batch_invariant": x.choose(False, True),
+    }  # fmt: skip
 
 
 def block_size(arguments: Mapping[str, Any]) -> int:

@@ -52,6 +52,7 @@ def decode(x: Inputs, is_fp8: bool = False) -> dict[str, Any]:
         "k_cache": x.e4m3(*pages, end=0x70) if is_fp8 else x.keys(*pages, dtype=dtype),
         "block_table": x.entries(size.pages, size.requests, columns), "cache_seqlens": x.cached(),
         "scale": 2.0**-10 if is_fp8 else None, "softmax_scale": 0.2, "causal": x.choose(True, False),
+        "batch_invariant": x.choose(False, True),
     }  # fmt: skip
 
 

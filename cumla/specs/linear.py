@@ -29,6 +29,7 @@ def product(
         "weight_scale": x.put(np.exp2(np.round(exponents) if is_ue8m0 else exponents), np.float32),
         "block_rows": block_rows, "block_columns": block_columns, "float32_output": x.choose(True, False),
         "prefetch_weights": x.choose(False, True), "is_ue8m0": is_ue8m0,
+        "batch_invariant": x.choose(False, True),
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _mask(first_row, end_row, logits, first, count, candidates, block, fill, all
 
 
 def candidate_logits(args: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits, _ = args
     next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     slots = np.empty(logits.shape[1], np.int64)
     for row, length in enumerate(row_lens(context_lens, next_n)):

@@ -37,7 +37,7 @@ def mha_varlen(args: PackedAttention) -> None:
 
 
 def dense_mla_decode(args: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = args
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse, batch_invariant = args
     batch, s_q, heads, head_dim = q.shape
     rows = pages.bytes.reshape(len(pages.bytes), pages.block_size, pages.layout.row_bytes)
     for b in range(batch):
@@ -50,12 +50,14 @@ def dense_mla_decode(args: DenseDecode) -> None:
             keys = stored.view(pages.layout.value_type).astype(np.float32)
         else:
             keys = E4M3_VALUES[stored] * np.float32(np.ravel(scale)[0])
-        queries = q[b].astype(np.float32).reshape(s_q * heads, head_dim) * np.float32(softmax_scale)
-        scores = (queries @ keys.T).reshape(s_q, heads, len(keys))
+        queries = q[b].astype(np.float32) * np.float32(softmax_scale)
+        together = None if batch_invariant else (queries.reshape(-1, head_dim) @ keys.T).reshape(s_q, heads, len(keys))
         for i in range(s_q):
             # Masked keys are skipped: 0 times NaN would be NaN.
             visible = np.searchsorted(positions, length - (s_q - 1 - i)) if causal else len(keys)
-            out[b, i], lse[b, :, i] = _attend(scores[i, :, :visible], keys[:visible, :V_DIM])
+            seen = keys[:visible]
+            scores = queries[i] @ seen.T if together is None else together[i, :, :visible]
+            out[b, i], lse[b, :, i] = _attend(scores, seen[:, :V_DIM])
 
 
 def _attend(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_value
 from ..reference.rows import flush_subnormals
-from ..types.projection import BlockScaledProduct
+from ..types.projection import ROW_BLOCK, BlockScaledProduct
 from .norm_rope import TO_QUANTIZE, _quantize
 from .threads import parallel_for
 
@@ -33,8 +33,21 @@ def block_scaled_product(args: BlockScaledProduct) -> None:
             part = values[: min(together, rows - first)]
             part_scales = scales[group, first // block_rows :]
             _dequantize(weight[group, first : first + len(part)], part_scales, block_rows, block_columns, part)
+            result = out[group, :, first : first + len(part)]
             with np.errstate(over="ignore", invalid="ignore"):
-                out[group, :, first : first + len(part)] = x[group] @ part.T
+                if args.batch_invariant:
+                    by_row_blocks(x[group], part.T, result)
+                else:
+                    result[...] = x[group] @ part.T
+
+
+def by_row_blocks(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
+    """out [M, N] = x [M, K] weight [K, N] by products of ROW_BLOCK rows: BLAS chooses an algorithm by the rows."""
+    block = np.zeros((ROW_BLOCK, x.shape[1]), x.dtype)
+    for first in range(0, len(x), ROW_BLOCK):
+        rows = x[first : first + ROW_BLOCK]
+        block[: len(rows)] = rows
+        out[first : first + len(rows)] = (block @ weight)[: len(rows)]
 
 
 def dequantize_blocks(

@@ -70,12 +70,12 @@ def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, f
 
 
 def candidate_logits(args: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits, batch_invariant = args
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
     blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":
         table = table_arguments(block_table)
-        if not candidates_on_hopper(q, weights, seen, pages, table, logits, blocks, fill):
+        if not candidates_on_hopper(q, weights, seen, pages, table, logits, blocks, fill, batch_invariant):
             index_scores(q, weights, seen, pages, table, logits, candidates=blocks, fill=fill)
         return
     kernel("common/candidate_logits.cu", "candidate_logits", LAYOUT=pages.layout.name)(
@@ -93,7 +93,7 @@ def candidate_logits(args: CandidateScores) -> None:
 
 def kernel_for_candidates(args: CandidateScores, device: int) -> str:
     """The kernel of candidate_logits for aligned arrays: "hopper" or "portable"."""
-    fits = candidates_fit_hopper(len(args.weights), args.pages, args.block)
+    fits = candidates_fit_hopper(len(args.weights), args.pages, args.block, args.batch_invariant)
     return kernel_for_pages(args.q, args.pages, CANDIDATE_ROWS, device) if fits else "portable"
 
 

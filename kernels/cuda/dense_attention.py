@@ -69,13 +69,15 @@ def kernel_for_packed(args: PackedAttention, device: int) -> str:
 
 
 def dense_mla_decode(args: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = args
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse, batch_invariant = (
+        args
+    )
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     tokens, groups = batch * s_q, -(-heads // HEADS)
     hopper = aligned and kernel_for_decode(args, device) == "hopper"
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
-    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(args)
+    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(args) and not batch_invariant
     plan = plan or DenseDecodePlan(workspace_of_stream(q))
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
     lengths = {

@@ -137,10 +137,10 @@ def scores_of_pages(args: PagedScores, maxima: Any | None = None) -> bool:
 
 def candidates_on_hopper(
     q: Any, weights: Any, seen: tuple[Any, ...], pages: Pages, table: tuple[Any, ...], logits: Any,
-    candidates: tuple[Any, ...], fill: float,
+    candidates: tuple[Any, ...], fill: float, batch_invariant: bool = False,
 ) -> bool:  # fmt: skip
     """Score candidate blocks by Hopper's kernel if it can; returns whether it did. Arguments as in index_scores."""
-    fits = candidates_fit_hopper(len(weights), pages, candidates[2])
+    fits = candidates_fit_hopper(len(weights), pages, candidates[2], batch_invariant)
     inputs = pages_for_hopper(q, pages, CANDIDATE_ROWS) if fits else None
     if inputs is None:
         return False
@@ -228,9 +228,14 @@ KERNEL_FOR: dict[str, Callable[..., str]] = {
 }
 
 
-def candidates_fit_hopper(queries: int, pages: Pages, block: int) -> bool:
-    """Whether Hopper's kernel scores candidate blocks of `block` rows for `queries` queries, if the pages allow it."""
-    return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or queries <= FEW_CANDIDATE_QUERIES)
+def candidates_fit_hopper(queries: int, pages: Pages, block: int, batch_invariant: bool = False) -> bool:
+    """Whether Hopper's kernel scores candidate blocks of `block` rows for `queries` queries, if the pages allow it.
+
+    Args:
+        batch_invariant: whether the answer must not depend on the number of queries
+    """
+    few = not batch_invariant and queries <= FEW_CANDIDATE_QUERIES
+    return block == CANDIDATE_ROWS and (pages.layout is INDEXER_MXFP4 or few)
 
 
 def pages_for_hopper(q: Any, pages: Pages, rows: int) -> tuple[Any, list[Words], tuple[Any, ...]] | None:

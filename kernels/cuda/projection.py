@@ -126,19 +126,20 @@ def cublas_library(handle: int) -> Any:
 
 
 def block_scaled_product(args: BlockScaledProduct) -> None:
-    x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = args
+    x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two, batch_invariant = args
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
     block_columns = columns_of_block(args)
     aligned = is_aligned(x, weight, out)
     hopper = aligned and kernel_for_block_scaled(args, out.device.id) == "hopper"
     uniform = power_of_two and finite and block_columns % CHUNK == 0
-    tiles = division(rows, columns, groups, tokens, uniform, hopper, out.device.id)
+    divided_for = TILES[-1] if batch_invariant else tokens  # a full tile divides rows and columns alike for any tokens
+    tiles = division(rows, columns, groups, divided_for, uniform, hopper, out.device.id)
     maps: list[Words] = []
     if tiles.hopper:
         maps = [map_of_matrices(weight, tiles.rows), map_of_matrices(x, tiles.tokens)]
         if NO_MAP in maps:
-            tiles, maps = division(rows, columns, groups, tokens, uniform, False, out.device.id), []
+            tiles, maps = division(rows, columns, groups, divided_for, uniform, False, out.device.id), []
     made, threads, shared_bytes = product_kernel(
         tiles, C_NAMES[out.dtype.name], block_columns, aligned, prefetch, finite, power_of_two, out.device.id
     )

@@ -110,7 +110,7 @@ def mask_kernel(logits, starts, ends, lens, next_n, candidates, block, fill):
 
 
 def candidate_logits(args: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits, _ = args
     layout = pages.layout
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,

@@ -23,10 +23,13 @@ UNSCALED = (NO_SCALE, np.float32(1))
 
 
 def dense_mla_decode(args: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = args
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse, batch_invariant = (
+        args
+    )
     keys = KeyList(pages, block_table, cache_seqlens)
     scale = UNSCALED if scale is None else scale_arguments(scale)
-    attend(q, [keys], max_seqlen, None, softmax_scale, Results(out, None, lse), plan, True, causal, scale)
+    results, may_split = Results(out, None, lse), not batch_invariant
+    attend(q, [keys], max_seqlen, None, softmax_scale, results, plan, may_split, causal, scale)
 
 
 def mha_varlen(args: PackedAttention) -> None:

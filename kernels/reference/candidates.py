@@ -45,7 +45,7 @@ def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray,
 
 
 def candidate_logits(args: CandidateScores) -> None:
-    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = args
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits, _ = args
     next_n, covered = q.shape[1], block_table.shape[1] * pages.block_size
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)

@@ -30,7 +30,7 @@ def mha_varlen(args: PackedAttention) -> None:
 
 
 def dense_mla_decode(args: DenseDecode) -> None:
-    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = args
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse, _ = args
     for b in range(q.shape[0]):
         length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * pages.block_size)
         found = [lookup_slot(block_table, b, position, pages.block_size) for position in range(length)]

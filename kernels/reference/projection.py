@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from ..types.projection import BlockScaledProduct
+from ..types.projection import ROW_BLOCK, BlockScaledProduct
 from .rows import flush_subnormals, scale_exponent, to_e4m3
 
 GROUP, MIN_AMAX = 128, np.float32(1e-10)
@@ -17,8 +17,13 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
 def block_scaled_product(args: BlockScaledProduct) -> None:
     scales = flush_subnormals(args.scales)
     weights = dequantized(args.weight, scales, args.block_rows, args.block_columns)
+    x, by_rows = args.x.astype(np.float64), weights.transpose(0, 2, 1)
+    step = ROW_BLOCK if args.batch_invariant else max(x.shape[1], 1)
     with np.errstate(over="ignore", invalid="ignore"):
-        args.out[...] = np.matmul(args.x.astype(np.float64), weights.transpose(0, 2, 1))
+        for first in range(0, x.shape[1], step):
+            rows = x[:, first : first + step]
+            block = rows if rows.shape[1] == step else np.pad(rows, ((0, 0), (0, step - rows.shape[1]), (0, 0)))
+            args.out[:, first : first + step] = np.matmul(block, by_rows)[:, : rows.shape[1]]
 
 
 def dequantize_blocks(

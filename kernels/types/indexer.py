@@ -89,6 +89,7 @@ class CandidateScores(NamedTuple):
     Attributes:
         block: positions of a candidate block
         fill: logit of columns without a position that the query sees
+        batch_invariant: whether one kernel must compute the logits of any number of queries
     """
 
     q: Any
@@ -100,6 +101,7 @@ class CandidateScores(NamedTuple):
     block: int
     fill: float
     logits: Any
+    batch_invariant: bool = False
 
 
 class Slots(NamedTuple):

@@ -131,12 +131,17 @@ def place_name(place: int | None) -> str:
 
 
 class _Plan:
-    """How the work of a decode is divided: memory, and the shape for which the division in it was computed."""
+    """How the work of a decode is divided: memory, and the shape for which the division in it was computed.
+
+    Attributes:
+        batch_invariant: whether the plan is for calls whose division does not depend on the batch
+    """
 
     arrays: tuple[str, str]  # names of the division in the workspace, outside a capture and inside
 
-    def __init__(self, workspace: Any = None) -> None:
+    def __init__(self, workspace: Any = None, *, batch_invariant: bool = False) -> None:
         self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
+        self.batch_invariant = bool(batch_invariant)
         self.made_for: tuple[int, ...] | None = None  # the shape for which the plan on the device was computed
 
     def renew(self) -> None:
@@ -172,6 +177,7 @@ class DecodePlan(_Plan):
         workspace: the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead of
             allocating, with the size that the backend needs (`workspace_bytes` in kernels/cuda/sparse/work.py). None:
             the plan has its own workspace
+        batch_invariant: as the calls with the plan have it; another call raises ValueError
     """
 
     arrays = "starts", "starts of graphs"
@@ -191,6 +197,7 @@ class DenseDecodePlan(_Plan):
 
     Attributes:
         workspace: as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
+        batch_invariant: as for a DecodePlan
     """
 
     arrays = "division", "division of graphs"

@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+ROW_BLOCK = 16  # tokens of a product on the host where a token's result must not depend on the number of tokens
+
 
 class BlockScaledProduct(NamedTuple):
     """The arguments of `cumla.fp8_block_linear`, by group, and the array of its result: out = x W^T.
@@ -14,6 +16,7 @@ class BlockScaledProduct(NamedTuple):
         prefetch: read weights while the preceding kernel still runs
         finite: no code is NaN
         power_of_two: scales are powers of two from 2^-100 to 2^7
+        batch_invariant: whether a token's result must not depend on the number of tokens and on the other tokens
 
     On a device, the last axes of x, weight and out are contiguous.
     """
@@ -27,3 +30,4 @@ class BlockScaledProduct(NamedTuple):
     prefetch: bool
     finite: bool
     power_of_two: bool
+    batch_invariant: bool = False

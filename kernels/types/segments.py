@@ -171,6 +171,7 @@ class DenseDecode(NamedTuple):
     Attributes:
         scale: scale of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
         max_seqlen: upper bound of cache_seqlens
+        batch_invariant: whether a token's result must not depend on the other tokens of the call
     """
 
     q: Any
@@ -184,6 +185,7 @@ class DenseDecode(NamedTuple):
     plan: DenseDecodePlan | None
     out: Any
     lse: Any
+    batch_invariant: bool = False
 
 
 def packed_rows(cu_seqlens: np.ndarray, num_rows: int) -> list[slice]:

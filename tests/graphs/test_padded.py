@@ -137,7 +137,8 @@ def attention_out():
 @pytest.mark.thorough(when=lambda x: x.get("layout") == "MLA_BF16")
 def test_sparse_decode(device, rng, layout, batch_invariant):
     """Garbage lengths may change how keys of the real rows are split, unless the call is batch-invariant."""
-    layout, topk, plan = getattr(cumla, layout), 1300, cumla.DecodePlan()  # so many that they are split
+    layout, topk = getattr(cumla, layout), 1300  # so many that they are split
+    plan = cumla.DecodePlan(batch_invariant=batch_invariant)
     rows = {
         "q": of_normal(rng, ROWS, 1, HEADS, layout.head_dim),
         "indices": ints(rng, SLOTS, ROWS, 1, topk), "topk_length": lengths(rng, topk),

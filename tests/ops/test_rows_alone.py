@@ -74,7 +74,7 @@ def sparse_decode(lab, rng, layout, heads, **options):
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("heads") > 8 or x.get("planned")))
 @pytest.mark.nowhere(when=lambda x: x.emulated and x.get("heads") == 66 and x.get("planned"))
 def test_invariant_decodes(lab, kernel, rng, layout, heads, planned):
-    plan = cumla.DecodePlan() if planned else None
+    plan = cumla.DecodePlan(batch_invariant=True) if planned else None
     check_rows(*sparse_decode(lab, rng, getattr(cumla, layout), heads, batch_invariant=True, plan=plan))
 
 

@@ -138,8 +138,8 @@ class Decode:
 
         def attend(q, part, part_lse):  # as dense_decode does for results that are large enough
             cumla.dense_mla_decode(
-                q[:, None], *self.rest, out=part[:, None], lse=part_lse[..., None], plan=self.attention._dense_plan,
-                **self.options,
+                q[:, None], *self.rest, out=part[:, None], lse=part_lse[..., None],
+                plan=self.attention._dense_plans[False], **self.options,
             )  # fmt: skip
 
         self.attention._merge_by_heads(attend, self.queries[call], None, self.outs[call], self.lse)
