@@ -12,12 +12,13 @@ from ..ops.norm_rope import fused_q_kv_rmsnorm
 from .block_scaled import BlockScaledWeight
 from .caches import Formats, LayerCaches
 from .layer_spec import LayerSpec
-from .norms import rms_norm
 from .products import stacked
 from .scratch import Scratch
 from .shared_selection import SharedSelection
 from .step import RowsStep, StepMetadata
 from .weights import WeightReader
+
+SHORTEST = 8  # values of a row that a norm loads by 16 bytes
 
 
 class LayerContext:
@@ -68,14 +69,20 @@ class StepContext:
 
     def norm(self, qr: Any, other: Any, weight: Any) -> None:
         """RMSNorm of the queries' latent and of other rows, in place; a layer may lack either."""
-        layer, q_weight = self.layer, self.layer.queries.norm
-        if q_weight is None or weight is None:
-            if weight is not None:
-                rms_norm(other, weight, layer.spec.row_eps)
-            if q_weight is not None:
-                rms_norm(qr, q_weight, layer.spec.q_eps)
+        layer, q_weight, eps = self.layer, self.layer.queries.norm, self.layer.spec.q_eps
+        if q_weight is None and weight is None:
             return
-        fused_q_kv_rmsnorm(qr, other, q_weight, weight, layer.spec.q_eps, out=(qr, other), backend=layer.backend)
+        if q_weight is None:
+            qr, q_weight, eps = self.nothing(other), weight[:SHORTEST], layer.spec.row_eps
+        elif weight is None:
+            other, weight = self.nothing(qr), q_weight[:SHORTEST]
+        fused_q_kv_rmsnorm(qr, other, q_weight, weight, eps, out=(qr, other), backend=layer.backend)
+
+    def nothing(self, like: Any) -> Any:
+        """Rows of zeros in place of rows that a layer lacks."""
+        found = self.array("nothing", (len(like), SHORTEST))
+        found[...] = 0
+        return found
 
     @property
     def rows(self) -> RowsStep:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
-
-from ..arrays import dlpack
 from ..ops.linear import by_group
 from ..ops.norm_rope import apply_rope, inverse_rope_and_quantize
 from .context import LayerContext, StepContext
+from .norms import apply_gate
 from .products import (
     flat,
     fp8_product,
@@ -23,8 +21,6 @@ from .products import (
 )
 from .scratch import Scratch
 from .weights import WeightReader
-
-MOST_EXPONENT = 80  # of a gate's sigmoid: its exponential is a float32
 
 
 class HeadOutput:
@@ -43,9 +39,7 @@ class HeadOutput:
         values = step.array("values", (len(o), step.layer.spec.heads, step.layer.spec.v_dim))
         multiply_groups(o.transpose(1, 0, 2), self.value, values.transpose(1, 0, 2), step.layer.backend)
         if gate is not None:
-            exponents = -gate.astype(np.float32).clip(-MOST_EXPONENT, MOST_EXPONENT)
-            shares = 1 / (1 + dlpack.namespace_of(values).exp(exponents))
-            values[...] = (values.astype(np.float32) * shares.reshape(values.shape)).astype(values.dtype)
+            apply_gate(values, gate, step.array)
         multiply(flat(values), self.o, out, step.layer.backend)
 
 

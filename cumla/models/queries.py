@@ -7,7 +7,7 @@ from typing import Any
 from ..ops.norm_rope import apply_rope
 from .context import LayerContext, StepContext
 from .layer_spec import INDEX_DIM, LATENT
-from .norms import layer_norm
+from .norms import LayerNorm
 from .products import first_rows, flat, multiply, multiply_groups, rows_of, transposed
 from .weights import WeightReader
 
@@ -68,7 +68,7 @@ class HiddenQueries(LatentQueries):
         self.norm = None
         if layer.spec.selects:
             self.index_q = layer.matrix(get, "indexer.wq_b")
-            self.index_norm = tuple(get.vector(f"indexer.q_input_norm.{name}") for name in ("weight", "bias"))
+            self.index_norm = LayerNorm(*(get.vector(f"indexer.q_input_norm.{name}") for name in ("weight", "bias")))
 
     def project(self, step: StepContext, x: Any, qr: Any, selects: bool) -> tuple[Any, Any]:
         """The heads, which are projected already, and the indexer's [T, heads, 128] if the step selects."""
@@ -76,7 +76,7 @@ class HiddenQueries(LatentQueries):
             return qr, None
         with step.observe("project"):
             normed = step.array("index_x", x.shape)
-            layer_norm(x, self.index_norm, step.layer.spec.key_eps, normed)
+            self.index_norm.run(x, step.layer.spec.key_eps, normed, step.array, step.layer.backend)
             q = step.array("index_q", (len(x), step.layer.spec.index_heads, INDEX_DIM))
             multiply(normed, self.index_q, flat(q), step.layer.backend)
         return qr, q

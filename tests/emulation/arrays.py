@@ -24,6 +24,7 @@ class Memory:
     """An allocation that ends at a page boundary; the surrounding pages are inaccessible."""
 
     def __init__(self, size, device_id):
+        queues.refuse_in_capture("memory is allocated")
         inside = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
         pages = -(-inside // PAGE) * PAGE
         self._map = mmap.mmap(-1, pages + 2 * GUARD, MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -159,13 +160,13 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return Array.of(result, self.data.mem if np.may_share_memory(result, self._view) else None)
 
 
-def own(value):
-    """Arguments with NumPy arrays for our own."""
+def own(value, finished=True):
+    """Arguments with NumPy arrays for our own, after the current stream's work if finished."""
     if isinstance(value, Array):
-        return value._host
+        return value._host if finished else value._view
     if isinstance(value, tuple | list):
-        return type(value)(own(item) for item in value)
-    return {name: own(item) for name, item in value.items()} if isinstance(value, dict) else value
+        return type(value)(own(item, finished) for item in value)
+    return {name: own(item, finished) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def refuse_host(value):

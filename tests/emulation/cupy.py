@@ -20,7 +20,8 @@ from .arrays import Array
 from .queues import Device, Stream
 
 NUMPY_FUNCTIONS = (
-    "arange", "broadcast_to", "concatenate", "cumsum", "exp", "full", "maximum", "ones", "stack", "where", "zeros_like",
+    "add", "arange", "broadcast_to", "concatenate", "cumsum", "divide", "exp", "full", "maximum", "multiply",
+    "negative", "ones", "sqrt", "stack", "subtract", "where", "zeros_like",
 )  # fmt: skip
 UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
 FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may request unless the kernel is allowed more
@@ -175,9 +176,13 @@ PINNED = Pinned()
 
 
 def on_device(function):
-    """A NumPy function for arrays on a device."""
+    """A NumPy function for arrays on a device. With an out it is queued, as CuPy's elementwise functions are."""
 
     def call(*arguments, **keywords):
+        if keywords.get("out") is not None:
+            operands = arrays.own((arguments, keywords), finished=False)
+            queues.current_stream().add(lambda: function(*operands[0], **operands[1]))
+            return keywords["out"]
         result = function(*arrays.own(arguments), **arrays.own(keywords))
         for argument in arguments:
             if isinstance(argument, Array) and np.may_share_memory(result, argument._view):
