@@ -159,6 +159,10 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         load, "--cache-tokens", 1, INT32_MAX, "tokens of the cache", unit="TOKENS",
         shown="(default: half the tokens of all requests, at least the tokens of the largest request)",
     )  # fmt: skip
+    _add_number(
+        load, "--host-pages", 1, INT32_MAX, "pages of each page group in host memory: prefixes that a full cache would "
+        "drop are swapped out to them, and in for later hits, and compared", shown="(default: none)",
+    )  # fmt: skip
     _add_number(load, "--seed", 0, MAX_SEED, "of Q and K", default=0)
     model = parser.add_argument_group("model")
     model.add_argument(

@@ -156,9 +156,12 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         index_keys=args.index_keys,
         prefill_path=args.prefill_path,
         ranks=args.ranks,
+        host_pages=args.host_pages or 0,
     )
     if options.ranks > 1 and options.prefill_path == "rows":
         raise InputError("--prefill-path: got rows with --ranks, expected pages: a rank has not all rows")
+    if options.ranks > 1 and options.host_pages:
+        raise InputError(f"--host-pages: got {options.host_pages} with --ranks, expected one device")
     if options.topk % POOL and {"glm53"} & set(layers):
         raise InputError(f"--topk: got {options.topk} with layers of glm53, expected a multiple of {POOL}")
     return options, requests, Share.of(trace, taken, requests)

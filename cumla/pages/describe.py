@@ -111,6 +111,16 @@ def describe(
     )  # fmt: skip
 
 
+def cache_of(layout: CacheLayout, name: str, layers: tuple[int, ...], rows: int, positions: int = 1) -> PagedCache:
+    """A cache of a format, in these layers, with so many rows of a page and positions of a row."""
+    tail = layout.scale_bytes if layout.scale_placement == "page_tail" else 0
+    return PagedCache(
+        cache=name, layers=layers, layout=layout.name, positions=positions, rows=rows, row_bytes=layout.row_bytes,
+        tail_bytes=tail, page_bytes=rows * layout.token_bytes, stride=layout.page_bytes(rows),
+        alignment=math.lcm(layout.page_alignment, layout.stride_multiple),
+    )  # fmt: skip
+
+
 def _num_layers(config: Any, layers: int | None) -> int:
     known = getattr(config, "num_hidden_layers", None) or len(getattr(config, "compress_ratios", ())) or layers
     if known is None:
@@ -126,12 +136,7 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
 
     def of_format(group: str, cache: str, rows: int, positions: int = 1) -> _Found:
         layout: CacheLayout = layouts.rows if cache in ("rows", "window") else getattr(layouts, cache)
-        tail = layout.scale_bytes if layout.scale_placement == "page_tail" else 0
-        return _Found(group, PagedCache(
-            cache=cache, layers=layer, layout=layout.name, positions=positions, rows=rows, row_bytes=layout.row_bytes,
-            tail_bytes=tail, page_bytes=rows * layout.token_bytes, stride=layout.page_bytes(rows),
-            alignment=math.lcm(layout.page_alignment, layout.stride_multiple),
-        ))  # fmt: skip
+        return _Found(group, cache_of(layout, cache, layer, rows, positions))
 
     def of_numbers(group: str, cache: str, rows: int, width: int, kind: str = "float32", whole: bool = False) -> _Found:
         size = np.dtype(kind).itemsize * width

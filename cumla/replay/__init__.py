@@ -12,6 +12,8 @@ In the order of the data flow:
     layers        sparse attention layers: caches, inputs, outputs in float64; dense: the same for dense layers
     models        configurations, weights and metadata of models
     model_layers  attention layers of models, from hidden states to output
+    groups        page groups of the layers, and what prefix hits need of each
+    offload       prefixes in host memory
     ranks         the layers on one of several ranks
     engine        the loop: metadata once a step, then every layer
     traffic       bytes that each op has to move

@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dispatch.backends import array_module
+from ..dispatch.backends import array_module, takes_device_arrays
 from ..parallel import Communicator
 from ..timing import Stopwatch
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata
+from .groups import groups_of
 from .layers import Layer, SparseMetadata
 from .model_layers import LatentLayer, V4Layer, V41Layer
 from .models import ModelMetadata
+from .offload import Offload
 from .options import LAYER_RATIOS, MAX_RUNNING, MODEL_OF, ReplayOptions
 from .ranks import RankDenseLayer, RankLatentLayer, RankLayer, RankV4Layer, RankV41Layer
 from .scheduler import Scheduler
@@ -36,7 +38,13 @@ STEP = "step"  # in place of a layer, for work done once for all layers
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The measurements of a step. Times and bytes by (layer type or "step", op)."""
+    """The measurements of a step. Times and bytes by (layer type or "step", op).
+
+    Attributes:
+        blocks_held, blocks_idle: blocks of requests that run, and of prefixes of finished requests
+        prefixes_on_host: prefixes in host memory
+        admitted_tokens, hit_tokens: prompt tokens of the requests that began by now, and prefix hits among them
+    """
 
     step: int
     clock_ms: float
@@ -46,6 +54,9 @@ class StepRecord:
     waiting: int
     blocks_held: int
     blocks_idle: int
+    prefixes_on_host: int
+    admitted_tokens: int
+    hit_tokens: int
     seconds: dict[tuple[str, str], float]
     bytes: dict[tuple[str, str], int]
     samples: list[Sample]
@@ -61,6 +72,9 @@ class Engine:
     Args:
         groups: the builders of metadata, each with the layers that share it
         comm: the rank's communicator, if ranks share the context: each has an engine and replays the same requests
+
+    Attributes:
+        offload: prefixes in host memory; None without host pages
     """
 
     def __init__(
@@ -69,8 +83,6 @@ class Engine:
     ) -> None:  # fmt: skip
         self.options = options
         self.xp = array_module(options.backend)
-        self.pool = BlockPool(options.num_blocks)
-        self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
         longest = max(request.total_length for request in requests)
         self.layers: list[Any] = []
         for index, name in enumerate(options.layers):
@@ -82,6 +94,12 @@ class Engine:
             if layers:
                 self.groups.append((metadata(options, [layer.name for layer in layers], longest), layers))
         self._stopwatch = Stopwatch(self.xp, holds=comm is None)
+        self.offload = None
+        if options.host_pages:
+            pinned, groups = takes_device_arrays(options.backend), groups_of(self.layers, options)
+            self.offload = Offload(groups, options.host_pages, self._stopwatch, options.backend, pinned, verify)
+        self.pool = BlockPool(options.num_blocks, self.offload)
+        self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
 
     def steps(self) -> Iterator[StepRecord]:
         """Run until every request has finished."""
@@ -104,6 +122,9 @@ class Engine:
             waiting=len(scheduler.waiting),
             blocks_held=self.pool.num_used,
             blocks_idle=self.pool.num_idle,
+            prefixes_on_host=0 if self.offload is None else len(self.offload),
+            admitted_tokens=scheduler.admitted_tokens,
+            hit_tokens=scheduler.hit_tokens,
             seconds={},
             bytes={},
             samples=[],
@@ -167,5 +188,8 @@ def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:
         for length in lengths
     ]
     small = replace(options, cache_tokens=sum(-(-r.total_length // BLOCK_TOKENS) for r in requests) * BLOCK_TOKENS)
-    for _ in Engine(small, requests, False, comm).steps():
+    engine = Engine(small, requests, False, comm)
+    for _ in engine.steps():
         pass
+    if engine.offload is not None:
+        engine.pool.acquire([], engine.pool.num_blocks)  # swaps out

@@ -16,6 +16,7 @@ from .blocks import BLOCK_TOKENS
 from .options import MODEL_OF
 from .summary import ATTENTION_OPS
 from .tables import NumberTable
+from .trace import HASH_TOKENS
 from .verify import (
     FP4_COSINE_BOUND,
     FP4_MEAN_BOUND,
@@ -53,6 +54,7 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         _latency(summary),
         _ops(summary),
         _cache(summary),
+        *([_groups(summary)] if summary["prefix"].get("groups") and summary["prefix"]["shared_tokens"] else []),
         *([_ranks(summary)] if "ranks" in summary else []),
         *([_exactness(summary)] if summary["verification"]["samples"] or not _is_unchecked(summary) else []),
     ]
@@ -83,6 +85,8 @@ def _meaning(summary: dict[str, Any]) -> str:
     parts = []
     if checked["samples"]:
         parts.append(f"[green]All {checked['samples']:,} sampled outputs are right[/green] on backend {backend}.")
+    if compared := summary["prefix"].get("host", {}).get("compared"):
+        parts.append(f"All {compared:,} prefixes came back from host memory unchanged.")
     unchecked = [name for name in summary["config"]["layers"] if name in MODEL_OF] if _on_ranks(summary) else []
     if unchecked:
         parts.append(
@@ -227,8 +231,41 @@ def _cache(summary: dict[str, Any]) -> Table:
             f"({prefix['shared_share']:.1%}), in {prefix['requests_with_hits']} requests",
         ),
     )
-    for row in rows:
+    for row in (*rows, *_host(summary)):
         table.add_row(*row)
+    return table
+
+
+def _host(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows on prefixes in host memory."""
+    host = summary["prefix"].get("host")
+    if host is None:
+        return []
+    seconds = {row["op"]: row["seconds"] for row in summary["ops"] if row["layer"] == "step"}
+    rows = [("host memory", f"{summary['config']['host_pages']:,} pages a group, {host['bytes'] / 2**20:,.1f} MiB")]
+    for direction in ("out", "in"):
+        moved, took = host[f"bytes_{direction}"], seconds.get(f"swap {direction}", 0.0)
+        speed = f", {moved / took / 1e9:.2f} GB/s" if took else ""
+        rows.append((
+            f"swapped {direction}",
+            f"{host[f'prefixes_{direction}']:,} times {HASH_TOKENS} tokens: {host[f'pages_{direction}']:,} pages, "
+            f"{moved / 2**20:,.1f} MiB{speed}",
+        ))  # fmt: skip
+    return rows
+
+
+def _groups(summary: dict[str, Any]) -> NumberTable:
+    prefix = summary["prefix"]
+    table = NumberTable(
+        f"Prefix hits by page group: what {counted(prefix['requests_with_hits'], 'request')} took instead of computing",
+        ["layers", "tokens of a page", "tokens needed", "pages", "MiB"],
+        caption="A hit needs only the newest rows of windows, and states of rows that are not complete.",
+    )
+    for row in prefix["groups"]:
+        table.add_row(
+            f"{row['layers']} {row['group']}", f"{row['page_tokens']:,}" if row["page_tokens"] else "a ring",
+            f"{row['positions']:,}", f"{row['pages']:,}", f"{row['bytes'] / 2**20:,.2f}",
+        )  # fmt: skip
     return table
 
 

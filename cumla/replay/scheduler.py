@@ -100,6 +100,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
+        self.admitted_tokens, self.hit_tokens = 0, 0  # of the prompts of requests that began
         self._arrivals = deque(Sequence(index, request) for index, request in enumerate(requests))
 
     def next_step(self) -> list[Scheduled]:
@@ -153,6 +154,8 @@ class Scheduler:
                 break
             sequence.blocks = blocks
             sequence.computed = sequence.shared = len(shared) * HASH_TOKENS
+            self.admitted_tokens += request.input_length
+            self.hit_tokens += sequence.shared
             self.running.append(self.waiting.popleft())
         for sequence in self.waiting:
             sequence.waited = True

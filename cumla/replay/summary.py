@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .engine import Engine, StepRecord
+from .groups import groups_of, hits_by_group
 from .verify import FP4_MEAN_BOUND, FP8_MEAN_BOUND, Direction, Sample, directions_of
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
@@ -48,8 +49,9 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
             "shared_tokens": shared_tokens,
             "shared_share": shared_tokens / prompt_tokens,
             "requests_with_hits": sum(sequence.shared > 0 for sequence in sequences),
+            **_groups(engine),
         },
-        "verification": _verification(samples),
+        "verification": _verification(samples, [] if engine.offload is None else engine.offload.failures),
         "steps": [_step(record) for record in records],
     }
 
@@ -73,6 +75,17 @@ def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list
             }
         )
     return ranks
+
+
+def _groups(engine: Engine) -> dict[str, Any]:
+    """Hits by page group, and what went to host memory and back: of one device, as a rank has parts of the groups."""
+    if engine.options.ranks > 1:
+        return {}
+    hits = [sequence.shared for sequence in engine.scheduler.finished]
+    found: dict[str, Any] = {"groups": hits_by_group(groups_of(engine.layers, engine.options), hits)}
+    if engine.offload is not None:
+        found["host"] = {"bytes": engine.offload.num_bytes, **engine.offload.counts}
+    return found
 
 
 def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:
@@ -137,9 +150,9 @@ def _by_op(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Worst and mean errors of the samples. NaN stays NaN, as in np.max."""
-    failures = [failure for sample in samples if (failure := sample.failure) is not None]
+def _verification(samples: Sequence[Sample], changed: Sequence[str]) -> dict[str, Any]:
+    """Worst and mean errors of the samples. NaN stays NaN, as in np.max. changed: failures of swaps."""
+    failures = [*changed, *(failure for sample in samples if (failure := sample.failure) is not None)]
     by_layer: dict[str, list[Sample]] = defaultdict(list)
     by_kind: dict[str, list[Sample]] = defaultdict(list)
     directions: dict[str, list[Direction]] = defaultdict(list)

@@ -23,10 +23,31 @@ def check_pool(pool, held):
     assert pool.num_idle == len(idle)
 
 
+class Contents:
+    """Takes the part of Offload: what blocks contain. It has room for three prefixes."""
+
+    def __init__(self):
+        self.of_block, self.stored = {}, {}
+
+    def __contains__(self, prefix):
+        return prefix in self.stored
+
+    def store(self, prefixes, pinned):
+        for prefix, blocks in prefixes:
+            self.stored[prefix] = [self.of_block.get(block) for block in blocks]
+        for prefix in [prefix for prefix in self.stored if prefix not in pinned][:-3]:
+            del self.stored[prefix]
+
+    def restore(self, prefixes):
+        for prefix, blocks in prefixes:
+            self.of_block.update(zip(blocks, self.stored.pop(prefix), strict=True))
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_pool_invariants(data):
-    pool, live = BlockPool(data.draw(st.integers(2, 14))), []
+    contents = Contents()
+    pool, live = BlockPool(data.draw(st.integers(2, 14)), data.draw(st.sampled_from([None, contents]))), []
     for _ in range(data.draw(st.integers(1, 30))):
         if live and data.draw(st.booleans()):
             _, blocks = live.pop(data.draw(st.integers(0, len(live) - 1)))
@@ -37,15 +58,21 @@ def test_pool_invariants(data):
             shared = pool.find(prefixes)
             own = data.draw(st.integers(0, 3)) + (len(prefixes) - len(shared)) * BLOCKS_PER_HASH
             room = pool.num_blocks - pool.num_used - sum(BLOCKS_PER_HASH for prefix in shared if prefix in pool._idle)
+            swapped = sum(BLOCKS_PER_HASH for prefix in shared if prefix not in pool._shared)
             blocks = pool.acquire(shared, own)
-            assert (blocks is None) == (own > room)
+            assert (blocks is None) == (own + swapped > room)
             if blocks is not None:
                 others = {block for _, other in live for block in other}
                 assert not others & set(blocks[len(shared) * BLOCKS_PER_HASH :]), "a new block is already in use"
+                wanted = [prefix for prefix in shared for _ in range(BLOCKS_PER_HASH)]
+                assert not pool.offload or [contents.of_block[block] for block in blocks[: len(wanted)]] == wanted
+                contents.of_block.update(dict.fromkeys(blocks[len(wanted) :]))
                 live.append((prefixes, blocks))
                 if data.draw(st.booleans()):
                     for i, prefix in enumerate(prefixes):
-                        pool.publish(prefix, blocks[i * BLOCKS_PER_HASH : (i + 1) * BLOCKS_PER_HASH])
+                        its = blocks[i * BLOCKS_PER_HASH : (i + 1) * BLOCKS_PER_HASH]
+                        contents.of_block.update(dict.fromkeys(its, prefix))
+                        pool.publish(prefix, its)
         check_pool(pool, [blocks for _, blocks in live])
     for _, blocks in live:
         pool.release(blocks)
