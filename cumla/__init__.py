@@ -1,6 +1,7 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
 from . import layers, metadata  # after the operations, which they use
+from .arrays.array import Array
 from .dispatch import kernel_check as _kernel_check
 from .dispatch.debug import debug
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
@@ -93,6 +94,7 @@ __all__ = [
     "MLA_F32",
     "V32_FP8",
     "V32_NOPE_FP8",
+    "Array",
     "CacheLayout",
     "DecodePlan",
     "DenseDecodePlan",

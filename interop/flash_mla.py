@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.array import Array
 from ..dispatch.values import check_choice, check_flags, in_float32
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..layout import DSV41_FP8
@@ -93,23 +94,23 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
 
 
 def flash_mla_with_kvcache(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    q: Array,
+    k_cache: Array,
+    block_table: Array,
+    cache_seqlens: Array,
     head_dim_v: int,
     tile_scheduler_metadata: FlashMLASchedMeta | DecodePlan,
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
-    indices: Any | None = None,
-    attn_sink: Any | None = None,
-    extra_k_cache: Any | None = None,
-    extra_indices_in_kvcache: Any | None = None,
-    topk_length: Any | None = None,
-    extra_topk_length: Any | None = None,
-    out: Any | None = None,
+    indices: Array | None = None,
+    attn_sink: Array | None = None,
+    extra_k_cache: Array | None = None,
+    extra_indices_in_kvcache: Array | None = None,
+    topk_length: Array | None = None,
+    extra_topk_length: Array | None = None,
+    out: Array | None = None,
     *,
     early_release: bool = True,
 ) -> tuple[Any, Any]:
@@ -148,8 +149,9 @@ def flash_mla_with_kvcache(
     check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache, early_release=early_release)
     b, s_q, h_q, _ = _shape("q", q, 4)
     _, page_block_size, h_k, _ = _cache_shape("k_cache", k_cache)
-    if is_fp8_kvcache != (dlpack.borrow(k_cache, "k_cache").itemsize == 1):
-        raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} with a k_cache of {k_cache.dtype}")
+    pages = dlpack.borrow(k_cache, "k_cache")
+    if is_fp8_kvcache != (pages.itemsize == 1):
+        raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} with a k_cache of {pages.dtype}")
     config = Config(
         b, s_q, h_q, page_block_size, h_k, bool(causal), bool(is_fp8_kvcache),
         _width("indices", indices), None if extra_k_cache is None else _cache_shape("extra_k_cache", extra_k_cache)[1],
@@ -233,14 +235,14 @@ def _plan(schedule: FlashMLASchedMeta, plan: Any, op: str, arguments: dict[str, 
 
 
 def flash_mla_sparse_fwd(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: Array,
+    kv: Array,
+    indices: Array,
     sm_scale: float | None,
     d_v: int = V_DIM,
-    attn_sink: Any | None = None,
-    topk_length: Any | None = None,
-    out: Any | None = None,
+    attn_sink: Array | None = None,
+    topk_length: Array | None = None,
+    out: Array | None = None,
     *,
     early_release: bool = True,
 ) -> tuple[Any, Any, Any]:
@@ -264,8 +266,9 @@ def flash_mla_sparse_fwd(
     if sm_scale is not None:
         in_float32("sm_scale", sm_scale)
     results = [out, None, None]
-    if len(getattr(q, "shape", ())) == 3:  # otherwise the call below raises the error
-        s_q, h_q, _ = q.shape
+    shape: Any = getattr(q, "shape", ())
+    if len(shape) == 3:  # otherwise the call below raises the error
+        s_q, h_q, _ = shape
         logits = None, (s_q, h_q), "float32"
         results = _results(q, (out, (s_q, h_q, V_DIM), None), logits, logits)
     outs: tuple[Any, Any, Any] = (results[0], results[1], results[2])

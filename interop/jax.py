@@ -42,6 +42,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,7 @@ def _traceable(op: Op) -> Callable[..., Any]:
 def _signature(op: Op) -> inspect.Signature:
     """The function's parameters under jax.jit, and the arrays that it returns."""
     parameters = [
-        parameter.replace(annotation=parameter.annotation.replace("Any", "jax.Array"))
+        parameter.replace(annotation=re.sub(r"\bArray\b", "jax.Array", parameter.annotation))
         for parameter in op.signature.parameters.values()
     ]
     results = inspect.signature(op.function).return_annotation.count("Any")

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays.array import Array
 from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.shard import Shard
 from ..parallel.context import is_merged_by_heads
@@ -74,12 +75,12 @@ class AxisCommunicator:
 
 def dense_decode(
     axis: str,
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    q: Array,
+    k_cache: Array,
+    block_table: Array,
+    cache_seqlens: Array,
     *,
-    attn_sink: Any = None,
+    attn_sink: Array | None = None,
     split_heads: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -107,13 +108,13 @@ def dense_decode(
 
 def sparse_decode(
     axis: str,
-    q: Any,
-    k_cache: Any,
-    indices: Any,
-    topk_length: Any = None,
+    q: Array,
+    k_cache: Array,
+    indices: Array,
+    topk_length: Array | None = None,
     *,
-    extra_indices: Any = None,
-    attn_sink: Any = None,
+    extra_indices: Array | None = None,
+    attn_sink: Array | None = None,
     split_heads: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -194,7 +195,7 @@ def _merge(parts: Any, lses: Any, attn_sink: Any) -> tuple[Any, Any]:
     return out[:, 0], lse[..., 0]
 
 
-def local_seq_lens(axis: str, seq_lens: Any, *, interleave: int = 1, s_q: int = 1) -> Any:
+def local_seq_lens(axis: str, seq_lens: Array, *, interleave: int = 1, s_q: int = 1) -> Any:
     """The number of the rank's tokens that each query sees.
 
     Args:
@@ -217,13 +218,13 @@ def local_seq_lens(axis: str, seq_lens: Any, *, interleave: int = 1, s_q: int = 
 
 def localise_indices(
     axis: str,
-    indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
+    indices: Array,
+    token_to_req_indices: Array,
+    block_table: Array,
     block_size: int,
     *,
     interleave: int = 1,
-    is_valid_token: Any = None,
+    is_valid_token: Array | None = None,
 ) -> tuple[Any, Any]:
     """The rank's part of the rows that each token selected, as slots of the rank's cache.
 

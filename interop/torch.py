@@ -98,8 +98,8 @@ def _define(op: Op, name: str, takes_results: bool = False) -> Any:
 
 def _check_required(op: Op, arguments: dict[str, Any]) -> None:
     """Raise TypeError for None in place of an array, which a schema's Tensor accepts."""
-    for name, parameter in op.signature.parameters.items():
-        if parameter.annotation == "Any" and parameter.default is parameter.empty and arguments.get(name) is None:
+    for name in op.arrays:
+        if not op.optional(name) and arguments.get(name) is None:
             raise TypeError(f"{name}: got None, expected a tensor")
 
 
@@ -130,7 +130,7 @@ def _schema(op: Op, result_names: list[str]) -> str:
     parts = [f"Tensor({next(aliases)}!) {name}" for name in result_names]
     for name, parameter in op.signature.parameters.items():
         if name in op.arrays:
-            optional = parameter.annotation != "Any" or parameter.default is None
+            optional = op.optional(name)
             kind = f"Tensor({next(aliases)}!)" if name in op.writes else "Tensor"
         else:
             plain = parameter.annotation.removesuffix(" | None")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..dispatch.values import check_flags, check_integers
 from ..layout import DSV4_FP8
 from ..metadata.batch import CommonAttentionMetadata, host_integers
@@ -36,7 +37,7 @@ compute_global_topk_indices_and_lens = indices.compute_global_topk_indices_and_l
 
 
 def quantize_and_insert_k_cache(
-    k: Any, k_cache: Any, slot_mapping: Any, block_size: int = 64, is_ue8m0: bool = True, use_fnuz: bool = False
+    k: Array, k_cache: Array, slot_mapping: Array, block_size: int = 64, is_ue8m0: bool = True, use_fnuz: bool = False
 ) -> None:
     """cumla.quantize_and_insert_k_cache of DSV4_FP8.
 
@@ -49,11 +50,11 @@ def quantize_and_insert_k_cache(
 
 
 def dequantize_and_gather_k_cache(
-    out: Any,
-    k_cache: Any,
-    seq_lens: Any,
-    gather_lens: Any | None,
-    block_table: Any,
+    out: Array,
+    k_cache: Array,
+    seq_lens: Array,
+    gather_lens: Array | None,
+    block_table: Array,
     block_size: int,
     offset: int,
     use_fnuz: bool = False,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.array import Array
 from ..dispatch.backends import BACKENDS
 from ..dispatch.call import BFLOAT16, Call
 from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32, shown
@@ -117,12 +118,12 @@ class MLACommonImpl:
 
     def forward(
         self,
-        q: Any,
-        k_c_normed: Any,
-        k_pe: Any,
-        kv_cache: Any,
+        q: Array,
+        k_c_normed: Array,
+        k_pe: Array,
+        kv_cache: Array,
         attn_metadata: MLACommonMetadata,
-        output: Any = None,
+        output: Array | None = None,
         output_scale: None = None,
         *,
         k_scale: Any = None,

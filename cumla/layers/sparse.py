@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.array import Array
 from ..dispatch.backends import choose
 from ..dispatch.call import end_release
 from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, shown
@@ -79,13 +80,13 @@ class SparseMLALayer:
 
     def step(
         self,
-        q: Any,
-        k: Any,
-        swa_cache: Any,
+        q: Array,
+        k: Array | None,
+        swa_cache: Array,
         metadata: DeepseekSparseSWAMetadata,
         compressed: CompressedCache | None = None,
         *,
-        out: Any = None,
+        out: Array | None = None,
         workspace: LayerWorkspace | None = None,
         prefill_path: str | None = None,
         join: Callable[[], None] | None = None,

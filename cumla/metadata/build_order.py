@@ -37,7 +37,7 @@ def takes_prefix_len(build: Callable[..., R]) -> Callable[..., R]:
         prefix = options.pop("common_prefix_len", 0)
         named = "batch" in options
         if (named and arguments) or (len(arguments) > 1 and is_prefix(*arguments[:2])):
-            prefix, *arguments = arguments  # type: ignore[assignment]
+            prefix, *arguments = arguments
         check_integers(0, common_prefix_len=prefix)
         check_is_batch("batch", options["batch"] if named else arguments[0] if arguments else None)
         return build(builder, *arguments, **options)

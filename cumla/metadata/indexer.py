@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_choice, check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts, IndexerStep
@@ -150,7 +151,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         common_attn_metadata: CommonAttentionMetadata | None = None,
         fast_build: bool = False,
         *,
-        block_table: Any = None,
+        block_table: Array | None = None,
         validate: bool = True,
         stream: Any = None,
     ) -> DeepseekV32IndexerMetadata:
@@ -185,8 +186,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             num_decodes, num_decode_tokens, flatten, 1 if flatten else each, max_decode_len, arrays.block_table,
             batch.max_seq_len,
         )  # fmt: skip
-        if block_table is None:
-            block_table = batch.block_table_tensor
+        given: Any = batch.block_table_tensor if block_table is None else block_table
         framework = dlpack.framework_of(batch.query_start_loc)
 
         slot_mapping, decode, prefill = batch.slot_mapping, None, None
@@ -203,7 +203,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
                 slot_mapping = views["slot_mapping"]
             if num_decodes:
                 decode = DeepSeekV32IndexerDecodeMetadata(
-                    block_table=views["block_table"] if counts.flatten else block_table[:num_decodes],
+                    block_table=views["block_table"] if counts.flatten else given[:num_decodes],
                     seq_lens=views["seq_lens"],
                     decode_lens=views["decode_lens"],
                     requires_padding=not counts.flatten and shortest < max_decode_len,
@@ -211,7 +211,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
                     packed=packed or counts.flatten,
                 )
             if num_prefills:
-                prefill = self._chunks.metadata(chunks, block_table, framework)
+                prefill = self._chunks.metadata(chunks, given, framework)
         return DeepseekV32IndexerMetadata(
             seq_lens=batch.seq_lens,
             num_reqs=batch.num_reqs,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, plain_integers
 from ..kernels.types.metadata import CompressedSlots
@@ -20,9 +21,9 @@ STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of the compressor's st
 @plain_integers
 def compute_positions(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    out: Any = None,
+    query_start_loc: Array,
+    seq_lens: Array,
+    out: Array | None = None,
     *,
     backend: str | None = None,
     stream: Any = None,
@@ -54,11 +55,11 @@ def compute_positions(
 
 def compute_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: Array,
+    seq_lens: Array,
+    block_table: Array,
     block_size: int,
-    out: Any = None,
+    out: Array | None = None,
     *,
     backend: str | None = None,
     stream: Any = None,
@@ -85,12 +86,12 @@ def compute_slot_mapping(
 @plain_integers
 def get_compressed_slot_mapping(
     num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: Array,
+    seq_lens: Array,
+    block_table: Array,
     block_size: int,
     compress_ratio: int,
-    out: Any = None,
+    out: Array | None = None,
     *,
     backend: str | None = None,
     stream: Any = None,

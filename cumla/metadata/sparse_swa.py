@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_flags, check_integers, check_optional_size
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers, WindowStep
@@ -193,8 +194,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         common_attn_metadata: CommonAttentionMetadata | None = None,
         fast_build: bool = False,
         *,
-        c128a_block_table: Any = None,
-        replay_start: Any = None,
+        c128a_block_table: Array | None = None,
+        replay_start: Array | None = None,
         validate: bool = True,
         stream: Any = None,
     ) -> DeepseekSparseSWAMetadata:

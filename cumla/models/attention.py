@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..arrays.streams import InOrder
 from ..dispatch.backends import choose
 from ..dispatch.values import check_flags, check_kind
@@ -167,14 +168,14 @@ class SparseAttention(LayerContext):
 
     def step(
         self,
-        hidden_states: Any,
+        hidden_states: Array,
         layer_caches: LayerCaches,
         metadata: StepMetadata,
         selection: SharedSelection | None = None,
         *,
-        topk_indices: Any = None,
+        topk_indices: Array | None = None,
         early_release: bool = True,
-        out: Any = None,
+        out: Array | None = None,
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
@@ -208,7 +209,7 @@ class SparseAttention(LayerContext):
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream, early_release)
 
     def insert(
-        self, hidden_states: Any, layer_caches: LayerCaches, metadata: StepMetadata, *, stream: Any = None
+        self, hidden_states: Array, layer_caches: LayerCaches, metadata: StepMetadata, *, stream: Any = None
     ) -> None:
         """Insert a step's rows into the window cache, without attending; of a layer of ratio 0.
 

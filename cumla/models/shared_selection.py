@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.array import Array
 from ..arrays.memory import coincide
 from ..dispatch.values import check_integers, check_kind
 from ..layers.selection import Candidates
@@ -20,7 +21,7 @@ from .step import StepMetadata, check_specs
 PAGE_ROWS = 1 << 30  # more positions than a sequence has
 
 
-def selected_tokens(topk_indices: Any, positions: Any, pool: int, *, backend: str | None = None) -> Any:
+def selected_tokens(topk_indices: Array, positions: Array, pool: int, *, backend: str | None = None) -> Any:
     """The tokens that a layer attends to, counted within the request.
 
     GLM's draft layer selects in the first draft step of a round, and attends to the same tokens in the next ones

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind, shown
 from ..metadata.batch import CommonAttentionMetadata, HostLens
@@ -134,8 +135,8 @@ class StepBuilder:
         self,
         batch: CommonAttentionMetadata,
         tables: Mapping[str, Any] | None = None,
-        rings: Any = None,
-        replay_start: Any = None,
+        rings: Array | None = None,
+        replay_start: Array | None = None,
     ) -> StepMetadata:
         """Metadata of a decode-first batch. The batch's own block table is for latent rows, or for the window caches.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
@@ -16,12 +17,12 @@ def advance_step(
     num_seqs: int,
     num_queries: int,
     block_size: int,
-    input_tokens: Any,
-    sampled_token_ids: Any,
-    input_positions: Any,
-    seq_lens: Any,
-    slot_mapping: Any,
-    block_tables: Any,
+    input_tokens: Array,
+    sampled_token_ids: Array,
+    input_positions: Array,
+    seq_lens: Array,
+    slot_mapping: Array,
+    block_tables: Array,
     *,
     backend: str | None = None,
     stream: Any = None,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..arrays.memory import extent
 from ..dispatch.call import BYTES, SLOTS, Call
 from ..dispatch.formats import bytes_of
@@ -17,9 +18,9 @@ from ..dispatch.launch_cache import launch_cached
 
 @launch_cached
 def swap_blocks(
-    src: Any,
-    dst: Any,
-    src_to_dst: Any,
+    src: Array,
+    dst: Array,
+    src_to_dst: Array,
     *,
     backend: str | None = None,
     stream: Any = None,
@@ -73,8 +74,8 @@ def swap_blocks(
 
 @launch_cached
 def copy_blocks(
-    kv_caches: Sequence[Any],
-    src_to_dsts: Any,
+    kv_caches: Sequence[Array],
+    src_to_dsts: Array,
     *,
     backend: str | None = None,
     stream: Any = None,

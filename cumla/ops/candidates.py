@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
@@ -35,17 +36,17 @@ TOPK_BLOCKS = 2048
 
 @launch_cached
 def select_candidate_blocks(
-    logits: Any,
+    logits: Array,
     topk_blocks: int = TOPK_BLOCKS,
-    row_starts: Any | None = None,
-    row_ends: Any | None = None,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
     *,
-    seq_lens: Any | None = None,
+    seq_lens: Array | None = None,
     next_n: int = 1,
     candidate_block_size: int = CANDIDATE_BLOCK,
     max_workspace_bytes: int = WORKSPACE_BYTES,
-    workspace: Any = None,
-    out: Any = None,
+    workspace: Array | None = None,
+    out: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
@@ -95,12 +96,12 @@ def select_candidate_blocks(
 
 @launch_cached
 def apply_candidate_mask(
-    logits: Any,
-    candidate_blocks: Any,
-    row_starts: Any | None = None,
-    row_ends: Any | None = None,
+    logits: Array,
+    candidate_blocks: Array,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
     *,
-    seq_lens: Any | None = None,
+    seq_lens: Array | None = None,
     next_n: int = 1,
     candidate_block_size: int = CANDIDATE_BLOCK,
     with_nan: bool = False,
@@ -135,16 +136,16 @@ def apply_candidate_mask(
 
 @launch_cached
 def candidate_logits(
-    q: Any,
-    kv_cache: Any,
-    weights: Any,
-    candidate_blocks: Any,
-    context_lens: Any,
-    block_table: Any,
+    q: Array,
+    kv_cache: Array,
+    weights: Array,
+    candidate_blocks: Array,
+    context_lens: Array,
+    block_table: Array,
     *,
     candidate_block_size: int = CANDIDATE_BLOCK,
     layout: CacheLayout | str | None = None,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -185,20 +186,20 @@ def candidate_logits(
 
 @launch_cached
 def candidate_topk(
-    q: Any,
-    kv_cache: Any,
-    weights: Any,
-    candidate_blocks: Any,
+    q: Array,
+    kv_cache: Array,
+    weights: Array,
+    candidate_blocks: Array,
     topk: int,
-    context_lens: Any,
-    block_table: Any,
+    context_lens: Array,
+    block_table: Array,
     *,
     candidate_block_size: int = CANDIDATE_BLOCK,
     layout: CacheLayout | str | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
-    workspace: Any = None,
+    workspace: Array | None = None,
     batch_invariant: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,

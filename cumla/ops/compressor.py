@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
@@ -19,28 +20,28 @@ ROWS = ("DSV4_FP8", "DSV4_BF16", "DSV4_F32", "INDEXER_FP8", "INDEXER_BF16", "IND
 
 @launch_cached
 def compress_and_insert(
-    kv_score: Any,
-    position_bias: Any,
-    norm_weight: Any,
-    state_cache: Any,
-    state_slot_mapping: Any,
-    state_block_table: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    token_to_req_indices: Any,
-    query_start_loc: Any,
-    cos_sin_cache: Any,
+    kv_score: Array,
+    position_bias: Array,
+    norm_weight: Array,
+    state_cache: Array,
+    state_slot_mapping: Array,
+    state_block_table: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    positions: Array,
+    token_to_req_indices: Array,
+    query_start_loc: Array,
+    cos_sin_cache: Array,
     *,
     compress_ratio: int,
     eps: float = 1e-6,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
-    index_kv_score: Any | None = None,
-    index_position_bias: Any | None = None,
-    index_norm_weight: Any | None = None,
-    index_state_cache: Any | None = None,
-    index_k_cache: Any | None = None,
+    index_kv_score: Array | None = None,
+    index_position_bias: Array | None = None,
+    index_norm_weight: Array | None = None,
+    index_state_cache: Array | None = None,
+    index_k_cache: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, BYTES, INT32, Call
 from ..dispatch.formats import pages_of
 from ..dispatch.launch_cache import launch_cached
@@ -24,18 +25,18 @@ MAX_E4M3 = 448.0
 
 @launch_cached
 def mha_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
     *,
-    k_pe: Any | None = None,
+    k_pe: Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     accumulate: bool = False,
-    out: Any | None = None,
-    lse: Any | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -100,19 +101,19 @@ def mha_varlen(
 
 @launch_cached
 def dense_mla_decode(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
+    q: Array,
+    k_cache: Array,
+    block_table: Array,
+    cache_seqlens: Array,
     *,
-    scale: Any = None,
+    scale: float | Array | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     max_seqlen: int | None = None,
     plan: DenseDecodePlan | None = None,
     batch_invariant: bool = False,
-    out: Any | None = None,
-    lse: Any | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,

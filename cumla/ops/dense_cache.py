@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, without_middle_axis
 from ..dispatch.formats import bytes_of, pages_of
 from ..dispatch.launch_cache import launch_cached
@@ -25,12 +26,12 @@ VALUE_TYPES: dict[np.dtype[Any], ValueType] = {
 
 @launch_cached
 def concat_and_cache_mla(
-    kv_c: Any,
-    k_pe: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache: Array,
+    slot_mapping: Array,
     kv_cache_dtype: str = "auto",
-    scale: Any = None,
+    scale: float | Array | None = None,
     *,
     backend: str | None = None,
     stream: Any = None,
@@ -73,14 +74,14 @@ def concat_and_cache_mla(
 
 @launch_cached
 def gather_cache(
-    src_cache: Any,
-    dst: Any,
-    block_table: Any,
-    cu_seq_lens: Any,
+    src_cache: Array,
+    dst: Array,
+    block_table: Array,
+    cu_seq_lens: Array,
     batch_size: int,
-    seq_starts: Any = None,
+    seq_starts: Array | None = None,
     *,
-    scale: Any = None,
+    scale: float | Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import ml_dtypes
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout, pages_of
 from ..dispatch.launch_cache import launch_cached
@@ -36,10 +37,10 @@ LEAST_EXPONENT, LEAST_EXPONENT_ROPE_FIRST = INDEXER_FP8.min_exponent, -42
 
 @launch_cached
 def fused_indexer_q_rope_quant(
-    positions: Any,
-    index_q: Any,
-    index_q_cos_sin_cache: Any | None,
-    index_weights: Any,
+    positions: Array,
+    index_q: Array,
+    index_q_cos_sin_cache: Array | None,
+    index_weights: Array,
     index_weights_softmax_scale: float | None = None,
     index_weights_head_scale: float | None = None,
     *,
@@ -48,9 +49,9 @@ def fused_indexer_q_rope_quant(
     quantize: bool = True,
     q_format: QueryFormat = "fp8",
     hadamard: bool = False,
-    ssmax_scale: Any | None = None,
-    ssmax_bias: Any | None = None,
-    out: tuple[Any, Any] | None = None,
+    ssmax_scale: Array | None = None,
+    ssmax_bias: Array | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -127,16 +128,16 @@ def fused_indexer_q_rope_quant(
 
 @launch_cached
 def fp8_mqa_logits(
-    q: Any,
-    kv: Any,
-    weights: Any,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
+    q: Array,
+    kv: Array | tuple[Array, Array],
+    weights: Array,
+    cu_seqlen_ks: Array,
+    cu_seqlen_ke: Array,
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
     *,
-    kv_scales: Any | None = None,
-    out: Any = None,
+    kv_scales: Array | None = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -223,17 +224,17 @@ def check_contiguous_scales(name: str, scales: Any, row_bytes: int) -> None:
 
 @launch_cached
 def fp8_paged_mqa_logits(
-    q: Any,
-    kv_cache: Any,
-    weights: Any,
-    context_lens: Any,
-    block_table: Any,
-    schedule_metadata: Any | None = None,
+    q: Array,
+    kv_cache: Array,
+    weights: Array,
+    context_lens: Array,
+    block_table: Array,
+    schedule_metadata: Array | None = None,
     max_context_len: int | None = None,
     clean_logits: bool = False,
     *,
     layout: CacheLayout | str | None = None,
-    out: Any = None,
+    out: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
@@ -330,11 +331,11 @@ def rows_of_table(block_table: Any, pages: Any) -> int:
 
 @launch_cached
 def get_paged_mqa_logits_metadata(
-    context_lens: Any,
+    context_lens: Array,
     block_kv: int,
     num_sms: int,
     *,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
@@ -23,14 +24,14 @@ ALIGNMENT = 16  # bytes to which rows of logits are aligned in a workspace
 
 @launch_cached
 def top_k_per_row(
-    logits: Any,
+    logits: Array,
     topk: int,
-    row_starts: Any | None = None,
-    row_ends: Any | None = None,
+    row_starts: Array | None = None,
+    row_ends: Array | None = None,
     *,
-    seq_lens: Any | None = None,
+    seq_lens: Array | None = None,
     next_n: int = 1,
-    out: Any = None,
+    out: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
@@ -91,30 +92,30 @@ def checked_logits(
 
 @launch_cached
 def indexer_topk(
-    q: Any,
-    kv: Any,
-    weights: Any,
+    q: Array,
+    kv: Array | tuple[Array, Array],
+    weights: Array,
     topk: int,
     *,
-    cu_seqlen_ks: Any | None = None,
-    cu_seqlen_ke: Any | None = None,
+    cu_seqlen_ks: Array | None = None,
+    cu_seqlen_ke: Array | None = None,
     max_seqlen_k: int = 0,
-    kv_scales: Any | None = None,
-    context_lens: Any | None = None,
-    block_table: Any | None = None,
-    schedule_metadata: Any | None = None,
+    kv_scales: Array | None = None,
+    context_lens: Array | None = None,
+    block_table: Array | None = None,
+    schedule_metadata: Array | None = None,
     max_context_len: int | None = None,
     layout: CacheLayout | str | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
-    workspace: Any = None,
-    out: Any = None,
-    slots: tuple[Any, Any] | None = None,
-    is_valid_token: Any | None = None,
-    slot_block_table: Any | None = None,
+    workspace: Array | None = None,
+    out: Array | None = None,
+    slots: tuple[Array, Array] | None = None,
+    is_valid_token: Array | None = None,
+    slot_block_table: Array | None = None,
     slot_block_size: int | None = None,
     pool: int = 1,
-    positions: Any | None = None,
-    candidate_blocks: Any | None = None,
+    positions: Array | None = None,
+    candidate_blocks: Array | None = None,
     candidate_block_size: int = CANDIDATE_BLOCK,
     early_release: bool = True,
     backend: str | None = None,
@@ -174,7 +175,11 @@ def indexer_topk(
         next_n, width = q.shape[1], min(checked_width(max_context_len, table, pages), rows_of_table(table, pages))
         tokens = len(q) * next_n
     else:
-        of_pages = {"context_lens": context_lens, "schedule_metadata": schedule_metadata, "layout": layout}
+        of_pages: dict[str, Any] = {
+            "context_lens": context_lens,
+            "schedule_metadata": schedule_metadata,
+            "layout": layout,
+        }
         of_pages |= {"max_context_len": max_context_len, "slots": slots, "is_valid_token": is_valid_token}
         of_pages |= {"slot_block_table": slot_block_table, "slot_block_size": slot_block_size, "positions": positions}
         of_pages |= {"pool": pool if pool > 1 else None}

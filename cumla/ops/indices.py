@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BOOL, INT32, Call, without_middle_axis
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
@@ -18,17 +19,17 @@ INT32_MAX = 2**31 - 1
 
 @launch_cached
 def compute_swa_indices_and_lens(
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    is_valid_token: Any,
-    block_table: Any,
+    query_start_loc: Array,
+    seq_lens: Array,
+    token_to_req_indices: Array,
+    is_valid_token: Array,
+    block_table: Array,
     block_size: int,
     window_size: int,
     num_tokens: int,
     *,
     token_offset: int = 0,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -71,17 +72,17 @@ def compute_swa_indices_and_lens(
 
 @launch_cached
 def compute_global_topk_indices_and_lens(
-    topk_indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
+    topk_indices: Array,
+    token_to_req_indices: Array,
+    block_table: Array,
     block_size: int,
-    is_valid_token: Any,
+    is_valid_token: Array,
     *,
     compact: bool = False,
-    positions: Any | None = None,
+    positions: Array | None = None,
     compress_ratio: int = 1,
     pool: int = 1,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -149,10 +150,10 @@ def pooled_width(topk: Any, pool: int) -> Any:
 
 @launch_cached
 def combine_topk_swa_indices(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
+    topk_indices: Array,
+    query_start_loc: Array,
+    seq_lens: Array,
+    gather_lens: Array,
     window_size: int,
     compress_ratio: int,
     topk: int,
@@ -160,7 +161,7 @@ def combine_topk_swa_indices(
     N: int,
     *,
     compact: bool = False,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -215,26 +216,26 @@ def combine_topk_swa_indices(
 
 @launch_cached
 def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices: Any,
-    decode_compressed_indices: Any | None,
-    decode_compressed_topk_lens: Any | None,
-    prefill_topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    swa_block_table: Any,
+    decode_swa_indices: Array,
+    decode_compressed_indices: Array | None,
+    decode_compressed_topk_lens: Array | None,
+    prefill_topk_indices: Array,
+    query_start_loc: Array,
+    seq_lens: Array,
+    token_to_req_indices: Array,
+    swa_block_table: Array,
     swa_block_size: int,
-    compressed_block_table: Any | None,
+    compressed_block_table: Array | None,
     compressed_block_size: int,
     window_size: int,
     compress_ratio: int,
     topk: int,
     decode_compressed_indices_are_local: bool = False,
-    decode_is_valid_token: Any | None = None,
+    decode_is_valid_token: Array | None = None,
     swa_block_span: int | None = None,
     compressed_block_span: int | None = None,
     *,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
@@ -20,20 +21,20 @@ MOST_POOLED = 128  # tokens of a pool
 
 @launch_cached
 def indexer_kpool_and_insert(
-    k: Any,
-    gate: Any,
-    weight: Any,
-    bias: Any,
-    ape: Any,
-    state_cache: Any,
-    state_slot_mapping: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    query_start_loc: Any,
+    k: Array,
+    gate: Array,
+    weight: Array,
+    bias: Array,
+    ape: Array,
+    state_cache: Array,
+    state_slot_mapping: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    positions: Array,
+    query_start_loc: Array,
     *,
-    restart_rows: Any | None = None,
-    restart_positions: Any | None = None,
+    restart_rows: Array | None = None,
+    restart_positions: Array | None = None,
     eps: float = 1e-6,
     hadamard: bool = True,
     block_size: int | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers
@@ -17,17 +18,17 @@ VALUES = (*FLOAT32, *BF16)
 
 @launch_cached
 def compress_latents(
-    kv_score: Any,
-    norm_weight: Any,
-    slot_mapping: Any,
-    latents: Any,
+    kv_score: Array,
+    norm_weight: Array,
+    slot_mapping: Array,
+    latents: Array,
     *,
     compress_ratio: int,
-    positions: Any | None = None,
-    query_start_loc: Any | None = None,
-    state_cache: Any | None = None,
-    restart_rows: Any | None = None,
-    restart_positions: Any | None = None,
+    positions: Array | None = None,
+    query_start_loc: Array | None = None,
+    state_cache: Array | None = None,
+    restart_rows: Array | None = None,
+    restart_positions: Array | None = None,
     eps: float = 1e-20,
     round_pooled: bool = False,
     backend: str | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, BYTES, FLOAT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
@@ -15,9 +16,9 @@ COLUMNS_STEP = 32  # columns of a block are a multiple of it
 
 @launch_cached
 def fp8_block_linear(
-    x: Any,
-    weight: Any,
-    weight_scale: Any,
+    x: Array,
+    weight: Array,
+    weight_scale: Array,
     *,
     block_rows: int = 128,
     block_columns: int = 128,
@@ -26,7 +27,7 @@ def fp8_block_linear(
     finite_weights: bool = False,
     is_ue8m0: bool = False,
     batch_invariant: bool = False,
-    out: Any = None,
+    out: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,

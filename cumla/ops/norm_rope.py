@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
@@ -23,13 +24,13 @@ QUANTIZED_GROUP = 128  # values of a quantised output that share a scale
 
 @launch_cached
 def fused_q_kv_rmsnorm(
-    qr: Any,
-    kv: Any,
-    q_weight: Any,
-    kv_weight: Any,
+    qr: Array,
+    kv: Array,
+    q_weight: Array,
+    kv_weight: Array,
     eps: float = 1e-6,
     *,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -67,17 +68,17 @@ def fused_q_kv_rmsnorm(
 
 @launch_cached
 def qnorm_rope_and_insert(
-    q: Any,
-    kv: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
+    q: Array,
+    kv: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    positions: Array,
+    cos_sin_cache: Array,
     *,
     eps: float = 1e-6,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
-    out: Any = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -125,13 +126,13 @@ def qnorm_rope_and_insert(
 
 @launch_cached
 def norm_rope_and_insert(
-    kv: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any,
+    kv: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    positions: Array,
+    cos_sin_cache: Array,
     *,
-    weight: Any | None = None,
+    weight: Array | None = None,
     eps: float = 1e-6,
     round_rows: bool = True,
     block_size: int | None = None,
@@ -176,13 +177,13 @@ def norm_rope_and_insert(
 
 @launch_cached
 def indexer_knorm_rope_and_insert(
-    k: Any,
-    weight: Any,
-    bias: Any,
-    k_cache: Any,
-    slot_mapping: Any,
-    positions: Any,
-    cos_sin_cache: Any | None,
+    k: Array,
+    weight: Array,
+    bias: Array,
+    k_cache: Array,
+    slot_mapping: Array,
+    positions: Array,
+    cos_sin_cache: Array | None,
     *,
     eps: float = 1e-6,
     rope_first: bool = True,
@@ -236,16 +237,16 @@ def indexer_knorm_rope_and_insert(
 
 @launch_cached
 def apply_rope(
-    x: Any,
-    positions: Any,
-    cos_sin_cache: Any | None,
+    x: Array,
+    positions: Array,
+    cos_sin_cache: Array | None,
     *,
     inverse: bool = False,
     rope_first: bool = False,
     is_neox: bool = False,
-    ssmax_scale: Any | None = None,
-    ssmax_bias: Any | None = None,
-    out: Any = None,
+    ssmax_scale: Array | None = None,
+    ssmax_bias: Array | None = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -286,13 +287,13 @@ def apply_rope(
 
 @launch_cached
 def inverse_rope_and_quantize(
-    o: Any,
-    positions: Any,
-    cos_sin_cache: Any,
+    o: Array,
+    positions: Array,
+    cos_sin_cache: Array,
     num_groups: int,
     *,
     is_ue8m0: bool = False,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.array import Array
 from ..dispatch.call import FLOATS, INT32, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_row_width, named_layout
 from ..dispatch.launch_cache import launch_cached
@@ -17,14 +18,14 @@ from .indices import request_arrays
 
 @launch_cached
 def gather_prefill_rows(
-    out: Any,
-    swa_cache: Any,
-    swa_block_table: Any,
+    out: Array,
+    swa_cache: Array,
+    swa_block_table: Array,
     swa_block_size: int,
-    seq_lens: Any,
-    gather_lens: Any,
-    query_start_loc: Any,
-    topk_indices: Any,
+    seq_lens: Array,
+    gather_lens: Array,
+    query_start_loc: Array,
+    topk_indices: Array,
     topk: int,
     window_size: int,
     compress_ratio: int,
@@ -32,8 +33,8 @@ def gather_prefill_rows(
     *,
     compact: bool,
     layout: CacheLayout,
-    compressed_cache: Any = None,
-    compressed_block_table: Any = None,
+    compressed_cache: Array | None = None,
+    compressed_block_table: Array | None = None,
     compressed_layout: CacheLayout | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..dispatch.call import BOOL, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.values import check_integers, check_kind, plain_integers, shown
 from ..kernels.types.shard import Shard, ShardedIndices, ShardedSlots
@@ -34,7 +35,13 @@ def check_shard(shard: Any, name: str = "shard") -> Shard:
 
 @plain_integers
 def local_seq_lens(
-    seq_lens: Any, shard: Shard, *, s_q: int = 1, out: Any | None = None, backend: str | None = None, stream: Any = None
+    seq_lens: Array,
+    shard: Shard,
+    *,
+    s_q: int = 1,
+    out: Array | None = None,
+    backend: str | None = None,
+    stream: Any = None,
 ) -> Any:
     """The number of the rank's tokens that each query sees.
 
@@ -61,11 +68,11 @@ def local_seq_lens(
 
 @plain_integers
 def local_block_table(
-    block_table: Any,
+    block_table: Array,
     shard: Shard | None = None,
     *,
     s_q: int = 1,
-    out: Any | None = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -95,15 +102,15 @@ def local_block_table(
 
 @plain_integers
 def local_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
+    query_start_loc: Array,
+    seq_lens: Array,
+    block_table: Array,
     block_size: int,
     shard: Shard,
     *,
     num_tokens: int,
     compress_ratio: int = 1,
-    out: Any | None = None,
+    out: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -138,14 +145,14 @@ def local_slot_mapping(
 
 @plain_integers
 def localise_indices(
-    indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
+    indices: Array,
+    token_to_req_indices: Array,
+    block_table: Array,
     block_size: int,
     shard: Shard,
-    is_valid_token: Any | None = None,
+    is_valid_token: Array | None = None,
     *,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -184,12 +191,12 @@ def localise_indices(
 
 @plain_integers
 def merge_partials(
-    parts: Any,
-    lses: Any,
-    attn_sink: Any | None = None,
+    parts: Array,
+    lses: Array,
+    attn_sink: Array | None = None,
     *,
-    out: Any | None = None,
-    lse: Any | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:

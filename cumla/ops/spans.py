@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..arrays.memory import extent, share_elements
 from ..dispatch.call import SLOTS, Call
 from ..dispatch.values import plain_integers
@@ -20,9 +21,9 @@ MOST_PAGE_BYTES = 2**31 - 1
 
 @plain_integers
 def copy_spans(
-    src: Sequence[Any],
-    dst: Sequence[Any],
-    spans: Any,
+    src: Sequence[Array],
+    dst: Sequence[Array],
+    spans: Array,
     *,
     backend: str | None = None,
     stream: Any = None,

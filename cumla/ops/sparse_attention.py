@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..arrays.dlpack import Argument
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, without_middle_axis
 from ..dispatch.formats import cache_layout, cache_pages, named_layout
@@ -25,24 +26,24 @@ PARTNERS = {"DSV41_FP8": DSV41_FP4, "DSV41_FP8_SPLIT": DSV41_FP4_SPLIT}
 
 @launch_cached
 def sparse_mla_decode(
-    q: Any,
-    k_cache: Any,
-    indices: Any,
+    q: Array,
+    k_cache: Array,
+    indices: Array,
     *,
     layout: CacheLayout | str | None = None,
     block_size: int | None = None,
-    topk_length: Any | None = None,
-    extra_k_cache: Any | None = None,
-    extra_indices: Any | None = None,
-    extra_topk_length: Any | None = None,
+    topk_length: Array | None = None,
+    extra_k_cache: Array | None = None,
+    extra_indices: Array | None = None,
+    extra_topk_length: Array | None = None,
     extra_block_size: int | None = None,
     extra_layout: CacheLayout | str | None = None,
-    attn_sink: Any | None = None,
+    attn_sink: Array | None = None,
     softmax_scale: float | None = None,
     plan: DecodePlan | None = None,
     batch_invariant: bool = False,
-    out: Any | None = None,
-    lse: Any | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
@@ -119,19 +120,19 @@ def sparse_mla_decode(
 
 @launch_cached
 def sparse_mla_prefill(
-    q: Any,
-    kv: Any,
-    indices: Any,
+    q: Array,
+    kv: Array,
+    indices: Array,
     *,
     softmax_scale: float | None = None,
     d_v: int = V_DIM,
-    attn_sink: Any | None = None,
-    topk_length: Any | None = None,
+    attn_sink: Array | None = None,
+    topk_length: Array | None = None,
     precision: str | None = None,
     layout: CacheLayout | str | None = None,
     block_size: int | None = None,
-    workspace: Any = None,
-    out: tuple[Any, Any, Any] | None = None,
+    workspace: Array | None = None,
+    out: tuple[Array, Array, Array] | None = None,
     early_release: bool = True,
     backend: str | None = None,
     stream: Any = None,
@@ -238,12 +239,12 @@ def fp8_memory(call: Call, workspace: Any, precision: str | None, q: Any, kv: An
 
 @launch_cached
 def merge_attn_states(
-    output: Any,
-    prefix_output: Any,
-    prefix_lse: Any,
-    suffix_output: Any,
-    suffix_lse: Any,
-    output_lse: Any | None = None,
+    output: Array,
+    prefix_output: Array,
+    prefix_lse: Array,
+    suffix_output: Array,
+    suffix_lse: Array,
+    output_lse: Array | None = None,
     *,
     backend: str | None = None,
     stream: Any = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.array import Array
 from ..arrays.dlpack import Argument
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import bytes_of, cache_layout, cache_pages, check_row_width, pages_of
@@ -18,9 +19,9 @@ from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, Cach
 
 @launch_cached
 def quantize_and_insert_k_cache(
-    k: Any,
-    k_cache: Any,
-    slot_mapping: Any,
+    k: Array,
+    k_cache: Array,
+    slot_mapping: Array,
     block_size: int | None = None,
     is_ue8m0: bool = True,
     *,
@@ -101,11 +102,11 @@ def checked_slots(call: Call, slot_mapping: Any, rows_name: str) -> Any:
 
 @launch_cached
 def dequantize_and_gather_k_cache(
-    out: Any,
-    k_cache: Any,
-    seq_lens: Any,
-    gather_lens: Any | None,
-    block_table: Any,
+    out: Array,
+    k_cache: Array,
+    seq_lens: Array,
+    gather_lens: Array | None,
+    block_table: Array,
     block_size: int | None = None,
     offset: int = 0,
     *,
@@ -165,9 +166,9 @@ def dequantize_and_gather_k_cache(
 
 @launch_cached
 def indexer_k_quant_and_cache(
-    k: Any,
-    kv_cache: Any,
-    slot_mapping: Any,
+    k: Array,
+    kv_cache: Array,
+    slot_mapping: Array,
     quant_block_size: int = 128,
     scale_fmt: str | None = "ue8m0",
     *,
@@ -222,11 +223,11 @@ def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
 
 @launch_cached
 def cp_gather_indexer_k_quant_cache(
-    kv_cache: Any,
-    dst_k: Any,
-    dst_scale: Any | None,
-    block_table: Any,
-    cu_seq_lens: Any,
+    kv_cache: Array,
+    dst_k: Array,
+    dst_scale: Array | None,
+    block_table: Array,
+    cu_seq_lens: Array,
     *,
     backend: str | None = None,
     stream: Any = None,

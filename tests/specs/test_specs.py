@@ -29,7 +29,7 @@ def test_a_spec_names_the_array_arguments_in_order(spec):
     parameters = inspect.signature(spec.function).parameters
     arrays = [
         name for name, parameter in parameters.items()
-        if "Any" in str(parameter.annotation) and name not in (*spec.outputs, "plan", "workspace", "stream")
+        if "Array" in str(parameter.annotation) and name not in (*spec.outputs, "workspace")
     ]  # fmt: skip
     assert list(spec.arrays) == arrays
     assert {variant.name for variant in spec.variants}.isdisjoint(spec.outputs)
