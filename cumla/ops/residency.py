@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.array import Array
 from ..dispatch.call import INT32, Call
 from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
@@ -20,17 +21,17 @@ MOST_HOT_ROWS = 16384  # of a lane: kernels list its slots in shared memory
 
 @launch_cached
 def resolve_resident(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    lanes: Any,
-    slot_of_row: Any,
-    row_of_slot: Any,
-    last_use: Any,
-    clock: Any,
+    topk_indices: Array,
+    query_start_loc: Array,
+    seq_lens: Array,
+    lanes: Array,
+    slot_of_row: Array,
+    row_of_slot: Array,
+    last_use: Array,
+    clock: Array,
     *,
     compress_ratio: int = 1,
-    out: tuple[Any, Any] | None = None,
+    out: tuple[Array, Array] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -90,11 +91,11 @@ def resolve_resident(
 
 @launch_cached
 def fetch_resident(
-    misses: Any,
-    lanes: Any,
-    block_table: Any,
-    host_cache: Any,
-    cache: Any,
+    misses: Array,
+    lanes: Array,
+    block_table: Array,
+    host_cache: Array,
+    cache: Array,
     *,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
