@@ -1,4 +1,4 @@
-"""The command line: `cumla replay`, `check`, `bench`, `warmup` and `info` (or `python -m cumla ...`)."""
+"""The command line: `cumla replay`, `check`, `bench`, `warmup`, `export` and `info` (or `python -m cumla ...`)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from .replay.scheduler import STEP_MS
 from .replay.trace import INT32_MAX
 
 MAX_HEADS = 128
+EXPORTED_KINDS = ("v4", "v32")
 MAX_BATCH = 4096
 MAX_SIZE = 2**20  # the largest array size that an option takes
 MAX_SEED = 2**47  # 16 more bits still fit in a 64-bit integer
@@ -120,6 +121,12 @@ def make_parser() -> Parser:
         description="Compile the kernels that serving needs into the caches on disk, and test each against the "
         "reference. A later process then starts warm: it compiles, tests and waits for nothing. "
         "Exit status 1 if a compiled kernel gives wrong results; the message names it and says what to do.",
+    ))  # fmt: skip
+    _add_export(commands.add_parser(
+        "export", help="compiled kernels and their launches in one file, for engines without Python",
+        description="Write a file with the compiled kernels and the launches of every call that a model's attention "
+        "needs, for the C runtime (docs: Without Python). No GPU is needed. Exit status 1 if a call's launches follow "
+        "from no formula, or the file cannot be written.",
     ))  # fmt: skip
     info = commands.add_parser(
         "info", help="versions, devices and backends, and how to install what is missing",
@@ -276,6 +283,34 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_warmup)
 
 
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="config.json of a DeepSeek V3.2 or V4, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
+    )  # fmt: skip
+    _add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
+    model.add_argument("--kind", choices=EXPORTED_KINDS, default="v4", help="without --config (default: v4)")
+    _add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
+    _add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    device = parser.add_argument_group("device")
+    device.add_argument("--capability", metavar="X.Y", default="9.0", help="compute capability (default: 9.0)")
+    _add_number(device, "--sms", 1, 1024, "SMs: 132 of an H100 SXM, H200 or GH200, 114 or 78 of other Hoppers",
+                default=132)  # fmt: skip
+    device.add_argument(
+        "--clusters", metavar="CTAS:NUMBER,...",
+        help="clusters that run at a time, by their CTAs (default: for 132 SMs those of an H200, else none are used)",
+    )  # fmt: skip
+    sizes = parser.add_argument_group("sizes")
+    _add_number(sizes, "--tokens", 1, 2**16, "most tokens of a step", default=4096)
+    _add_number(sizes, "--requests", 1, MAX_BATCH, "most requests of a step", default=256)
+    _add_number(sizes, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the file is written")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print what a file serves, and export nothing")
+    parser.add_argument("--runtime", type=Path, metavar="DIR", help="write the C runtime's sources there")
+    parser.set_defaults(run=_export)
+
+
 def _default(name: str) -> str:
     device, host = (getattr(defaults, name) for defaults in (DEVICE_DEFAULTS, HOST_DEFAULTS))
     return f"(default: {'uncut' if device is None else device} on a device, {host} on the CPU)"
@@ -382,6 +417,24 @@ def _warmup(args: argparse.Namespace) -> int:
         inapplicable.refuse(args, ["--backend"], "with --capability, which lists kernels of cuda")
         return warm_capability.run(Console(), model, args.batch, args.block_size, args.capability)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
+
+
+def _export(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .cli import export, inapplicable
+
+    if args.out is None and args.show is None and args.runtime is None:
+        raise InputError("--out, --show, --runtime: got none of them, expected at least one")
+    if args.config is None:
+        inapplicable.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
+        model = export.Model(args.kind, args.heads, args.topk)
+    else:
+        inapplicable.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
+        model = export.Model.from_config(args.config, args.ranks)
+    device = export.device_of(args.capability, args.sms, args.clusters)
+    claims = export.Claims(args.tokens, args.requests, args.block_size)
+    return export.run(Console(), model, device, claims, args.out, args.show, args.runtime)
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -79,7 +79,7 @@ def test_commands_run(path, tmp_path, monkeypatch, capsys):
     config |= {"q_lora_rank": 128, "o_groups": 8, "o_lora_rank": 64}
     pathlib.Path("config.json").write_text(json.dumps(config))
     monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args, suites: record)
-    for name in ("cli.replay", "cli.check", "cli.warmup"):
+    for name in ("cli.replay", "cli.check", "cli.warmup", "cli.export"):
         monkeypatch.setattr(f"cumla.{name}.run", lambda *args: 0)
     lines = list(commands(path.read_text()))
     for line in lines:

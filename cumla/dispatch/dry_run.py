@@ -52,6 +52,7 @@ class DryRun:
     described: Device | None = None
     asked: list[Asked] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    plans: dict[int, Any] = field(default_factory=dict)  # descriptions of plans: a plan that one call made stays made
 
     @property
     def on_device(self) -> bool:
@@ -81,22 +82,26 @@ class _FakeKernels:
         module = importlib.import_module(f"cumla.kernels.cuda.{self._file}")
         number = max(self._dry_run.device or 0, 0)
         with described(device), recorded_launches() as launches:
-            getattr(module, function)(*_on_device(arguments, number), **_on_device(keywords, number))
+            plans = self._dry_run.plans
+            getattr(module, function)(*_on_device(arguments, number, plans), **_on_device(keywords, number, plans))
         return launches
 
 
-def _on_device(value: Any, device: int) -> Any:
-    """Arguments of kernels whose fake arrays are descriptions of arrays on a device."""
+def _on_device(value: Any, device: int, plans: dict[int, Any]) -> Any:
+    """Arguments of kernels whose fake arrays are descriptions of arrays on a device; plans by their id."""
     if isinstance(value, np.ndarray):
         return DescribedArray.of(value, device)
     if isinstance(value, dict):
-        return {name: _on_device(item, device) for name, item in value.items()}
+        return {name: _on_device(item, device, plans) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_on_device(item, device) for item in value]
+        items = [_on_device(item, device, plans) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, DecodePlan | DenseDecodePlan):
         memory = value.workspace.memory
-        return type(value)(DescribedWorkspace(None if memory is None else _on_device(memory, device)))
+        if id(value) not in plans:
+            memory = None if memory is None else _on_device(memory, device, plans)
+            plans[id(value)] = type(value)(DescribedWorkspace(memory))
+        return plans[id(value)]
     return value
 
 

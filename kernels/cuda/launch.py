@@ -182,6 +182,11 @@ class Kernel:
         """Arguments in the driver's format."""
         return self._packing.pack(*packed_arguments)
 
+    def layout_of_arguments(self) -> list[tuple[int, str]]:
+        """The offset and the code, as in `struct`, of each packed argument."""
+        codes = self._packing.format
+        return [(struct.calcsize(codes[: i + 1]) - struct.calcsize(code), code) for i, code in enumerate(codes)]
+
     def place(self, argument: int) -> int:
         """Offset of an address among the packed arguments, in bytes."""
         return struct.calcsize(self._packing.format[: argument + 1]) - struct.calcsize("P")

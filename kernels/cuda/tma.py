@@ -8,10 +8,16 @@ from .device import is_described
 
 UINT16, SWIZZLE_128B, L2_PROMOTION_256B = 1, 3, 3  # values of cuda.h
 MAP_WORDS = 16  # words of 8 bytes
+MOST_STRIDE, MOST_SIZE, MOST_BOX_ROWS = 1 << 40, 1 << 32, 256  # limits of the driver
 SWIZZLE_ROWS = 8  # the swizzle's period in rows; a box's rows are a multiple of it
 Words = tuple[int, ...]
 NO_MAP: Words = (0,) * MAP_WORDS
-MOST_STRIDE, MOST_SIZE, MOST_BOX_ROWS = 1 << 40, 1 << 32, 256  # limits of the driver
+
+
+class MapWord(int):
+    """A word of a described map: records of launches tell maps from other words."""
+
+
 
 
 def box_rows(block_rows: int, page_rows: int) -> int:
@@ -54,7 +60,7 @@ def described_map(
     if misaligned or outside or min(map_strides) < 0:
         return NO_MAP
     words = (address, 2, *sizes, *map_strides, 64, rows, 1)
-    return (*words, *[0] * (MAP_WORDS - len(words)))
+    return tuple(MapWord(word) for word in (*words, *[0] * (MAP_WORDS - len(words))))
 
 
 def encoded(

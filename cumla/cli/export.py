@@ -1,0 +1,125 @@
+"""`cumla export`: compiled kernels and the launches of every call of a model, for engines without Python."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import InputError, RunError
+from ..export import cubins, file_of, record
+from ..export.calls import Claims, calls_of
+from ..export.file import read
+from ..export.header import write_runtime
+from ..export.record import ExportError, Program
+from ..kernels.cuda.device import HOPPER, LIMITS, Device
+from ..terminal import Progress, say
+from .served_model import Model
+
+__all__ = ["Claims", "Model", "device_of", "run"]
+
+T = TypeVar("T")
+CLUSTERS = {132: ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))}  # of an H200, as its driver answers
+
+
+def device_of(capability: str, sms: int, clusters: str | None) -> Device:
+    """The description of a device. Raises InputError."""
+    known = {f"{number // 10}.{number % 10}": limits for number, limits in LIMITS.items()}
+    if capability not in known:
+        raise InputError(f"--capability: got {capability}, expected one of {', '.join(known)}")
+    limits = known[capability]
+    has_clusters = limits.capability >= HOPPER
+    found = CLUSTERS.get(sms, ()) if clusters is None else _clusters(clusters)
+    return Device(limits, sms, has_clusters, found if has_clusters else None)
+
+
+def _clusters(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = [tuple(int(number) for number in pair.split(":")) for pair in text.split(",")]
+        if any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+            raise ValueError
+    except ValueError:
+        raise InputError(f"--clusters: got {text!r}, expected CTAS:NUMBER,... such as 2:66,4:30") from None
+    return tuple((size, most) for size, most in pairs)
+
+
+def run(
+    console: Console, model: Model, device: Device, claims: Claims, out: Path | None, show: Path | None,
+    runtime: Path | None,
+) -> int:  # fmt: skip
+    """Returns 0; raises InputError or RunError."""
+    if runtime is not None:
+        for path in _written(lambda: write_runtime(runtime), runtime):
+            say(console, f"wrote {path}")
+    if show is not None:
+        print_file(console, show)
+    if out is not None:
+        export(console, model, device, claims, out)
+    return 0
+
+
+def export(console: Console, model: Model, device: Device, claims: Claims, out: Path) -> None:
+    """Record, compile and write."""
+    start = time.perf_counter()
+    with Progress("recording launches") as progress:
+        try:
+            calls = list(calls_of(model, claims, device))
+            records = []
+            for number, call in enumerate(calls):
+                progress.update(f"recording {call.name}", number, len(calls))
+                records.append(record(call, device))
+        except ExportError as error:
+            raise RunError(f"export: {error}") from None
+        except ValueError as error:
+            raise InputError(f"--config: {error}") from None
+        recorded = time.perf_counter()
+
+        def compile_all(programs: list[Program], capability: int) -> dict[Program, bytes]:
+            return cubins(
+                programs, capability,
+                lambda program, left: progress.update(f"compiled {program.file}", len(programs) - left, len(programs)),
+            )  # fmt: skip
+
+        data = file_of(records, device, compile_all)
+    _written(lambda: out.write_bytes(data), out)
+    seconds = recorded - start, time.perf_counter() - recorded
+    programs = len({launch.function.program for x in records for sequence in x.sequences for launch in sequence})
+    say(console, f"wrote {out}: {len(data) / 1e6:.1f} MB, {len(records)} kinds of calls, {programs} programs; "
+        f"recorded in {seconds[0]:.0f} s, compiled in {seconds[1]:.0f} s")  # fmt: skip
+
+
+def _written(write: Callable[[], T], path: Path) -> T:
+    try:
+        return write()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def print_file(console: Console, path: Path) -> None:
+    """The operations of a file, and the fields of each kind of call that are free."""
+    try:
+        tables = read(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--show: {error}") from None
+    data = tables["bytes"][0][0]
+
+    def text(place: int) -> str:
+        return str(data[place : data.index(b"\0", place)].decode())
+
+    header = tables["header"][0]
+    say(console, f"capability {header[5] / 10}, {header[6]} SMs, {len(tables['programs'])} programs, "
+        f"{len(data) / 1e6:.1f} MB")  # fmt: skip
+    table = Table("kind of call", "field", "from", "to", "multiple of")
+    for entry in tables["records"]:
+        _, name, first, count, *_ = entry
+        names = tables["operations"][entry[0]][2]
+        for condition in tables["conditions"][first : first + count]:
+            field, kind, _, multiple, least, most = condition
+            label = text(tables["field_names"][names + field][0])
+            if kind == 1 and not label.endswith(".data") and ".strides" not in label:
+                table.add_row(text(name), label, str(least), str(most), str(multiple))
+    console.print(table)

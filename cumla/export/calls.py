@@ -1,0 +1,187 @@
+"""The calls that an engine makes for a model: which operations, with which formats and widths, and for which sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..cli.served_model import Model
+from ..kernels.cuda.device import Device, described
+from ..layout import INDEXER_FP8, CacheLayout
+from ..specs import SPECS, norm_rope, sparse_attention, sparse_cache
+from ..specs import indices as index_maps
+from ..specs.inputs import Size
+from ..specs.served import Served
+from ..specs.spec import OperationSpec
+from .fields import PAIRS, PLANNED, OperationFields
+from .record import ExportedCall
+
+# Names of the results of operations whose results are one tuple.
+RESULTS = {
+    "compute_swa_indices_and_lens": ("swa_indices", "swa_lens"),
+    "compute_global_topk_indices_and_lens": ("global_topk_indices", "topk_lens"),
+    "combine_topk_swa_indices": ("combined_indices", "combined_lens"),
+    "sparse_mla_prefill": ("out", "max_logits", "lse"),
+    "fused_q_kv_rmsnorm": ("qr_normed", "kv_normed"),
+    "fused_indexer_q_rope_quant": ("q_values", "q_weights"),
+    "inverse_rope_and_quantize": ("values", "scales"),
+}
+MOST_PAGES, MOST_CONTEXT, LEAST_PAGES = 1 << 20, 1 << 17, 2
+NEXT_N = (1, 2)  # tokens of a decode
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Sizes that a file serves.
+
+    Attributes:
+        tokens: of a step's prompts and decodes together
+        decodes: requests of one step
+        columns: of a block table, each a record of selections
+    """
+
+    tokens: int = 4096
+    decodes: int = 256
+    block_size: int = 64
+
+
+def calls_of(model: Model, claims: Claims, device: Device) -> Iterator[ExportedCall]:
+    """The calls of a layer's operations, products left out. Raises ValueError for a model that none are listed for."""
+    if model.kind not in ("v4", "v32"):
+        raise ValueError(f"got attention of kind {model.kind}, expected v4 or v32")
+    make = _Maker(model, claims, device)
+    yield from make.inserts()
+    yield from make.maps()
+    yield from make.decodes()
+    yield from make.merges()
+
+
+class _Maker:
+    def __init__(self, model: Model, claims: Claims, device: Device) -> None:
+        self.model, self.claims, self.device = model, claims, device
+        self.shared: dict[Any, Any] = {}
+        most = claims.tokens
+        self.ranges = {
+            "rows": (1, most), "tokens": (1, most), "requests": (1, claims.decodes), "pages": (LEAST_PAGES, MOST_PAGES),
+            "context": (claims.block_size, MOST_CONTEXT),
+        }  # fmt: skip
+
+    def call(
+        self, operation: str, kind: str, by: str, arguments: Callable[[Served], dict[str, Any]], *varying: str,
+        **size: Any,
+    ) -> ExportedCall:  # fmt: skip
+        spec, model = SPECS[operation], self.model
+        base = Size(heads=model.heads, topk=model.topk, window=model.window, block_size=self.claims.block_size, pages=2)
+        fields = fields_of(spec)
+        ranges = {name: self.ranges[name] for name in (by, *varying)}
+        return ExportedCall(
+            fields, f"{operation} {kind}".strip(), replace(base, **size), ranges, by,
+            functools.partial(self.arguments, spec, fields, arguments),
+        )  # fmt: skip
+
+    def arguments(
+        self, spec: OperationSpec, fields: OperationFields, arguments: Callable[[Served], dict[str, Any]], size: Size
+    ) -> dict[str, Any]:
+        given = arguments(Unread(size, self.shared))
+        results = spec.results(given)
+        given = with_pairs(given)
+        for name, result in zip(fields.results, results, strict=True):
+            given[name] = np.empty(result.shape, np.dtype(result.dtype))
+        if spec.scratch is not None:
+            with described(self.device):
+                given["workspace"] = np.empty(spec.scratch(given), np.uint8)
+        return given
+
+    def inserts(self) -> Iterator[ExportedCall]:
+        for layout in dict.fromkeys((*self.model.formats, INDEXER_FP8)):
+            for slots in (np.int64, np.int32):
+                arguments = functools.partial(sparse_cache.insert, layout=layout, slots=slots)
+                name = f"{layout.name}, {np.dtype(slots)} slots"
+                yield self.call("quantize_and_insert_k_cache", name, "rows", arguments, "pages")
+        if self.model.kind == "v4":
+            arguments = functools.partial(norm_rope.window_rows, layout=self.model.formats[0])
+            yield self.call("qnorm_rope_and_insert", self.model.formats[0].name, "rows", arguments, "pages", "context")
+        inverse = functools.partial(norm_rope.rope, inverse=True, dim=512)
+        yield self.call("apply_rope", "inverse", "rows", inverse, "context")
+
+    def maps(self) -> Iterator[ExportedCall]:
+        several = ("requests", "context")
+        if self.model.kind == "v4":
+            yield self.call("compute_swa_indices_and_lens", "", "tokens", index_maps.windows, *several)
+            yield self.call("combine_topk_swa_indices", "", "tokens", index_maps.combined, *several)
+        compact = functools.partial(index_maps.global_topk, compact=True)
+        yield self.call("compute_global_topk_indices_and_lens", "compact", "tokens", compact, *several)
+
+    def decodes(self) -> Iterator[ExportedCall]:
+        first, second = self.model.formats
+        for tokens in NEXT_N:
+            for compressed in (None, second) if self.model.has_window else (None,):
+                arguments = functools.partial(self.decode, tokens=tokens, compressed=compressed)
+                name = f"{first.name}{', two lists' if compressed else ''}, {tokens} tokens a request"
+                yield self.call("sparse_mla_decode", name, "requests", arguments, "pages")
+                planned = functools.partial(with_plan, arguments)
+                yield self.call("sparse_mla_decode", f"{name}, planned", "requests", planned, "pages")
+
+    def decode(self, x: Served, tokens: int, compressed: CacheLayout | None) -> dict[str, Any]:
+        x = Unread(replace(x.size, tokens=x.size.requests * tokens), x.shared)
+        return sparse_attention.decode(x, self.model.formats[0], compressed, self.model.has_window)
+
+    def merges(self) -> Iterator[ExportedCall]:
+        arguments = functools.partial(sparse_attention.merge, dim=512, dtype=np.dtype("bfloat16"))
+        yield self.call("merge_attn_states", "bfloat16", "tokens", arguments)
+
+
+class Unread(Served):
+    """Arrays of a size whose contents nothing reads or writes."""
+
+    def __init__(self, size: Size, shared: dict[Any, Any]) -> None:
+        super().__init__("reference", size, shared)
+
+    def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
+    def states(self, *shape: int) -> Any:
+        return np.empty(shape, np.float32)
+
+    def new_cache(self, layout: Any) -> Any:
+        return self.cache(layout)
+
+    def cache(self, layout: Any, block_size: int | None = None) -> Any:
+        """A cache of any number of pages: its shape alone matters."""
+        key = layout, block_size or self.size.block_size
+        if key not in self.shared:
+            self.shared[key] = layout.allocate(1, key[1], np)
+        page = self.shared[key]
+        return np.broadcast_to(page, (self.pages(), *page.shape[1:]))
+
+    def pages(self) -> int:
+        """Pages of the next cache: the caches of a call have different numbers."""
+        self.caches = getattr(self, "caches", 0) + 1
+        if self.caches == 1 or self.size.pages in (LEAST_PAGES, MOST_PAGES):
+            return self.size.pages
+        return LEAST_PAGES + (self.size.pages - LEAST_PAGES) * 7919 * self.caches % (MOST_PAGES - LEAST_PAGES + 1)
+
+
+def with_plan(arguments: Callable[[Served], dict[str, Any]], x: Served) -> dict[str, Any]:
+    """A call whose plan an earlier call of the step has computed."""
+    return {**arguments(x), PLANNED: 1}
+
+
+def with_pairs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of two arrays as two arguments."""
+    found = dict(arguments)
+    for name, names in PAIRS.items():
+        if isinstance(found.get(name), tuple):
+            found |= dict(zip(names, found[name], strict=True))
+    return found
+
+
+@functools.cache
+def fields_of(spec: OperationSpec) -> OperationFields:
+    """The C struct of an operation."""
+    results = RESULTS.get(spec.name, spec.outputs)
+    return OperationFields(spec, results, spec.scratch is not None)

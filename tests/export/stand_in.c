@@ -1,0 +1,96 @@
+/* A stand-in for libcuda: records launches and answers for a device of 132 SMs. */
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    uint32_t overlap, argument_bytes;
+    uint64_t stream, function;
+    unsigned char arguments[4096];
+} launched;
+
+enum { MOST = 64 };
+static launched launches[MOST];
+static int count;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+int stand_in_sms = 132, stand_in_capability = 90, stand_in_clusters = 66, stand_in_error = 0;
+static char names[4096][128];
+static int functions;
+
+typedef struct { uint32_t id; char pad[4]; char value[64]; } attribute;
+typedef struct {
+    uint32_t grid[3], block[3], shared;
+    void *stream;
+    attribute *attributes;
+    uint32_t num_attributes;
+} config;
+
+int cuInit(unsigned flags) { return (int)flags; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < 0 || ordinal > 7 ? 101 : 0; }
+int cuDeviceGetAttribute(int *value, int which, int device) {
+    (void)device;
+    *value = which == 75 ? stand_in_capability / 10 : which == 76 ? stand_in_capability % 10 : stand_in_sms;
+    return 0;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &lock; return device < 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return device < 0; }
+int cuCtxSetCurrent(void *context) { return context == NULL; }
+int cuModuleLoadData(void **module, const void *data) { *module = (void *)data; return 0; }
+int cuModuleUnload(void *module) { return module == NULL; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    (void)module;
+    strncpy(names[functions % 4096], name, 127);
+    *function = names[functions++ % 4096];
+    return 0;
+}
+int cuFuncSetAttribute(void *function, int which, int value) { (void)function; return which != 8 || value < 0; }
+int cuOccupancyMaxActiveClusters(int *found, void *function, const config *launch) {
+    (void)function;
+    *found = stand_in_clusters + 0 * (int)launch->grid[0];
+    return 0;
+}
+int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void *stream) {
+    (void)address, (void)value, (void)bytes, (void)stream;
+    return 0;
+}
+int cuGetErrorName(int error, const char **name) { *name = error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR"; return 0; }
+
+/* The words of cumla/kernels/cuda/tma.py's described_map. */
+int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+    if (type != 1 || rank != 3 || interleave || swizzle != 3 || promotion != 3 || fill || steps[0] != 1) return 1;
+    const uint64_t words[10] = {(uintptr_t)address, 2, sizes[0], sizes[1], sizes[2], strides[0], strides[1], box[0], box[1], box[2]};
+    memset(map, 0, 128);
+    memcpy(map, words, sizeof words);
+    return 0;
+}
+
+int cuLaunchKernelEx(const config *launch, void *function, void **parameters, void **extra) {
+    if (stand_in_error) return stand_in_error;
+    if (parameters || extra[0] != (void *)1 || extra[2] != (void *)2 || extra[4]) return 1;
+    pthread_mutex_lock(&lock);
+    launched *x = &launches[count++ % MOST];
+    memset(x, 0, sizeof *x);
+    memcpy(x->grid, launch->grid, 12);
+    memcpy(x->block, launch->block, 12);
+    x->shared = launch->shared;
+    x->stream = (uintptr_t)launch->stream;
+    x->function = (uintptr_t)function;
+    x->overlap = launch->num_attributes == 1 && launch->attributes[0].id == 6 && launch->attributes[0].value[0] == 1;
+    x->argument_bytes = (uint32_t)*(size_t *)extra[3];
+    memcpy(x->arguments, extra[1], x->argument_bytes);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+/* For tests: the launches since the last call. */
+int stand_in_launches(launched *out) {
+    pthread_mutex_lock(&lock);
+    int found = count < MOST ? count : MOST;
+    memcpy(out, launches, sizeof *launches * (size_t)found);
+    count = 0;
+    pthread_mutex_unlock(&lock);
+    return found;
+}

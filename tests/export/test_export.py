@@ -1,0 +1,97 @@
+"""`cumla export` writes the same file for the same input, and says what a file serves."""
+
+import pytest
+
+from cumla.__main__ import main
+from cumla.errors import InputError
+from cumla.export import file_of, recorded
+from cumla.export.compiled import MISCOMPILING, cubin, nvrtc
+from cumla.export.file import read
+from cumla.export.header import OPERATIONS, header
+from support import runtime
+from support.command_line import error_line
+
+
+def test_equal_input_gives_equal_bytes():
+    again = recorded(runtime.calls("v32")[:4], runtime.H200)
+    files = [file_of(x, runtime.H200, runtime.without_code) for x in (runtime.records("v32")[:4], again)]
+    assert files[0] == files[1]
+
+
+def test_every_call_of_a_model_has_a_record(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(runtime.file("v4"))
+    tables = read(path)
+    assert len(tables["records"]) == len(runtime.calls("v4"))
+    assert len(tables["operations"]) == len(OPERATIONS)
+    assert tables["header"][0][5:7] == (90, 132)
+
+
+def test_struct_members_are_the_function_s_parameters():
+    text = header()
+    for fields in OPERATIONS:
+        assert f"}} cumla_{fields.spec.name}_arguments;" in text
+        assert fields.words == len(fields.names) == len(set(fields.names))
+
+
+def test_a_program_compiles_without_a_device():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    try:
+        nvrtc()
+    except InputError as error:
+        pytest.skip(str(error))
+    program = next(
+        x.function.program
+        for x in runtime.records("v4")[0].sequences[0]
+        if x.function.program.file.startswith("common")
+    )
+    code = cubin(program, 90)
+    assert code[:4] == b"\x7fELF"
+    assert b"quantize_and_insert_k_cache" in code
+
+
+def test_a_compiler_that_miscompiles_is_refused(monkeypatch):
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setattr(bindings, "nvrtcVersion", lambda: (0, 13, 1))
+    assert 1301 in MISCOMPILING
+    with pytest.raises(InputError, match=r"NVRTC 13.1 compiles wrong code for Hopper"):
+        nvrtc()
+
+
+def test_the_command_writes_the_runtime_and_shows_a_file(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(runtime.file("v4"))
+    assert main(["export", "--runtime", str(tmp_path / "c"), "--show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert sorted(x.name for x in (tmp_path / "c").iterdir()) == ["cumla.c", "cumla.h", "cumla_operations.h"]
+    assert "capability 9.0, 132 SMs" in shown
+    assert "merge_attn_states" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--out, --show, --runtime: got none of them"),
+        (["--out", "x", "--capability", "9.9"], "--capability: got 9.9, expected one of"),
+        (["--out", "x", "--clusters", "2-66"], "--clusters: got '2-66', expected CTAS:NUMBER"),
+        (["--out", "x", "--ranks", "2"], "--ranks"),
+        (["--show", "/does/not/exist"], "--show: "),
+    ],
+)
+def test_wrong_options(capsys, options, message):
+    assert message in error_line(capsys, ["export", *options])
+
+
+def test_a_file_of_something_else(tmp_path, capsys):
+    (tmp_path / "x").write_bytes(b"PK" + bytes(100))
+    assert "is no file of cumla export" in error_line(capsys, ["export", "--show", tmp_path / "x"])
+    damaged = bytearray(runtime.file("v4"))
+    damaged[-1] ^= 1
+    (tmp_path / "x").write_bytes(damaged)
+    assert "is damaged" in error_line(capsys, ["export", "--show", tmp_path / "x"])
+
+
+def test_a_model_that_has_no_calls(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "num_attention_heads": 128}')
+    line = error_line(capsys, ["export", "--config", tmp_path / "config.json", "--out", tmp_path / "x"])
+    assert "mla" in line

@@ -1,0 +1,132 @@
+"""The C runtime, built with the system's compiler, and a stand-in for libcuda that records launches."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cumla.cli.served_model import Model
+from cumla.export import file_of, recorded
+from cumla.export.calls import Claims, calls_of
+from cumla.export.header import number_of, write_runtime
+from cumla.kernels.cuda.device import LIMITS, Device
+
+HERE = Path(__file__).parents[1] / "export"
+H200 = Device(LIMITS[90], 132, True, ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17)))
+MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048)}
+CLAIMS = Claims(tokens=40, decodes=20)
+FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror")
+STREAM = 0x5EA
+
+
+class Launched(ctypes.Structure):
+    """A launch as the stand-in has it."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32),
+        ("overlap", ctypes.c_uint32), ("argument_bytes", ctypes.c_uint32), ("stream", ctypes.c_uint64),
+        ("function", ctypes.c_uint64), ("arguments", ctypes.c_ubyte * 4096),
+    )  # fmt: skip
+
+
+def compiler():
+    """The system's C compiler; the test is skipped without one."""
+    found = shutil.which("cc")
+    if found is None:
+        pytest.skip("there is no C compiler (cc)")
+    return found
+
+
+def built(*arguments):
+    done = subprocess.run([compiler(), *FLAGS, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@functools.cache
+def folder():
+    """A folder with the sources, libcuda's stand-in and the runtime as a library."""
+    place = Path(tempfile.mkdtemp(prefix="cumla-runtime-"))
+    write_runtime(place)
+    built("-shared", "-fPIC", "-o", place / "libstandin.so", HERE / "stand_in.c", "-lpthread")
+    built(libcuda(place), "-shared", "-fPIC", "-o", place / "libcumla.so", place / "cumla.c", "-ldl")
+    return place
+
+
+def libcuda(place):
+    """The option with which the runtime finds the stand-in."""
+    return f'-DCUMLA_LIBCUDA="{place}/libstandin.so"'
+
+
+@functools.cache
+def calls(kind):
+    return tuple(calls_of(MODELS[kind], CLAIMS, H200))
+
+
+@functools.cache
+def records(kind):
+    return tuple(recorded(calls(kind), H200))
+
+
+def without_code(programs, capability):
+    """Stands for the compiler: the stand-in loads anything."""
+    return {program: f"{program} for {capability}".encode() for program in programs}
+
+
+@functools.cache
+def file(kind):
+    """The bytes of a file without code."""
+    return file_of(records(kind), H200, without_code)
+
+
+class Runtime:
+    """The library, opened with a file on the stand-in."""
+
+    def __init__(self, data, device=0):
+        place = folder()
+        self.library, self.driver = (ctypes.CDLL(str(place / name)) for name in ("libcumla.so", "libstandin.so"))
+        self.library.cumla_message.restype = ctypes.c_char_p
+        self.handle = ctypes.c_void_p()
+        self.status = self.library.cumla_open_memory(
+            data, ctypes.c_size_t(len(data)), device, ctypes.byref(self.handle)
+        )
+
+    @property
+    def message(self):
+        return self.library.cumla_message().decode()
+
+    def call(self, name, words, function="cumla_call", extra=(), size=None):
+        packed = (ctypes.c_int64 * len(words))(*words)
+        size = ctypes.c_size_t(8 * len(words) if size is None else size)
+        if function == "cumla_call":
+            extra = (ctypes.c_void_p(STREAM), 0)
+        return getattr(self.library, function)(self.handle, number_of(name), packed, size, *extra)
+
+    def workspace(self, name, words):
+        found = ctypes.c_uint64(7)
+        return self.call(name, words, "cumla_workspace", (ctypes.byref(found),)), found.value
+
+    def launches(self):
+        """The launches since the last call of this function: name, grid, block, shared bytes, overlap, arguments."""
+        out = (Launched * 64)()
+        count = self.driver.stand_in_launches(out)
+        assert all(x.stream == STREAM for x in out[:count])
+        return [
+            (ctypes.string_at(x.function).decode(), tuple(x.grid), tuple(x.block), x.shared, bool(x.overlap),
+             bytes(x.arguments[: x.argument_bytes]))
+            for x in out[:count]
+        ]  # fmt: skip
+
+    def close(self):
+        self.library.cumla_close(self.handle)
+
+
+def words_of(launches):
+    """Launches of a dry run, as `Runtime.launches` has them."""
+    return [
+        (x.kernel.raw.name, x.grid, x.block, x.shared_bytes, x.overlap, x.kernel.packed(x.packed_arguments))
+        for x in launches
+    ]  # fmt: skip
