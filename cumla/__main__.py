@@ -424,8 +424,6 @@ def _export(args: argparse.Namespace) -> int:
 
     from .cli import export, inapplicable
 
-    if args.out is None and args.show is None and args.runtime is None:
-        raise InputError("--out, --show, --runtime: got none of them, expected at least one")
     if args.config is None:
         inapplicable.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
         model = export.Model(args.kind, args.heads, args.topk)

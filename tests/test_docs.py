@@ -53,7 +53,7 @@ def test_no_block_of_code_is_left_out():
         written = len(re.findall(r"^ *```", (DOCS / page).read_text(), re.MULTILINE)) // 2
         assert len(BLOCK.findall((DOCS / page).read_text())) == written, page
         languages = {language for _, language, _ in BLOCK.findall((DOCS / page).read_text())}
-        assert languages <= ({"python", "cpp", "md"} if page == WALKTHROUGH else {"python", "sh", "text"})
+        assert languages <= ({"python", "cpp", "md"} if page == WALKTHROUGH else {"python", "sh", "text", "c"})
     assert len(PROGRAMS) > 7
 
 

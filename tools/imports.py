@@ -40,6 +40,7 @@ LAYERS = (
     "cumla.interop",
     "cumla.replay",
     "cumla.bench",
+    "cumla.export",
     "cumla.cli",
     "cumla.__main__",
 )

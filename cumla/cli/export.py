@@ -52,6 +52,8 @@ def run(
     runtime: Path | None,
 ) -> int:  # fmt: skip
     """Returns 0; raises InputError or RunError."""
+    if out is None and show is None and runtime is None:
+        raise InputError("--out, --show, --runtime: got none of them, expected at least one")
     if runtime is not None:
         for path in _written(lambda: write_runtime(runtime), runtime):
             say(console, f"wrote {path}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..cli.served_model import Model
 from ..kernels.cuda.device import Device, described
 from ..layout import INDEXER_FP8, CacheLayout
 from ..specs import SPECS, norm_rope, sparse_attention, sparse_cache
@@ -32,6 +31,23 @@ RESULTS = {
 }
 MOST_PAGES, MOST_CONTEXT, LEAST_PAGES = 1 << 20, 1 << 17, 2
 NEXT_N = (1, 2)  # tokens of a decode
+
+
+class Model(Protocol):
+    """What the calls of a model depend on (cumla/cli/served_model.py has it from a config.json)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def formats(self) -> tuple[CacheLayout, CacheLayout]: ...
+    @property
+    def has_window(self) -> bool: ...
 
 
 @dataclass(frozen=True)

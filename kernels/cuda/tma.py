@@ -18,8 +18,6 @@ class MapWord(int):
     """A word of a described map: records of launches tell maps from other words."""
 
 
-
-
 def box_rows(block_rows: int, page_rows: int) -> int:
     """Rows of the largest box that divides both blocks of `block_rows` rows and pages; 0 if there is none."""
     rows = math.gcd(block_rows, page_rows)

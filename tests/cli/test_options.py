@@ -49,7 +49,8 @@ def nothing_is_run(monkeypatch, tmp_path):
     def begin(*args, **keywords):
         raise RunError
 
-    for function in ("check.run", "bench.measure", "warmup.run", "replay.replay", "replay.replay_on_ranks", "info.run"):
+    of_commands = ("check.run", "warmup.run", "export.run", "info.run")
+    for function in (*of_commands, "bench.measure", "replay.replay", "replay.replay_on_ranks"):
         monkeypatch.setattr(f"cumla.cli.{function}", begin)
     monkeypatch.setattr("cumla.cli.replay.limit_blas_threads", lambda: None)
     monkeypatch.chdir(tmp_path)

@@ -224,3 +224,11 @@ def test_the_header_is_c_plus_plus_too(tmp_path):
     if "cc1plus" in done.stderr:
         pytest.skip("there is no C++ compiler")
     assert done.returncode == 0, done.stderr
+
+
+def test_the_guide_s_code_compiles(tmp_path):
+    (code,) = re.findall(
+        r"```c\n(.*?)```", (runtime.HERE.parents[1] / "docs/guide/without-python.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "guide.c").write_text(f"#include <stdio.h>\n{code}\nint main(void) {{ (void)merge; return 0; }}\n")
+    runtime.built("-I", runtime.folder(), "-c", tmp_path / "guide.c", "-o", tmp_path / "guide.o")
