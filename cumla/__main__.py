@@ -178,12 +178,13 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "c128a (to all compressed rows of 128 tokens too), mla (dense: to all tokens), and whole layers from hidden "
         "states to their output: v4 (one of each of the first three kinds), v32, v41 (one of each of V4.1's six "
         "kinds, which share rows and selections), glm52 and hy4 (a layer that selects, and one that takes its "
-        "selection) and glm53 (of GLM-5.3-Flash); default: the first three",
+        "selection), glm53 (of GLM-5.3-Flash) and mistral4 (layers with and without RoPE, that share rows and "
+        "selections); default: the first three",
     )  # fmt: skip
     _add_number(model, "--heads", 1, MAX_HEADS, "query heads", shown=of_place["heads"])
     _add_number(model, "--window", 1, MAX_SIZE, unit="TOKENS", default=128)
     _add_number(
-        model, "--topk", 1, MAX_SIZE, "rows a token selects at c4a and in v32, v41, glm and hy4", shown=of_place["topk"]
+        model, "--topk", 1, MAX_SIZE, "rows that a token selects at c4a and in layers of models", shown=of_place["topk"]
     )  # fmt: skip
     model.add_argument(
         "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",

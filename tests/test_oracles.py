@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 import oracles
+from cumla.models import config_from
 from oracles.selection import best, gap
 from oracles.v41 import Shared
+from support import family_stack
+from support.family_stack import GOLDEN as FAMILY
 from support.models import DeepseekV4Config, DeepseekV32Config, GoldenLayer, records, relative_rms
 from support.v41_stack import AMBIGUOUS, GOLDEN, golden_arrays, hidden_states, oracle_of
 
@@ -59,6 +62,39 @@ def test_stacks_of_v41(case, request_):
         for token, want in zip(picked, found[f"{prefix}/picks{number}"], strict=True):
             if clear[token]:
                 np.testing.assert_array_equal(shared.chosen[token], want[want >= 0])
+
+
+@pytest.mark.parametrize(
+    ("case", "request_"),
+    [
+        pytest.param(case, request, marks=[] if sum(tokens) <= SHORT else pytest.mark.slow)
+        for case, record in enumerate(FAMILY["stacks"])
+        for request, tokens in enumerate(record["requests"])
+    ],
+)
+def test_stacks_of_the_family(case, request_):
+    """Layers of GLM, GLM-5.3-Flash, Mistral Large 4 and Hy4, over their own rows and selections or a source's."""
+    record, prefix, found = FAMILY["stacks"][case], f"{case}/{request_}", family_stack.golden_arrays()
+    config, longest = config_from(record["config"]), sum(record["requests"][request_])
+    hidden, tokens = family_stack.hidden_states(case, request_).astype(np.float64), found[f"{prefix}/rows"]
+    rows, chosen = {}, {}
+    for index, number in enumerate(record["attention_layers"]):
+        spec, x = config.spec(number), hidden[index]
+        layer = oracles.layer_of(config, number, family_stack.weights_of_module(case, number), longest)
+        if spec.owns_rows:
+            rows[number] = layer.rows(x, np.arange(longest))
+        clear = found[f"{prefix}/gap{spec.selection_source}"] > AMBIGUOUS
+        assert clear.mean() > 0.9
+        if spec.selects:
+            chosen[number] = layer.chosen(x)
+            for token, want in zip(found[f"{prefix}/pick_rows"], found[f"{prefix}/picks{number}"], strict=True):
+                if clear[token]:
+                    want = want[want >= 0, None] * spec.pool + np.arange(spec.pool)
+                    last = np.arange((token + 1) // spec.pool * spec.pool, token + 1)
+                    np.testing.assert_array_equal(chosen[number][token], [*want.ravel(), *last])
+        out = layer(x, chosen[spec.selection_source], rows[spec.row_source])
+        shown = clear[tokens]
+        assert relative_rms(out[tokens[shown]], found[f"{prefix}/out"][index][shown]) < BOUND
 
 
 def test_the_best_of_equal_scores_are_the_first():

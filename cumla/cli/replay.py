@@ -41,7 +41,9 @@ from . import inapplicable
 from .files import STDOUT, check_outputs
 from .info import describe_machine
 
-LATENT = {name for model in ("v32", "glm52", "glm53", "hy4") for name in MODEL_LAYERS[model]}  # over latent rows
+LATENT = {
+    name for model in ("v32", "glm52", "glm53", "mistral4", "hy4") for name in MODEL_LAYERS[model]
+}  # over latent rows
 # Layers that an option is for, where it is not for all.
 LAYERS_OF = {
     "--window": {*LAYER_RATIOS, *V4_RATIOS, *V41_RATIOS},

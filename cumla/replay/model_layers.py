@@ -49,6 +49,7 @@ class ModelLayer:
 
     Attributes:
         ratio: of its compressed rows
+        owner: the layer whose rows this one reads, possibly itself
         selection: that layers of the model share; None for a model without shared selections
         attends_alike: whether prefill tokens use the decode kernel
         recorded: results of the last step, by token
@@ -58,10 +59,12 @@ class ModelLayer:
     ratio = 1
     selection: SharedSelection | None = None
     caches: Any
+    owner: ModelLayer
 
     def __init__(
-        self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0, **formats: Any
-    ) -> None:
+        self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any], rank: int = 0,
+        **formats: Any,
+    ) -> None:  # fmt: skip
         self.index, self.name, self.model, self.seed = index, name, MODEL_OF[name], options.seed
         self.xp, self.number = array_module(options.backend), MODEL_LAYERS[self.model].index(name)
         self.attention = attention_of(
@@ -69,6 +72,8 @@ class ModelLayer:
             options.seed + index, options.backend, reach_of(options, longest), rank, tuple(formats.items()),
         )  # fmt: skip
         self.config = self.attention.config
+        source = self.attention.spec.row_source
+        self.owner = self if source in (None, self.number) else before[len(before) - self.number + source]
         self.recorded: dict[int, Recorded] = {}
 
     def inputs(self, batch: StepBatch, shared: Any, stopwatch: Stopwatch) -> Any:
@@ -154,8 +159,10 @@ class ModelLayer:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the paged caches and states, including the padding of pages."""
-        return sum(cache_bytes(cache) for cache in vars(self.caches).values() if cache is not None)
+        """Bytes of the paged caches and states that the layer owns, including the padding of pages."""
+        others = [] if self.owner is self else [id(cache) for cache in vars(self.owner.caches).values()]
+        owned = [cache for cache in vars(self.caches).values() if cache is not None and id(cache) not in others]
+        return sum(map(cache_bytes, owned))
 
 
 def cache_bytes(cache: Any) -> int:
@@ -169,7 +176,7 @@ class V4Layer(ModelLayer):
     def __init__(
         self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = (), rank: int = 0
     ) -> None:
-        super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
+        super().__init__(index, name, options, longest, before, rank, cache_format=CACHE_FORMAT)
         self.ratio, blocks = V4_RATIOS[name], options.num_blocks
         states = {
             f"states{ratio}": blocks * (BLOCK_TOKENS // size)
@@ -185,14 +192,14 @@ class V4Layer(ModelLayer):
 
 
 class LatentLayer(ModelLayer):
-    """One layer of V3.2, GLM or Hy4, which attends to selected latent rows."""
+    """One layer of V3.2, GLM, Mistral Large 4 or Hy4, which attends to selected latent rows."""
 
     attends_alike = True
 
     def __init__(
         self, index: int, name: str, options: ReplayOptions, longest: int, before: SequenceOf[Any] = (), rank: int = 0
     ) -> None:
-        super().__init__(index, name, options, longest, rank, cache_format=CACHE_FORMAT)
+        super().__init__(index, name, options, longest, before, rank, cache_format=CACHE_FORMAT)
         serving = model_serving(self.config, options, longest)
         if self.number:
             self.selection = before[-1].selection
@@ -200,7 +207,7 @@ class LatentLayer(ModelLayer):
             self.selection = SharedSelection(self.config.specs(), serving, self.xp)
         self.caches = LayerCaches.allocate(
             self.attention.spec, serving, {"rows": options.num_blocks * SWA_PAGES, "rings": MAX_RUNNING},
-            cache_format=CACHE_FORMAT, xp=self.xp,
+            owner=None if self.owner is self else self.owner.caches, cache_format=CACHE_FORMAT, xp=self.xp,
         )  # fmt: skip
 
     def selected(self, tokens: int) -> Any:
@@ -232,15 +239,13 @@ class V41Layer(ModelLayer):
         formats: dict[str, Any] = {
             "cache_format": V41_CACHE_FORMATS[options.v41_layout], "key_format": options.index_keys
         }  # fmt: skip
-        super().__init__(index, name, options, longest, rank, **formats)
+        super().__init__(index, name, options, longest, before, rank, **formats)
         serving, blocks = model_serving(self.config, options, longest), options.num_blocks
-        self.layers: list[V41Layer] = [*before[len(before) - self.number :], self]
         if self.number:
             self.selection = before[-1].selection
         else:
             self.selection = SharedSelection(self.config.specs(), serving, self.xp)
-        self.ratio, source = V41_RATIOS[name], self.config.kv_source(self.number)
-        self.owner = self if source is None else self.layers[source]
+        self.ratio = V41_RATIOS[name]
         self.caches = LayerCaches.allocate(
             self.attention.spec, serving, {"window": blocks * SWA_PAGES, "compressed": blocks, "rings": MAX_RUNNING},
             owner=None if self.owner is self else self.owner.caches, xp=self.xp, **formats,
@@ -249,9 +254,3 @@ class V41Layer(ModelLayer):
     def selected(self, tokens: int) -> Any:
         assert self.selection is not None
         return self.selection.topk_indices[:tokens] if self.ratio else None
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the caches that the layer owns, including the padding of pages."""
-        owned = vars(self.caches) if self.owner is self else {"window": self.caches.window}
-        return sum(cache_bytes(cache) for cache in owned.values() if cache is not None)

@@ -29,6 +29,8 @@ from ..models import (
     GlmMoeDsaConfig,
     HyV4Attention,
     HyV4Config,
+    MistralLarge4Attention,
+    MistralLarge4Config,
     Scratch,
     StepBuilder,
     expected_weights,
@@ -62,13 +64,19 @@ class Sizes(NamedTuple):
 SIZES = {
     "v4": Sizes(4096, 1024, 64, 8, 1024), "v32": Sizes(7168, 1536, 64), "v41": Sizes(5120, 1280, 32, 8, 1024),
     "glm52": Sizes(6144, 2048, 32), "glm53": Sizes(4096, 1536, 32), "hy4": Sizes(2816, 1536, 16),
+    "mistral4": Sizes(6144, 0, 32),
 }  # fmt: skip
 TINY, TINY_GROUPED = Sizes(256, 128, 8), Sizes(256, 128, 8, 2, 64)
 ATTENTION: dict[str, Any] = {
     "v4": DeepseekV4Attention, "v32": DeepseekV32Attention, "v41": DeepseekV41Attention, "glm52": GlmMoeDsaAttention,
-    "glm53": Glm5NextAttention, "hy4": HyV4Attention,
+    "glm53": Glm5NextAttention, "hy4": HyV4Attention, "mistral4": MistralLarge4Attention,
 }  # fmt: skip
 SHARING = {"glm52": GlmMoeDsaConfig, "hy4": HyV4Config}  # a layer that selects, and one with its selection
+# The last two layers have no RoPE, and the last one reads the rows of the one before.
+MISTRAL_LAYERS: dict[str, Any] = {
+    "selecting": (0, 3), "no_rope_layers": (1, 1, 0, 0), "kv_source_layers": (0, 1, 2, 2)
+}  # fmt: skip
+SSMAX_SCALE = 0.1  # of SSMax's logarithm: queries near their size without SSMax
 POOL = 4  # tokens of an index key of GLM-5.3-Flash
 
 
@@ -97,6 +105,8 @@ def config_of(model: str, tiny: bool, heads: int, topk: int, window: int) -> Any
         return Glm5NextConfig(
             sizes.hidden, heads, sizes.q_rank, 1, sparse=(0,), selecting=(0,), index_kpool=POOL, **latent
         )
+    if model == "mistral4":
+        return MistralLarge4Config(sizes.hidden, heads, num_hidden_layers=4, **MISTRAL_LAYERS, **latent)
     first = sizes.hidden, heads, sizes.q_rank, math.gcd(sizes.o_groups, heads), sizes.o_rank
     last: dict[str, Any] = {"index_n_heads": sizes.index_heads, "index_topk": topk, "sliding_window": window}
     if model == "v4":
@@ -134,11 +144,17 @@ def attention_of(
 
 
 def random_weights(config: Any, number: int, seed: int) -> dict[str, np.ndarray]:
-    """Weights of a layer's attention, float32: vectors near 1, matrices that preserve the variance of their input."""
+    """Weights of a layer's attention, float32: vectors near 1 (SSMax's scales near SSMAX_SCALE, the exponents of RoPE's
+    factors near 0), matrices that preserve the variance of their input.
+    """
     rng, weights = np.random.default_rng(seed), {}
     for name, weight in expected_weights(config, number).items():
         n = rng.standard_normal(weight.shape, np.float32)
         weights[name] = 1 + np.float32(0.1) * n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
+        if name.endswith("ssmax_scaling.s"):
+            weights[name] *= np.float32(SSMAX_SCALE)
+        elif name.endswith("lerope.alpha"):
+            weights[name] -= 1
     return weights
 
 

@@ -24,6 +24,7 @@ V4_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
 MODEL_LAYERS = {
     "v4": tuple(V4_RATIOS), "v32": ("v32",), "v41": tuple(V41_RATIOS),
     "glm52": ("glm52 full", "glm52 shared"), "glm53": ("glm53",), "hy4": ("hy4 full", "hy4 shared"),
+    "mistral4": ("mistral4 full", "mistral4 shared", "mistral4 nope", "mistral4 nope reindex"),
 }  # fmt: skip
 MODEL_OF = {name: model for model, names in MODEL_LAYERS.items() for name in names}
 WARM_KINDS = ("v4", "v41", "v32", "glm5_next", "mla")  # models that cumla warmup knows

@@ -8,7 +8,7 @@ from cumla.models import output_projection, products, queries
 from oracles.basics import rms_norm
 from oracles.key_pools import hadamard, pooled_keys
 from support.backends import only
-from support.family_stack import GOLDEN, FamilyStack, weights_of
+from support.family_stack import GOLDEN, FamilyStack, weights_of_module
 from support.lab import BF16
 
 POOLS_OF_4, POOLS_OF_16 = 2, 4  # golden cases
@@ -113,8 +113,7 @@ def test_fp8_caches_are_float64_s_with_their_roundings():
     got = stack.run(request, [97, 1, 52])
     config = GOLDEN["stacks"][POOLS_OF_4]["config"]
     for index, number in enumerate(stack.numbers):
-        prefix = f"model.layers.{number}.self_attn."
-        weights = {x.removeprefix(prefix): w for x, w in weights_of(POOLS_OF_4).items() if x.startswith(prefix)}
+        weights = weights_of_module(POOLS_OF_4, number)
         want, picks = float64_layer(config, weights, stack.hidden[request][index, :tokens].astype(np.float64))
         chosen = stack.picks[number][request]
         same = np.array([np.array_equal(chosen[t][chosen[t] >= 0], picks[t]) for t in range(tokens)])

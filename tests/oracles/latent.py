@@ -1,4 +1,7 @@
-"""Layers over latent rows of V3.2, GLM and Hy4 in float64: the indexer, or the layer's source, selects rows."""
+"""Layers over latent rows of V3.2, GLM, Mistral Large 4 and Hy4 in float64.
+
+The indexer, or the layer's source, selects rows.
+"""
 
 import numpy as np
 
@@ -15,12 +18,13 @@ class LatentLayer(Layer):
         self.spec = spec = config.spec(number)
         self.rules = Rules(
             row="wkv_a", is_latent=True, norms_heads=False, has_sinks=spec.sink,
-            index_rope={"halves": spec.index_pairs == "halves", "first": spec.index_part == "first"}, eps=spec.q_eps,
+            index_rope={"halves": spec.index_pairs == "halves", "first": spec.index_part == "first"}, eps=spec.row_eps,
         )  # fmt: skip
         super().__init__(config, number, weights, longest)
 
     def table(self, longest):
-        return self.spec.cos_sin_table(longest)
+        alpha = self.weights["lerope.alpha"].astype(np.float32) if self.spec.learned_rope else None
+        return self.spec.cos_sin_table(longest, alpha)
 
     @property
     def scale(self):
@@ -31,6 +35,34 @@ class LatentLayer(Layer):
         if (self.spec.index_pairs if options else self.spec.rope_pairs) == "none":
             return x
         return super().rotate(x, positions, **(options or {"halves": self.spec.rope_pairs == "halves"}))
+
+    @property
+    def nope_dim(self):
+        return self.spec.nope_dim
+
+    def low_rank(self, x):
+        """The input of the projection of index queries, and of attention's queries if these have a latent."""
+        if self.spec.q_rank:
+            return super().low_rank(x)
+        weight, bias = (self.weights[f"indexer.q_input_norm.{name}"] for name in ("weight", "bias"))
+        return layer_norm(x, self.spec.key_eps, weight, bias)
+
+    def heads(self, x, positions):
+        if self.spec.q_rank:
+            found = super().heads(x, positions)
+        else:
+            found = self.project(x, "wq").reshape(len(x), self.spec.heads, -1)
+        return self.scaled(found, positions)
+
+    def index_heads(self, x, positions):
+        return self.scaled(super().index_heads(x, positions), positions, "indexer.")
+
+    def scaled(self, heads, positions, prefix=""):
+        """Heads [T, h, D] by SSMax's factors of their positions."""
+        if not self.spec.position_scale:
+            return heads
+        scale, bias = (self.weights[f"{prefix}ssmax_scaling.{name}"] for name in "sb")
+        return heads * (np.log(positions + 1)[:, None] * scale + bias)[..., None]
 
     def index_keys(self, x):
         """A request's index keys [T, 128], or of its complete pools [T // pool, 128]."""
@@ -53,11 +85,21 @@ class LatentLayer(Layer):
         return self.project(values, "wo")
 
     def chosen(self, x):
-        """For each token the positions that it selects, with a key a token."""
-        found = scores(*self.index_queries(x, np.arange(len(x))), self.index_keys(x))
-        return [best(row[: t + 1], self.config.index_topk) for t, row in enumerate(found)]
+        """For each token the positions that it selects: of complete pools, and of the last one."""
+        found, pool = scores(*self.index_queries(x, np.arange(len(x))), self.index_keys(x)), self.spec.pool
+        picked = []
+        for t, row in enumerate(found):
+            complete = (t + 1) // pool
+            tokens = best(row[:complete], self.spec.selected_keys)[:, None] * pool + np.arange(pool)
+            picked.append(np.concatenate([tokens.ravel(), np.arange(complete * pool, t + 1)]))
+        return picked
 
-    def __call__(self, x, chosen=None):
-        """A request's output [T, hidden_size]."""
-        rows = self.rows(x, np.arange(len(x)))
+    def __call__(self, x, chosen=None, rows=None):
+        """A request's output [T, hidden_size].
+
+        Args:
+            chosen: positions that each token selects; None: by the layer's indexer
+            rows: [T, D], another layer's; None: the layer's own
+        """
+        rows = self.rows(x, np.arange(len(x))) if rows is None else rows
         return self.outputs(x, [rows[places] for places in (self.chosen(x) if chosen is None else chosen)])

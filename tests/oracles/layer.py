@@ -15,8 +15,9 @@ class Rules:
 
     Attributes:
         row: the projection of a token's row
-        is_latent: whether a row is a latent, which wkv_b projects to keys and values of each head, with 64 rotated
-            values behind it; otherwise its 512 values are key and value of all heads, and the last 64 rotate
+        is_latent: whether a row is a latent, which wkv_b projects to keys and values of each head, with rotated values
+            behind it, if any; a query head has nope_dim values that do not rotate. Otherwise the row's 512 values are
+            key and value of all heads, and the last 64 rotate
         norms_heads: whether each head's query is normed
         has_sinks: whether each head has a sink
         index_rope: options of `rotated` for the indexer's queries and keys
@@ -68,15 +69,23 @@ class Layer:
         """The input of the query projection, [T, q_lora_rank]."""
         return self.norm(self.project(x, "wq_a"), "q_norm")
 
+    def heads(self, x, positions):
+        """Query heads [T, heads, D] as projected."""
+        return self.project(self.low_rank(x), "wq_b").reshape(len(x), self.config.num_attention_heads, -1)
+
+    def index_heads(self, x, positions):
+        """The indexer's query heads [T, heads, 128] as projected."""
+        return self.project(self.low_rank(x), "indexer.wq_b").reshape(len(x), self.config.index_n_heads, -1)
+
     def queries(self, x, positions):
         """Queries [T, heads, D] in the space of rows."""
-        q = self.project(self.low_rank(x), "wq_b").reshape(len(x), self.config.num_attention_heads, -1)
+        q = self.heads(x, positions)
         if self.rules.norms_heads:
             q = rms_norm(q, self.eps)
         q = self.rotate(q, positions)
         if not self.rules.is_latent:
             return q
-        nope = self.config.qk_nope_head_dim
+        nope = self.nope_dim
         latent = np.einsum("thp,hpl->thl", q[..., :nope], self.up[:, :nope])
         return np.concatenate([latent, q[..., nope:]], axis=-1)
 
@@ -104,7 +113,7 @@ class Layer:
 
     def index_queries(self, x, positions):
         """The indexer's queries [T, heads, 128] and the weights of their heads [T, heads]."""
-        q = self.project(self.low_rank(x), "indexer.wq_b").reshape(len(x), self.config.index_n_heads, -1)
+        q = self.index_heads(x, positions)
         weights = self.project(x, "indexer.weights_proj") * (q.shape[1] * q.shape[2]) ** -0.5
         return self.rotate(q, positions, **self.rules.index_rope), weights
 

@@ -1,4 +1,7 @@
-"""Small runs of layers of V4, V3.2, GLM and Hy4: parts are timed and checked, shared prefixes continue."""
+"""Small runs of layers of V4, V3.2, GLM, Mistral Large 4 and Hy4.
+
+Parts are timed and checked, shared prefixes continue.
+"""
 
 from dataclasses import replace
 
@@ -8,14 +11,14 @@ import pytest
 import cumla
 from cumla.replay.activations import token_rows
 from cumla.replay.engine import Engine
-from cumla.replay.options import ReplayOptions, parse_layers
+from cumla.replay.options import MODEL_LAYERS, ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 from cumla.timing import Stopwatch
 from support import replay_oracle, wrong_calls
 
 OPTIONS = ReplayOptions(
-    backend="cpu", layers=parse_layers("v4,v32,glm52,glm53,hy4"), heads=2, window=128, topk=8, batch_tokens=300,
-    cache_tokens=4096, max_len=None, seed=1,
+    backend="cpu", layers=parse_layers("v4,v32,glm52,glm53,mistral4,hy4"), heads=2, window=128, topk=8,
+    batch_tokens=300, cache_tokens=4096, max_len=None, seed=1,
 )  # fmt: skip
 REQUESTS = [TraceRequest(0.0, 600, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,)), TraceRequest(5000.0, 690, 2, (0, 3))]
 EVERY = {"projections", "insert", "decode", "output", "activations"}
@@ -23,6 +26,8 @@ PARTS = {
     "v4 swa": EVERY, "v4 c4a": EVERY | {"compress", "select"}, "v4 c128a": EVERY | {"compress"},
     "v32": EVERY | {"map", "select"}, "glm52 full": EVERY | {"map", "select"}, "glm52 shared": EVERY | {"map"},
     "glm53": EVERY | {"map", "select"}, "hy4 full": EVERY | {"map", "select"}, "hy4 shared": EVERY | {"map"},
+    "mistral4 full": EVERY | {"map", "select"}, "mistral4 shared": EVERY | {"map"}, "mistral4 nope": EVERY | {"map"},
+    "mistral4 nope reindex": EVERY | {"map", "select"},
 }  # fmt: skip
 
 
@@ -31,8 +36,8 @@ EVERYWHERE = {"window rows", "cost", "direction", "output"}
 INDEXER, LATENT = {"queries", "keys", "selection"}, {"rows", "cost", "direction", "output"}
 COMPARED = {
     "v4 swa": EVERYWHERE, "v4 c4a": EVERYWHERE | INDEXER | {"rows"}, "v4 c128a": EVERYWHERE | {"rows"},
-    **dict.fromkeys(("v32", "glm52 full", "glm53", "hy4 full"), INDEXER | LATENT),
-    **dict.fromkeys(("glm52 shared", "hy4 shared"), LATENT),
+    **dict.fromkeys(("v32", "glm52 full", "glm53", "hy4 full", *MODEL_LAYERS["mistral4"][::3]), INDEXER | LATENT),
+    **dict.fromkeys(("glm52 shared", "hy4 shared", *MODEL_LAYERS["mistral4"][1:3]), LATENT),
 }  # fmt: skip
 
 
@@ -84,18 +89,22 @@ def test_every_layer_is_checked_against_float64(finished):
         ("cumla.models.keys.indexer_kpool_and_insert", "glm53", "what='keys'"),
         ("cumla.layers.selection.indexer_topk", "glm53", "what='selection'"),
         ("cumla.models.rows.apply_rope", "hy4 full", "what='rows'"),
+        ("cumla.models.queries.apply_rope", "mistral4 full", "what='output'"),
+        ("cumla.models.selection.fused_indexer_q_rope_quant", "mistral4 full", "what='queries'"),
+        ("cumla.models.rows.quantize_and_insert_k_cache", "mistral4", "what='rows'"),
         ("cumla.layers.selection.indexer_topk", "glm52 full", "what='selection'"),
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
     """The replay finds the last ones, the tests' comparison from hidden states on the others."""
     wrong_calls.make(monkeypatch, what)
-    failures = wrong_calls.failures(replace(OPTIONS, layers=(layer,)))
+    layers = parse_layers(layer) if layer == "mistral4" else (layer,)
+    failures = wrong_calls.failures(replace(OPTIONS, layers=layers))
     assert any(found in failure for failure in failures), failures
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["v4", "v32", "glm52", "glm53", "hy4"])
+@pytest.mark.parametrize("layers", ["v4", "v32", "glm52", "glm53", "mistral4", "hy4"])
 def test_layers_on_a_device(layers):
     """A tiny model in bfloat16; layers are checked in turn."""
     requests = [replace(request, output_length=12) for request in REQUESTS]
@@ -107,7 +116,7 @@ def test_layers_on_a_device(layers):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["v4", "v32", "v41", "glm52", "glm53", "hy4"])
+@pytest.mark.parametrize("layers", ["v4", "v32", "v41", "glm52", "glm53", "mistral4", "hy4"])
 def test_layers_of_published_sizes_on_a_device(layers):
     options = replace(OPTIONS, backend="cuda", layers=parse_layers(layers), heads=64, topk=64)
     requests = [TraceRequest(0.0, 290, 14, (0,)), TraceRequest(0.0, 40, 8, (2,))]
@@ -117,7 +126,8 @@ def test_layers_of_published_sizes_on_a_device(layers):
 
 
 @pytest.mark.parametrize(
-    "layers", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v41", "glm53", "hy4"))]
+    "layers",
+    ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4", "v41", "glm53", "mistral4", "hy4"))],
 )  # fmt: skip
 def test_layers_by_emulated_kernels(here, monkeypatch, layers):
     """Few tokens, on the host's clock, with hidden states that the host made."""

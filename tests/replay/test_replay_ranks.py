@@ -153,7 +153,7 @@ def test_a_row_on_the_wrong_rank_is_found():
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
-@pytest.mark.parametrize("models", ["v4,v32", "v41", "glm52,glm53,hy4"])
+@pytest.mark.parametrize("models", ["v4,v32", "v41", "glm52,glm53,hy4", "mistral4"])
 def test_layers_of_models(models, size):
     """Outputs equal one device's, and are equal on all ranks."""
     options = replace(OPTIONS, layers=parse_layers(models))

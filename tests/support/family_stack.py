@@ -37,6 +37,15 @@ def weights_of(case):
     return seeded_weights(GOLDEN["stacks"][case]["parameters"], GOLDEN["stacks"][case]["seed"])
 
 
+def weights_of_module(case, number):
+    """Weights of a layer's attention by their names within it, and weights that all layers share."""
+    prefix = f"model.layers.{number}.self_attn."
+    return {
+        name.removeprefix(prefix).removeprefix("model."): weight
+        for name, weight in weights_of(case).items() if name.startswith(prefix) or "layers" not in name
+    }  # fmt: skip
+
+
 class FamilyStack(Steps):
     """The layers of a golden case with their caches, for all of its requests.
 

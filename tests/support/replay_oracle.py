@@ -74,8 +74,7 @@ class ReplayOracle:
                 for name, weight in weights.items()
             }
         self.exact = oracles.layer_of(layer.config, layer.number, weights, longest)
-        owner = getattr(layer, "owner", layer)
-        self.owner = self if owner is layer else ReplayOracle(owner, longest)
+        self.owner = self if layer.owner is layer else ReplayOracle(layer.owner, longest)
 
     def hidden(self, sequence, end):
         """Hidden states of a request's tokens before position `end`, float64."""
@@ -103,7 +102,7 @@ class ReplayOracle:
         keys = None
         spec = layer.attention.spec
         if spec.rows == "latent":
-            computed = exact.rows(x[rows], rows)
+            computed = self.owner.exact.rows(self.owner.hidden(sequence, end)[rows], rows)
             keys = exact.cached(exact.index_keys(x)) if spec.selects else None
             yield "rows", relative_rms(cached, computed), ROUNDING["e4m3"]
         else:

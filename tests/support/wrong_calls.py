@@ -24,6 +24,7 @@ WRONG = {
     ),
     "compress_latents": changed(0, lambda rows: np.roll(rows, 1, axis=0)),
     "norm_rope_and_insert": changed(0, lambda rows: np.roll(rows, 1, axis=1)),
+    "quantize_and_insert_k_cache": changed(0, lambda rows: np.roll(rows, 1, axis=1)),
     "concat_and_cache_mla": changed(0, lambda rows: np.roll(rows, 1, axis=1)),
     "indexer_knorm_rope_and_insert": changed(0, lambda keys: np.roll(keys, 1, axis=1)),
     "indexer_kpool_and_insert": changed(0, lambda keys: np.roll(keys, 1, axis=1)),
