@@ -214,6 +214,10 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write all results, including each step's; - for stdout"
     )
     output.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page that needs no other file: steps over time, cache "
+        "occupancy, prefix hits and time by op",
+    )  # fmt: skip
+    output.add_argument(
         "--plot", type=Path, metavar="FILE.png",
         help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
     )  # fmt: skip

@@ -29,6 +29,7 @@ from ..replay.options import (
     defaults_for,
     parse_layers,
 )
+from ..replay.page import write_page
 from ..replay.plot import check_can_plot, write_plot
 from ..replay.ranks import run_on_ranks
 from ..replay.report import counted, json_text, print_report, write_json
@@ -58,7 +59,9 @@ LAYERS_OF = {
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
     options, requests, share = resolve(args)
-    check_outputs({"--json": args.json, "--plot": args.plot}, read=args.trace)
+    check_outputs({"--json": args.json, "--html": args.html, "--plot": args.plot}, read=args.trace)
+    if args.html == STDOUT:
+        raise InputError("--html: got -, expected a file")
     if args.plot is not None:
         check_can_plot(args.plot)
     limit_blas_threads()
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -> str | None:
-    """Write what --json and --plot ask for. Returns what went wrong, if anything did."""
+    """Write what --json, --html and --plot ask for. Returns what went wrong, if anything did."""
     path = args.json
     try:
         if args.json is not None:
@@ -104,6 +107,9 @@ def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -
                 print(json_text(summary), flush=True)
             else:
                 write_json(args.json, summary)
+        path = args.html
+        if args.html is not None:
+            write_page(args.html, summary, title)
         path = args.plot
         if args.plot is not None:
             write_plot(args.plot, summary, title)

@@ -18,5 +18,5 @@ In the order of the data flow:
     engine        the loop: metadata once a step, then every layer
     traffic       bytes that each op has to move
     verify        the tokens to check, errors and their bounds
-    summary       the numbers of a run; report prints them in tables, plot draws them
+    summary       the numbers of a run; report prints them in tables, plot draws them, page writes a page
 """

@@ -71,10 +71,10 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         say(console, f"[red]beyond bounds:[/red] {escape(failure)}")
     if len(failures) > SHOWN_FAILURES:
         console.print(f"[red]and {len(failures) - SHOWN_FAILURES} more[/red]")
-    say(console, _meaning(summary))
+    say(console, meaning(summary))
 
 
-def _meaning(summary: dict[str, Any]) -> str:
+def meaning(summary: dict[str, Any]) -> str:
     """A sentence on the result of the run, and the next steps."""
     checked, backend = summary["verification"], summary["config"]["backend"]
     if checked["failures"]:
@@ -86,14 +86,19 @@ def _meaning(summary: dict[str, Any]) -> str:
     if checked["samples"]:
         parts.append(f"[green]All {checked['samples']:,} sampled outputs are right[/green] on backend {backend}.")
     if compared := summary["prefix"].get("host", {}).get("compared"):
-        parts.append(f"All {compared:,} prefixes came back from host memory unchanged.")
+        parts.append(f"Prefixes that came back from host memory unchanged: {compared:,} of {compared:,}.")
     unchecked = [name for name in summary["config"]["layers"] if name in MODEL_OF] if _on_ranks(summary) else []
     if unchecked:
         parts.append(
             f"Outputs of {', '.join(unchecked)} were not checked: with --ranks no rank has all of their rows; a run "
             "without it checks them."
         )
-    return " ".join([*parts, "Next: --json FILE keeps all numbers, --plot FILE draws them, `cumla bench` times calls."])
+    return " ".join(
+        [
+            *parts,
+            "Next: --json FILE keeps all numbers, --html FILE and --plot FILE draw them, `cumla bench` times calls.",
+        ]
+    )
 
 
 def _on_ranks(summary: dict[str, Any]) -> bool:

@@ -135,6 +135,8 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["bench", "--json", "."], "is a folder", id="bench-json-is-folder"),
         pytest.param(["bench", "--plot", "nowhere/x.png"], "there is no folder nowhere", id="bench-plot-folder"),
         pytest.param([*TINY, "--plot", "run.txt"], "ends in .png", id="plot-name"),
+        pytest.param([*TINY, "--html", "-"], "--html: got -, expected a file", id="html-stdout"),
+        pytest.param([*TINY, "--html", "nowhere/x.html"], "there is no folder nowhere", id="html-folder"),
         pytest.param([*TINY, "--backend", "cdua"], "cdua", id="backend"),
         pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
         pytest.param(["warmup", "--topk", str(2**40)], "expected an integer from 1 to 1048576", id="warmup-topk"),
