@@ -18,8 +18,8 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..arrays.array import Array
 from ..dispatch.backends import BACKENDS
-from ..dispatch.call import BFLOAT16, Call
-from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32, shown
+from ..dispatch.call import BFLOAT16
+from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
@@ -28,12 +28,14 @@ from ..ops.dense_cache import concat_and_cache_mla, gather_cache
 from ..ops.sparse_attention import MAX_HEADS
 from ..ops.sparse_attention import V_DIM as KV_LORA_RANK
 from .dense_validation import check_forward
+from .products import batched_product, bits_of
 from .sparse import Observer, not_observed
 from .weights import BlockQuantizedWeight as BlockQuantizedWeight
 from .weights import weight_of
 
 ROPE_DIM = MLA_BF16.rope_dim
 FLOAT32 = np.dtype(np.float32)
+PREFILL_TOKENS = 512  # of prefills of a batch-invariant layer that attend in one call
 ACT_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
 
 
@@ -50,6 +52,8 @@ class MLACommonImpl:
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: 512, P, 64 and V
         kv_b_proj: [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32, or a
             BlockQuantizedWeight; or a layer whose `weight` is one of these (layers/weights.py)
+        batch_invariant: True: a token's bits depend on its request's tokens alone (docs/guide/batch-invariance.md): all
+            tokens attend as decodes do. The builder's config then has it, too
 
     A layer reuses its memory for decodes in every step, so its steps must run one after another, on one stream. When
     larger memory is allocated, the smaller is not freed: graphs captured with it remain valid.
@@ -73,6 +77,7 @@ class MLACommonImpl:
         qk_nope_head_dim: int = 128,
         qk_rope_head_dim: int = ROPE_DIM,
         v_head_dim: int = 128,
+        batch_invariant: bool = False,
         backend: str | None = None,
     ) -> None:
         check_choice((MLA_BF16.head_dim,), head_size=head_size)
@@ -80,6 +85,7 @@ class MLACommonImpl:
         check_choice((KV_LORA_RANK,), kv_lora_rank=kv_lora_rank)
         check_choice((ROPE_DIM,), qk_rope_head_dim=qk_rope_head_dim)
         check_choice((*BACKENDS, None), backend=backend)
+        check_flags(batch_invariant=batch_invariant)
         check_optional_size(q_lora_rank=q_lora_rank)
         check_integers(1, MAX_HEADS, num_heads=num_heads)
         check_integers(1, qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim)
@@ -91,7 +97,8 @@ class MLACommonImpl:
         self.qk_head_dim, self.v_head_dim = qk_nope_head_dim + qk_rope_head_dim, v_head_dim
         self.kv_b_proj, self.backend = kv_b_proj, backend
         self.workspace = Workspace(owner="layer")
-        self.plan = DenseDecodePlan(self.workspace)
+        self.batch_invariant = bool(batch_invariant)
+        self.plan = DenseDecodePlan(self.workspace, batch_invariant=self.batch_invariant)
 
     def process_weights_after_loading(self, act_dtype: Any = BFLOAT16) -> None:
         """Split kv_b_proj into W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V], views of one 16-bit matrix.
@@ -184,7 +191,10 @@ class MLACommonImpl:
             if prefills is not None:
                 new = slice(num_decode, used)
                 workspace = attn_metadata.context_chunk_workspace
-                run.prefill(q[new], k_c_normed[new], k_pe[new], prefills, workspace, heads_out[new])
+                if self.batch_invariant:
+                    run.prefill_by_token(q[new], prefills, heads_out[new])
+                else:
+                    run.prefill(q[new], k_c_normed[new], k_pe[new], prefills, workspace, heads_out[new])
             if used < tokens:
                 bits_of(result)[used:] = 0
         return dlpack.give(result, framework) if output is None else output
@@ -201,15 +211,35 @@ class _Run:
 
     def product(self, a: Any, b: Any, out: Any) -> None:
         """out = a b, batches of matrices."""
-        call = Call(self.layer.backend)
-        call.borrow("a", a)
-        with call.kernels("projection") as kernels:
-            kernels.batched_product(a, b, out)
+        layer = self.layer
+        batched_product(a, b, out, layer.backend, layer.workspace if layer.batch_invariant else None)
 
     def decode(self, q: Any, metadata: MLACommonMetadata, out: Any) -> None:
         """q [n, h, P + 64], out [n, h, V] written."""
-        layer, nope = self.layer, self.layer.qk_nope_head_dim
+        table, lens = (dlpack.borrow(getattr(metadata, x), x) for x in ("block_tables", "seq_lens_tensor"))
         query_len = metadata.max_decode_query_len or 1
+        self.attend_in_latent_space(q, table, lens, query_len, metadata.max_decode_seq_len, self.plan(metadata), out)
+
+    def prefill_by_token(self, q: Any, metadata: MLACommonMetadata, out: Any) -> None:
+        """The same for prefills of a batch-invariant layer: each token is a decode of one token."""
+        table, lens, starts = (
+            dlpack.borrow(getattr(metadata, x), x) for x in ("block_tables", "seq_lens_tensor", "query_start_loc")
+        )
+        xp = dlpack.namespace_of(table)
+        for first in range(0, len(q), PREFILL_TOKENS):
+            part = slice(first, min(first + PREFILL_TOKENS, len(q)))
+            tokens = xp.arange(part.start, part.stop, dtype=np.int32)
+            requests = xp.searchsorted(starts, tokens, side="right") - 1
+            seen = (lens[requests] - (starts[requests + 1] - 1 - tokens)).astype(np.int32)
+            self.attend_in_latent_space(
+                q[part], table[requests], seen, 1, metadata.max_prefill_seq_len, self.layer.plan, out[part]
+            )
+
+    def attend_in_latent_space(
+        self, q: Any, block_table: Any, seq_lens: Any, query_len: int, longest: int, plan: DenseDecodePlan, out: Any
+    ) -> None:
+        """Attend with q [n, h, P + 64], `query_len` tokens of each request, over the cache's rows."""
+        layer, nope = self.layer, self.layer.qk_nope_head_dim
         heads, rank = layer.num_heads, layer.kv_lora_rank
         latent_q, latent_out, lse = self.latent(q, len(q) // query_len, query_len)
         by_token = latent_q.reshape(len(q), heads, layer.head_size)
@@ -218,10 +248,9 @@ class _Run:
             bits_of(by_token)[..., rank:] = bits_of(q)[..., nope:]
         with self.observe("decode"):
             dense_mla_decode(
-                latent_q, self.cache, dlpack.borrow(metadata.block_tables, "block_tables"),
-                dlpack.borrow(metadata.seq_lens_tensor, "seq_lens_tensor"), scale=self.k_scale,
-                softmax_scale=layer.scale, max_seqlen=metadata.max_decode_seq_len, plan=self.plan(metadata),
-                out=latent_out, lse=lse, backend=layer.backend,
+                latent_q, self.cache, block_table, seq_lens, scale=self.k_scale, softmax_scale=layer.scale,
+                max_seqlen=longest, plan=plan, batch_invariant=layer.batch_invariant, out=latent_out, lse=lse,
+                backend=layer.backend,
             )  # fmt: skip
         with self.observe("absorb"):
             self.product(latent_out.reshape(len(q), heads, rank).transpose(1, 0, 2), layer.W_UV, out.transpose(1, 0, 2))
@@ -323,8 +352,3 @@ def refuse_in_capture(output: Any, num_prefill: int) -> None:
             f"attn_metadata: got {num_prefill} prefill tokens while a CUDA graph is being captured, expected decodes "
             "only: the projections of prefills would have to be allocated"
         )
-
-
-def bits_of(array: Any) -> Any:
-    """A 16-bit array as integers, which CuPy can copy and zero even if it lacks the type."""
-    return array.view(np.uint16)

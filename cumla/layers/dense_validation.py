@@ -10,6 +10,7 @@ from ..dispatch.call import BYTES, INT32, SLOTS, Call, without_middle_axis
 from ..dispatch.formats import pages_of
 from ..kernels.types.plan import Workspace
 from ..layout import plain_rows
+from ..metadata.builder import check_mode
 from ..metadata.mla import MLACommonMetadata
 from ..metadata.validation import check_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM, VALUE_TYPES, checked_scale
@@ -27,6 +28,7 @@ class DenseLayer(Protocol):
     v_head_dim: int
     kv_cache_dtype: str
     workspace: Workspace
+    batch_invariant: bool
     W_UV: Any
 
 
@@ -46,6 +48,7 @@ def check_forward(
         raise ValueError("kv_b_proj: not processed, expected process_weights_after_loading to be called first")
     if not isinstance(metadata, MLACommonMetadata):
         raise TypeError(f"attn_metadata: got {type(metadata).__name__}, expected MLACommonMetadata")
+    check_mode("attn_metadata", metadata.batch_invariant, layer.batch_invariant)
     call = Call(layer.backend, stream)
     native = call.borrow("q", q).native
     tokens, heads, dim = len(native) if native.ndim else 0, layer.num_heads, layer.qk_head_dim
@@ -63,7 +66,9 @@ def check_forward(
         check_rows(name, rows, used, "tokens")
     cache = check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
     prefills = metadata.prefill_metadata
-    reads = metadata.num_decode_tokens or (prefills is not None and prefills.context_chunk_seq_tot)
+    reads = metadata.num_decode_tokens or (
+        prefills is not None and (prefills.context_chunk_seq_tot or layer.batch_invariant)
+    )
     if reads and not metadata.is_profile_run:
         check_pages("kv_cache", cache, 1, "decodes and prefills with context")
     check_metadata(call, layer, metadata, used, native.dtype)

@@ -36,6 +36,7 @@ class SelectedAttention:
         attn_sink: [h] float32, as in sparse_mla_decode, or None
         path: of prefills: "pages", "rows", or None for the faster one
         observe: called with a part's name around each part ("map", "gather", "decode", "prefill")
+        batch_invariant: as of sparse_mla_decode; prefills then read pages, too
     """
 
     cache: Any
@@ -45,6 +46,7 @@ class SelectedAttention:
     backend: str | None = None
     observe: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
     attn_sink: Any = None
+    batch_invariant: bool = False
 
     def attend(
         self,
@@ -86,7 +88,8 @@ class SelectedAttention:
                 sparse_mla_decode(
                     q[part, None], self.cache, slots[part, None], layout=self.layout, topk_length=lens[part],
                     attn_sink=self.attn_sink, softmax_scale=self.softmax_scale, out=out[part, None], lse=lse[part],
-                    plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
+                    plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0),
+                    batch_invariant=self.batch_invariant, backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:
             self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages, pool)
@@ -96,7 +99,7 @@ class SelectedAttention:
 
         Also the number of their first tokens that read pages in the decodes' call. Reads host integers only.
         """
-        if not metadata.num_prefills or self.path == "pages":
+        if not metadata.num_prefills or self.path == "pages" or self.batch_invariant:
             return [], 0
         seq_lens = dlpack.borrow(metadata.prefill_seq_lens_cpu, "prefill_seq_lens_cpu")
         chunks, start, longest = [], 0, 0

@@ -84,8 +84,14 @@ def row_bytes_of(candidates: Candidates | None, width: int) -> int:
     return int(logits_row_bytes(width)) if candidates is None else candidates.row_bytes(width)
 
 
-def score_bytes(inputs: IndexerInputs, candidates: Candidates | None = None) -> int:
-    """Least memory for scores of a step, in bytes: the scores of its longest request."""
+def score_bytes(
+    inputs: IndexerInputs, candidates: Candidates | None = None, batch_invariant: bool = False
+) -> int:  # fmt: skip
+    """Least memory for scores of a step, in bytes: the scores of its longest request.
+
+    Args:
+        batch_invariant: as of select_rows
+    """
     metadata, most = inputs.metadata, 0
     if metadata.decode is not None:
         lens, table = metadata.decode.seq_lens, metadata.decode.block_table
@@ -93,6 +99,9 @@ def score_bytes(inputs: IndexerInputs, candidates: Candidates | None = None) -> 
         most = row_bytes_of(candidates, table.shape[1] * inputs.cache.shape[1]) * each
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
     for chunk in chunks:
+        if batch_invariant:
+            most = max(most, row_bytes_of(candidates, chunk.block_table.shape[1] * inputs.cache.shape[1]))
+            continue
         limited = candidates is None or candidates.written or candidates.limit(chunk)
         most = max(most, row_bytes_of(candidates if limited else None, chunk.total_seq_lens))
     return int(most)
@@ -111,6 +120,7 @@ def select_rows(
     candidates: Candidates | None = None,
     most_score_bytes: int | None = None,
     pool: int = 1,
+    batch_invariant: bool = False,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -127,15 +137,20 @@ def select_rows(
             scores take no more; None: MOST_SCORE_BYTES
         pool: rows of a key (GLM-5.3-Flash), without candidates: `out` has pools, and slots [D, topk * pool + pool - 1]
             the slots of the pools' rows and of the incomplete pool's rows
+        batch_invariant: True: prefills' tokens are scored as decodes' are, by the same kernel, each token over its own
+            request's rows alone. The metadata's builder has a config with batch_invariant
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     most = MOST_SCORE_BYTES if most_score_bytes is None else most_score_bytes
-    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool)
+    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool, batch_invariant)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
+    if batch_invariant:
+        run.prefill_by_token(slice(decodes, len(out)), positions, token_to_req, block_table)
+        return
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
     written = decodes  # tokens whose selection is written without the fill below
     for chunk in chunks:
@@ -169,6 +184,7 @@ class _Run:
     candidates: Candidates | None
     most_score_bytes: int
     pool: int
+    batch_invariant: bool
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -228,12 +244,29 @@ class _Run:
             lens, table = (positions[tokens] + 1).astype(np.int32) // ratio, block_table[token_to_req[tokens]]
             self._among_candidates(self.q[tokens][:, None], tokens, lens, table)
 
+    def prefill_by_token(self, prefills: slice, positions: Any, token_to_req: Any, block_table: Any) -> None:
+        """Select for prefills' tokens, each an entry with a block table, as decodes are."""
+        ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
+        row_bytes = row_bytes_of(self.candidates, block_table.shape[1] * self.inputs.cache.shape[1])
+        for start in range(prefills.start, prefills.stop, step):
+            tokens = slice(start, min(start + step, prefills.stop))
+            lens, table = (positions[tokens] + 1).astype(np.int32) // ratio, block_table[token_to_req[tokens]]
+            q, of_all = self.q[tokens][:, None], (tokens.stop - start) * row_bytes
+            if self.candidates is not None and not self.candidates.written:
+                self._among_candidates(q, tokens, lens, table, of_all)
+                continue
+            indexer_topk(
+                q, self.inputs.cache, self.weights[tokens], self.out.shape[1], context_lens=lens, block_table=table,
+                layout=self.inputs.layout, out=self.out[tokens], **self._written(tokens), backend=self.backend,
+                workspace=self._scores(of_all),
+            )  # fmt: skip
+
     def _among_candidates(self, q: Any, tokens: slice, lens: Any, table: Any, of_decodes: int = 0) -> None:
         assert self.candidates is not None
         candidate_topk(
             q, self.inputs.cache, self.weights[tokens], self.candidates.blocks[tokens], self.out.shape[1], lens, table,
             candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[tokens],
-            backend=self.backend, workspace=self._scores(of_decodes),
+            batch_invariant=self.batch_invariant, backend=self.backend, workspace=self._scores(of_decodes),
         )  # fmt: skip
 
     def _written(self, tokens: slice) -> dict[str, Any]:
@@ -270,5 +303,6 @@ class _Run:
         least, most = WORKSPACE_BYTES, self.most_score_bytes
         if self.candidates is not None and self.candidates.written:  # also holds the blocks' scores
             least, most = (size + -(-size // self.candidates.size) for size in (least, most))
-        size = max(least, score_bytes(self.inputs, self.candidates), min(of_all, most))
+        needed = score_bytes(self.inputs, self.candidates, self.batch_invariant)
+        size = max(least, needed, min(of_all, most))
         return self.memory("scores", (size,), np.uint8)

@@ -53,6 +53,8 @@ class SparseMLALayer:
         layout: of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
         extra_layout: of the compressed cache: the same as layout; with DSV41_FP8 also DSV41_FP4, with DSV41_FP8_SPLIT
             also DSV41_FP4_SPLIT; None: the same as layout. Layers without compressed rows do not use it
+        batch_invariant: True: a token's bits depend on its request's tokens alone (docs/guide/batch-invariance.md); the
+            builder's config then has it, too. All tokens attend over pages
     """
 
     compress_ratio: int = 1
@@ -61,11 +63,13 @@ class SparseMLALayer:
     softmax_scale: float | None = None
     layout: CacheLayout = DSV4_FP8
     extra_layout: CacheLayout | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_choice((0, *COMPRESS_RATIOS), compress_ratio=self.compress_ratio)
         check_integers(1, index_topk=self.index_topk)
         scale_or_default(self.softmax_scale, V_DIM)
+        check_flags(batch_invariant=self.batch_invariant)
         check_kind(CacheLayout, layout=self.layout)
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: got {self.layout.name}, expected one of {[layout.name for layout in LAYOUTS]}")
@@ -123,6 +127,8 @@ class SparseMLALayer:
             check_kind(LayerWorkspace, workspace=workspace)
         check_choice((*PATHS, None), prefill_path=prefill_path)
         check_flags(early_release=early_release)
+        if self.batch_invariant and prefill_path == "rows":
+            raise ValueError("prefill_path: got 'rows', expected None or 'pages' for a batch-invariant layer")
         for name, function in (("join", not_observed if join is None else join), ("observe", observe)):
             if not callable(function):
                 raise TypeError(f"{name}: got {shown(function)}, expected a function")
@@ -142,7 +148,7 @@ class SparseMLALayer:
                 with observe("insert"):
                     cache, layout = compressed.cache, self.compressed_layout
                     run.insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
-            chunks = run.chunks(q, compressed, prefill_path)
+            chunks = run.chunks(q, compressed, "pages" if self.batch_invariant else prefill_path)
             with_decodes = run.tokens_with_decodes(compressed, chunks)
             if compressed is not None and compressed.indexer is not None:
                 compressed = run.select(compressed, q, with_decodes)
@@ -226,7 +232,10 @@ class _Run:
             positions, token_to_req, is_valid = (dlpack.borrow(getattr(metadata, name), name) for name in names)
             table = dlpack.borrow(compressed.block_table, "block_table")
             of_decodes = None if slots is None else (slots[0][:decodes], slots[1][:decodes])
-            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid)
+            select_rows(
+                inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid,
+                batch_invariant=self.layer.batch_invariant,
+            )  # fmt: skip
         compressed = replace(compressed, topk_indices=selected, indexer=None)
         return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
 
@@ -285,7 +294,7 @@ class _Run:
                 q[:tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
                 topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
                 out=out[:tokens, None], lse=self._cut("lse", tokens), plan=metadata.decode_plan(ratio),
-                backend=self.backend,
+                batch_invariant=self.layer.batch_invariant, backend=self.backend,
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int | None) -> Any:
@@ -318,7 +327,8 @@ class _Run:
             sparse_mla_decode(
                 q[tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
                 topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
-                out=out[tokens, None], plan=metadata.pages_plan(ratio, tokens.start), backend=self.backend,
+                out=out[tokens, None], plan=metadata.pages_plan(ratio, tokens.start),
+                batch_invariant=self.layer.batch_invariant, backend=self.backend,
             )  # fmt: skip
 
     def prefill_over_rows(

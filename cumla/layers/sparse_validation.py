@@ -18,7 +18,7 @@ from ..dispatch.values import check_integers
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 from ..metadata.batch import host_integers
-from ..metadata.builder import check_current
+from ..metadata.builder import check_current, check_mode
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_columns, check_rows_of_longest, check_window_pages
@@ -44,6 +44,8 @@ class SparseLayer(Protocol):
     def layout(self) -> CacheLayout: ...
     @property
     def compressed_layout(self) -> CacheLayout: ...
+    @property
+    def batch_invariant(self) -> bool: ...
 
 
 def check_step(
@@ -65,6 +67,7 @@ def check_step(
     if not isinstance(metadata, DeepseekSparseSWAMetadata):
         raise TypeError(f"metadata: got {type(metadata).__name__}, expected DeepseekSparseSWAMetadata")
     check_current("metadata", metadata)
+    check_mode("metadata", metadata.config.batch_invariant, layer.batch_invariant)
     ratio = layer.compress_ratio
     if metadata.config.has_compressed_rows(ratio) != (compressed is not None):
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")

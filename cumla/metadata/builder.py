@@ -65,6 +65,8 @@ class ServingConfig:
         has_c1a: ratio 1 is V4.1's C1A, compressed rows of one position each; window-only layers have ratio 0
         noncausal_decodes: for DSpark's draft layers: each token of a decode sees the window before the decode's first
             token and all tokens of the decode
+        batch_invariant: for batch-invariant layers: the builders' plans are for them, and each token of the indexer's
+            decodes is an entry of its own
     """
 
     window_size: int = 128
@@ -82,10 +84,11 @@ class ServingConfig:
     num_sms: int = 132
     has_c1a: bool = False
     noncausal_decodes: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
-        for name in ("has_c1a", "noncausal_decodes"):
+        for name in ("has_c1a", "noncausal_decodes", "batch_invariant"):
             check_flags(**{name: numbers.pop(name)})
             object.__setattr__(self, name, bool(getattr(self, name)))
         check_integers(0, 2**31 - 2, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
@@ -191,6 +194,14 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
             array = call.array(name, getattr(batch, name), INT32, (count,))
             if len(twin) == count:
                 check_equal(name, array, f"{name}_cpu", twin)
+
+
+def check_mode(name: str, of_config: bool, of_layer: bool) -> None:
+    """Raise ValueError for metadata whose builder's config has another batch_invariant than the layer."""
+    if of_config != of_layer:
+        raise ValueError(
+            f"{name}: got batch_invariant={of_config} in the builder's config, expected {of_layer}, as the layer has"
+        )
 
 
 def check_current(name: str, metadata: Any) -> None:

@@ -85,7 +85,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
     If the decode kernels support requests of `next_n` = 1 + num_speculative_tokens tokens natively
     (`natively_supported_next_n`), uniform decodes are passed as requests, with a length for each token. Otherwise
-    every token becomes a separate entry (`use_flattening`), which also allows ragged decodes.
+    every token becomes a separate entry (`use_flattening`), which also allows ragged decodes; so it does with
+    config.batch_invariant.
 
     compress_ratio is the number of positions of a row of the cache, config.indexer_compress_ratio if None: 4 with C4A
     layers, 2 with C2A layers. With these and with C1A layers (config.has_c1a), a page covers
@@ -127,7 +128,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         self.pool = int(pool)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.next_n = 1 + config.num_speculative_tokens
-        self.use_flattening = self.next_n not in self.natively_supported_next_n
+        self.use_flattening = config.batch_invariant or self.next_n not in self.natively_supported_next_n
         self.num_sms = config.num_sms
         self.compress_ratio = int(compress_ratio) * self.pool
         self.maps_slots = self.compress_ratio > 1 or config.has_c1a

@@ -57,6 +57,7 @@ class MLACommonMetadata:
         context_chunk_seq_tot, context_chunk_max_seq_lens: host lists [num_chunks]
         context_chunk_workspace: [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
         block_size: tokens of a page; None: not checked against the cache's
+        batch_invariant: whether the step is for batch-invariant layers, as the builder's config has it
         decode_plan: plan of this step's decodes into splits: the first layer's call computes it, the others share it.
             None: each layer has a plan of its own
 
@@ -87,6 +88,7 @@ class MLACommonMetadata:
     context_chunk_max_seq_lens: list[int] | None = None
     context_chunk_workspace: Any = None
     block_size: int | None = None
+    batch_invariant: bool = False
     decode_plan: DenseDecodePlan | None = field(default=None, repr=False, compare=False)
     _views: dict[str, MLACommonMetadata] = field(init=False, repr=False, default_factory=dict)
 

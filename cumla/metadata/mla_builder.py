@@ -54,6 +54,11 @@ class MLAConfig(ServingConfig):
         )
         if self.sliding_window is not None:
             check_integers(1, sliding_window=self.sliding_window)
+            if self.batch_invariant:
+                raise ValueError(
+                    f"sliding_window: got {self.sliding_window} with batch_invariant=True, expected None: prefills "
+                    "attend over the cache's rows"
+                )
         if self.max_seq_len_to_capture is not None:
             check_integers(1, max_seq_len_to_capture=self.max_seq_len_to_capture)
         if self.dtype not in ("bfloat16", "float16"):
@@ -224,7 +229,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             context_chunk_seq_tot=chunks.seq_tot if chunks else None,
             context_chunk_max_seq_lens=chunks.max_seq_lens if chunks else None,
             block_size=config.block_size,
-            decode_plan=DenseDecodePlan(self._plan_workspace),
+            batch_invariant=config.batch_invariant,
+            decode_plan=DenseDecodePlan(self._plan_workspace, batch_invariant=config.batch_invariant),
         )
 
 

@@ -101,7 +101,8 @@ class MLACommonState:
             max_decode_query_len=1,
             head_dim=self.config.head_size,
             block_size=self.config.block_size,
-            decode_plan=DenseDecodePlan(self._plan_workspace),
+            batch_invariant=self.config.batch_invariant,
+            decode_plan=DenseDecodePlan(self._plan_workspace, batch_invariant=self.config.batch_invariant),
         )
 
     def get_graph_input_buffers(

@@ -105,7 +105,7 @@ class DeepseekSparseSWAMetadata:
         """The plan that the layers with this ratio share for the prefill chunk at `first_token`, on the pages path."""
         key = compress_ratio, first_token
         if key not in self._pages_plans:
-            self._pages_plans[key] = DecodePlan(self._pages_workspace)
+            self._pages_plans[key] = DecodePlan(self._pages_workspace, batch_invariant=self.config.batch_invariant)
         return self._pages_plans[key]
 
     def get_prefill_chunk_plan(
@@ -298,7 +298,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         check_integers(0, num_decode_tokens=num_decode_tokens)
         plans: dict[str, DecodePlan | None] = dict.fromkeys((*LAYER_TYPES, *self.layer_types))
         if num_decode_tokens:
-            plans |= {name: DecodePlan(workspace) for name, workspace in self._workspaces.items()}
+            mode = self.config.batch_invariant
+            plans |= {name: DecodePlan(x, batch_invariant=mode) for name, x in self._workspaces.items()}
         return plans
 
     def _c128a_width(self, max_seq_len: int) -> int:

@@ -44,7 +44,7 @@ class OneList:
         layer = step.layer
         attention = SelectedAttention(
             step.caches.rows, layer.layouts.rows, layer.spec.softmax_scale, backend=layer.backend,
-            observe=step.observe, attn_sink=self.sink,
+            observe=step.observe, attn_sink=self.sink, batch_invariant=layer.batch_invariant,
         )  # fmt: skip
         lse = step.array("lse", (len(q), q.shape[1], 1), FLOAT32)
         join()
@@ -59,7 +59,7 @@ class WindowAndList:
         self.sink = get.vector("attn_sink")
         self.sparse = SparseMLALayer(
             spec.ratio, max(spec.topk, 1), self.sink, layout=layouts.rows,
-            extra_layout=layouts.compressed if spec.ratio else None,
+            extra_layout=layouts.compressed if spec.ratio else None, batch_invariant=layer.batch_invariant,
         )  # fmt: skip
 
     def run(self, step: StepContext, q: Any, chosen: Chosen, o: Any, join: Callable[[], None]) -> None:

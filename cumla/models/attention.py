@@ -69,6 +69,9 @@ class SparseAttention(LayerContext):
         round_pooled, round_rows: of V4.1: round a pooled row to bfloat16 before its norm, and rotated rows before
             quantisation, as DeepSeek's code and SGLang do; False: as vLLM. None: only rotated rows
         scratch: temporary memory, shared by layers that run one after another
+        batch_invariant: True: a token's bits depend on its request's tokens alone, not on the batch, on padding, on the
+            chunks of a prompt or on whether a token is a prompt's or a decode's (docs/guide/batch-invariance.md). The
+            builder's config then has it, too. Not with activations "fp8"
         xp: numpy or cupy, where the layer computes: on CuPy's current device; None: where its weights are
 
     Other weights are stored in the type that the device multiplies: the activations' type, on the host float32.
@@ -90,6 +93,7 @@ class SparseAttention(LayerContext):
         round_pooled: bool | None = None,
         round_rows: bool | None = None,
         scratch: Scratch | None = None,
+        batch_invariant: bool = False,
         xp: Any = None,
         backend: str | None = None,
     ) -> None:
@@ -112,11 +116,20 @@ class SparseAttention(LayerContext):
         )  # fmt: skip
         self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
         self.activations = check_options(
-            spec, activations, cache_format, max_position, self.xp is np, backend, weight_format, block == BLOCK
+            spec,
+            activations,
+            cache_format,
+            max_position,
+            self.xp is np,
+            backend,
+            weight_format,
+            block == BLOCK,
+            batch_invariant,
         )
         self.config, self.spec, self.layer, self.backend = config, spec, layer, backend
         self.dtype, self.scratch = compute_type(self.activations, self.xp), scratch or Scratch()
-        self.rounds_activations = activations == "fp8"
+        self.rounds_activations, self.batch_invariant = activations == "fp8", bool(batch_invariant)
+        self.blocks = self.scratch if batch_invariant else None
         read, alpha = WeightReader(weights, expected, self.xp, keeps_fp8(weight_format)), None
         if spec.learned_rope:
             alpha = read.vector("lerope.alpha")
@@ -149,7 +162,9 @@ class SparseAttention(LayerContext):
         if spec.selects:
             wide = (*wide, "indexer.weights_proj")
             factors = head_factors(get, "indexer.") if spec.position_scale else {}
-            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend, factors)
+            self.indexer = Indexer(
+                spec, self.layouts.indexer, self.scratch, self.backend, factors, self.batch_invariant
+            )
         self.wide = self.matrix(get, *wide, rounds=False) if wide else None
 
     @property
@@ -238,7 +253,7 @@ class Step(StepContext):
         if layer.pooled is not None or selects:
             with side.branch(), self.observe("select" if layer.pooled is None else "compress"):
                 wide = self.array("wide", (len(x), width(layer.wide)), FLOAT32)
-                multiply(x, layer.wide, wide, layer.backend)
+                multiply(x, layer.wide, wide, layer.backend, layer.blocks)
                 if layer.pooled is not None:
                     latents = layer.pooled.run(self, wide)
         low = self.project(x)
@@ -282,7 +297,7 @@ class Step(StepContext):
         layer = self.layer
         with self.observe("project"):
             low = self.array("low_rank", (len(x), width(layer.low_rank)))
-            multiply(x, layer.low_rank, low, layer.backend)
+            multiply(x, layer.low_rank, low, layer.backend, layer.blocks)
             found = {name: low[:, columns] for name, columns in layer.columns.items()}
             if not layer.norms_with_keys:
                 kv = found[layer.rows.low[0]][:, :LATENT] if layer.rows.low else None

@@ -28,6 +28,8 @@ class LayerContext:
         activations: type of hidden states; dtype: of matrices
         cos_sin: RoPE's table
         rounds_activations: whether products of many tokens with FP8 weights round activations to FP8
+        batch_invariant: whether a token's bits depend on its request's tokens alone
+        blocks: memory for products in blocks of tokens if the layer is batch invariant, else None
         norms_with_keys: whether the launch that norms index keys norms the queries' latent, and the insert of rows
             norms these
     """
@@ -41,6 +43,8 @@ class LayerContext:
     dtype: np.dtype[Any]
     cos_sin: Any
     rounds_activations: bool
+    batch_invariant: bool
+    blocks: Scratch | None
     norms_with_keys: bool
     queries: Any
 

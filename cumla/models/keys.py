@@ -68,7 +68,7 @@ class LatentKeys:
         layer, rows = step.layer, step.rows
         with step.observe("compress"):
             keys = step.array("index_k", (len(latents), INDEX_DIM))
-            multiply(latents, self.k, keys, layer.backend)
+            multiply(latents, self.k, keys, layer.backend, layer.blocks)
             step.norm(qr, keys, self.norm)
             heads = keys[:, None]
             apply_rope(heads, rows.row_positions, layer.cos_sin, out=heads, backend=layer.backend)

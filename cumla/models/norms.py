@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from .products import multiply
+from .scratch import Scratch
 
 FLOAT32 = np.dtype(np.float32)
 MOST_EXPONENT = 80  # of a gate's sigmoid: its exponential is a float32
@@ -22,16 +23,18 @@ class LayerNorm:
         self.weight, self.bias = weight, bias
         self.shares = dlpack.namespace_of(weight).full((1, len(weight)), 1 / len(weight), FLOAT32)
 
-    def run(self, x: Any, eps: float, out: Any, memory: Memory, backend: str | None) -> None:
+    def run(
+        self, x: Any, eps: float, out: Any, memory: Memory, backend: str | None, blocks: Scratch | None = None
+    ) -> None:  # fmt: skip
         """Write out: (x - mean) / sqrt(variance + eps) * weight + bias; x [T, D]."""
         xp = dlpack.namespace_of(x)
         rows, squares = (memory(name, x.shape, FLOAT32) for name in ("norm_rows", "norm_squares"))
         mean = memory("norm_mean", (len(x), 1), FLOAT32)
         rows[...] = x
-        multiply(rows, self.shares, mean, backend)
+        multiply(rows, self.shares, mean, backend, blocks)
         xp.subtract(rows, mean, out=rows)
         xp.multiply(rows, rows, out=squares)
-        multiply(squares, self.shares, mean, backend)
+        multiply(squares, self.shares, mean, backend, blocks)
         xp.add(mean, np.float32(eps), out=mean)
         xp.sqrt(mean, out=mean)
         xp.divide(rows, mean, out=rows)

@@ -37,10 +37,11 @@ class HeadOutput:
 
     def run(self, step: StepContext, o: Any, out: Any, gate: Any) -> None:
         values = step.array("values", (len(o), step.layer.spec.heads, step.layer.spec.v_dim))
-        multiply_groups(o.transpose(1, 0, 2), self.value, values.transpose(1, 0, 2), step.layer.backend)
+        backend, blocks = step.layer.backend, step.layer.blocks
+        multiply_groups(o.transpose(1, 0, 2), self.value, values.transpose(1, 0, 2), backend, blocks)
         if gate is not None:
             apply_gate(values, gate, step.array)
-        multiply(flat(values), self.o, out, step.layer.backend)
+        multiply(flat(values), self.o, out, backend, blocks)
 
 
 class GroupedOutput:
@@ -51,7 +52,7 @@ class GroupedOutput:
     def __init__(self, layer: LayerContext, get: WeightReader, kv_b: None) -> None:
         self.o_a, self.o_b = in_groups(layer.matrix(get, "wo_a"), layer.spec.o_groups), layer.matrix(get, "wo_b")
         self.backend, self.scratch, self.activations = layer.backend, layer.scratch, layer.activations
-        self.cos_sin = layer.cos_sin
+        self.cos_sin, self.blocks = layer.cos_sin, layer.blocks
 
     def run(self, step: StepContext, o: Any, out: Any, gate: None) -> None:
         project_output(self, o, step.metadata.positions, out)
@@ -66,6 +67,7 @@ class OutputLayer(Protocol):
     """
 
     backend: str | None
+    blocks: Scratch | None
     scratch: Scratch
     activations: Any
     cos_sin: Any
@@ -82,8 +84,8 @@ def project_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None
     apply_rope(o, positions, layer.cos_sin, inverse=True, out=o, backend=layer.backend)
     grouped = layer.scratch.shaped("o_low_rank", (len(o), groups, rank), layer.activations, layer.cos_sin)
     by_group = flat(o).reshape(len(o), groups, width).transpose(1, 0, 2)
-    multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), layer.backend)
-    multiply(flat(grouped), layer.o_b, out, layer.backend)
+    multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), layer.backend, layer.blocks)
+    multiply(flat(grouped), layer.o_b, out, layer.backend, layer.blocks)
 
 
 def project_rounded_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:

@@ -3,6 +3,9 @@
 With more than MOST_TOKENS tokens on a device, a product of FP8 weights dequantises a slice of rows at a time, into
 memory that stays in the L2 cache, and multiplies the slice by cuBLAS. If the layer enabled it, such a product also
 rounds the activations to FP8, and multiplies FP8 values if the backend can.
+
+A batch-invariant layer passes memory for blocks of tokens: a token's products then do not depend on the number of
+tokens (layers/products.py, and fp8_block_linear with batch_invariant).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import Call
+from ..layers.products import batched_product
 from ..layers.weights import BlockQuantizedWeight
 from ..ops.linear import COLUMNS_STEP, by_group, fp8_block_linear
 from .block_scaled import BlockScaledWeight, Parts, block_scaled
@@ -25,43 +29,46 @@ FP8_GROUP = 128  # activations that share a scale
 VALUES_AT_A_TIME = 8 << 20  # of a dequantised slice: 16 MB
 
 
-def multiply(x: Any, weight: Any, out: Any, backend: str | None) -> None:
-    """out [T, N] = x [T, K] weight^T, weight [N, K]: an array, a BlockScaledWeight, or Parts of them."""
+def multiply(x: Any, weight: Any, out: Any, backend: str | None, blocks: Scratch | None = None) -> None:
+    """out [T, N] = x [T, K] weight^T, weight [N, K]: an array, a BlockScaledWeight, or Parts of them.
+
+    Args:
+        blocks: memory of a batch-invariant layer for blocks of tokens
+    """
     if isinstance(weight, Parts):
         end = 0
         for part in weight:
             first, end = end, end + part.shape[0]
-            multiply(x, part, out[:, first:end], backend)
+            multiply(x, part, out[:, first:end], backend, blocks)
     elif isinstance(weight, BlockScaledWeight):
-        multiply_block_scaled(x, weight, out, backend)
+        multiply_block_scaled(x, weight, out, backend, blocks is not None)
     else:
-        multiply_groups(x[None], weight[None], out[None], backend)
+        multiply_groups(x[None], weight[None], out[None], backend, blocks)
 
 
-def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
+def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None, blocks: Scratch | None = None) -> None:
     """out [G, T, N] = x [G, T, K] weight^T, weight [G, N, K]; arrays of NumPy or CuPy, on their current stream."""
     if not x.size:
         return
     if isinstance(weight, BlockScaledWeight):
-        multiply_block_scaled(x.transpose(1, 0, 2), weight, out.transpose(1, 0, 2), backend)
+        multiply_block_scaled(x.transpose(1, 0, 2), weight, out.transpose(1, 0, 2), backend, blocks is not None)
         return
-    call = Call(backend)
-    call.first = dlpack.argument(x, "x")
-    with call.kernels("projection") as kernels:
-        kernels.batched_product(x, weight.transpose(0, 2, 1), out)
+    batched_product(x, weight.transpose(0, 2, 1), out, backend, blocks)
 
 
-def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
+def multiply_block_scaled(
+    x: Any, weight: BlockScaledWeight, out: Any, backend: str | None, batch_invariant: bool = False
+) -> None:  # fmt: skip
     """out [T, N] or [T, G, N] of x [T, K] or [T, G, K]."""
-    if rounds(weight, len(x)):
+    if not batch_invariant and rounds(weight, len(x)):
         multiply_rounded(rounded(by_group(x), weight.scratch, backend), weight, by_group(out), x.dtype, backend)
-    elif len(x) > MOST_TOKENS and not isinstance(x, np.ndarray):
+    elif len(x) > MOST_TOKENS and not isinstance(x, np.ndarray) and not batch_invariant:
         multiply_dequantized(by_group(x), weight, by_group(out), backend)
     else:
         fp8_block_linear(
             x, weight.codes, weight.scales, block_rows=weight.block_rows, block_columns=weight.block_columns,
             float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite,
-            is_ue8m0=weight.is_ue8m0, out=out, backend=backend,
+            is_ue8m0=weight.is_ue8m0, batch_invariant=batch_invariant, out=out, backend=backend,
         )  # fmt: skip
 
 

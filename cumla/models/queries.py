@@ -31,14 +31,14 @@ class LatentQueries:
 
     def project(self, step: StepContext, x: Any, qr: Any, selects: bool) -> tuple[Any, Any]:
         """Projected heads, and the indexer's [T, heads, 128] if the step selects."""
-        spec, tokens, backend = step.layer.spec, len(qr), step.layer.backend
+        spec, tokens, backend, blocks = step.layer.spec, len(qr), step.layer.backend, step.layer.blocks
         width, index_width = spec.heads * spec.head_dim, spec.index_heads * INDEX_DIM if spec.selects else 0
         with step.observe("project"):
             both = step.array("projected_q", (tokens, width + index_width))
             if not selects:
-                multiply(qr, first_rows(self.q_b, width), both[:, :width], backend)
+                multiply(qr, first_rows(self.q_b, width), both[:, :width], backend, blocks)
                 return both[:, :width], None
-            multiply(qr, self.q_b, both, backend)
+            multiply(qr, self.q_b, both, backend, blocks)
         return both[:, :width], both[:, width:].reshape(tokens, spec.index_heads, INDEX_DIM)
 
     def finish(self, step: StepContext, projected: Any) -> Any:
@@ -50,7 +50,8 @@ class LatentQueries:
             nope, positions = heads[..., : spec.nope_dim], step.metadata.positions
             if self.factors:
                 apply_rope(nope, positions, None, **self.factors, out=nope, backend=layer.backend)
-            multiply_groups(nope.transpose(1, 0, 2), self.latent, q[..., :LATENT].transpose(1, 0, 2), layer.backend)
+            latent = q[..., :LATENT].transpose(1, 0, 2)
+            multiply_groups(nope.transpose(1, 0, 2), self.latent, latent, layer.backend, layer.blocks)
             if spec.rope_dim:
                 apply_rope(
                     heads[..., spec.nope_dim :], positions, layer.cos_sin, is_neox=spec.rope_pairs == "halves",
@@ -76,9 +77,10 @@ class HiddenQueries(LatentQueries):
             return qr, None
         with step.observe("project"):
             normed = step.array("index_x", x.shape)
-            self.index_norm.run(x, step.layer.spec.key_eps, normed, step.array, step.layer.backend)
+            eps, backend, blocks = step.layer.spec.key_eps, step.layer.backend, step.layer.blocks
+            self.index_norm.run(x, eps, normed, step.array, backend, blocks)
             q = step.array("index_q", (len(x), step.layer.spec.index_heads, INDEX_DIM))
-            multiply(normed, self.index_q, flat(q), step.layer.backend)
+            multiply(normed, self.index_q, flat(q), backend, blocks)
         return qr, q
 
 
@@ -105,12 +107,12 @@ class WindowQueries:
             return qr, None
         with step.observe("select"):
             q = step.array("index_q", (len(qr), step.layer.spec.index_heads, INDEX_DIM))
-            multiply(qr, self.index_q_b, flat(q), step.layer.backend)
+            multiply(qr, self.index_q_b, flat(q), step.layer.backend, step.layer.blocks)
         return qr, q
 
     def finish(self, step: StepContext, qr: Any) -> Any:
         """Queries [T, h, 512], not yet rotated: projected here, concurrently with the selection."""
         with step.observe("project"):
             q = step.array("q", (len(qr), step.layer.spec.heads, LATENT))
-            multiply(qr, self.q_b, flat(q), step.layer.backend)
+            multiply(qr, self.q_b, flat(q), step.layer.backend, step.layer.blocks)
         return q

@@ -13,9 +13,9 @@ from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
-from ..dispatch.values import check_choice, check_optional_size
+from ..dispatch.values import check_choice, check_flags, check_optional_size
 from ..metadata.batch import host_integers
-from ..metadata.builder import check_current
+from ..metadata.builder import check_current, check_mode
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
 from .caches import FORMATS, PLAIN_DTYPES, Formats, LayerCaches, Ring, keys_of_page
@@ -28,6 +28,7 @@ class Layer(Protocol):
     """The attributes of a layer that the checks read."""
 
     backend: str | None
+    batch_invariant: bool
     cos_sin: Any
     layouts: Formats
     spec: LayerSpec
@@ -42,6 +43,7 @@ def check_options(
     backend: str | None,
     weight_format: str,
     may_round: bool,
+    batch_invariant: bool = False,
 ) -> np.dtype[Any]:
     """The activations' type. Raises TypeError or ValueError for options that no layer supports.
 
@@ -49,6 +51,7 @@ def check_options(
         may_round: whether products of many tokens may round activations to FP8
     """
     check_optional_size(max_position=max_position)
+    check_flags(batch_invariant=batch_invariant)
     choose(backend, on_device=not on_host)
     float32 = ("float32",) if on_host else ()
     name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
@@ -56,6 +59,11 @@ def check_options(
     if name == "fp8":
         if weight_format != "fp8":
             raise ValueError(f"activations: got 'fp8' with weight_format={weight_format!r}, expected FP8 weights")
+        if batch_invariant:
+            raise ValueError(
+                "activations: got 'fp8' with batch_invariant=True, expected 'bfloat16': the number of tokens decides "
+                "whether products round activations"
+            )
         name = "bfloat16"
     if cache_format is not None:
         formats = tuple(name for name in FORMATS[spec.cache_formats] if on_host or name != "float32")
@@ -85,6 +93,7 @@ def check_step(
         raise ValueError(f"topk_indices: got an array for a layer of ratio {spec.ratio}, expected None")
     tokens, step = metadata.tokens, metadata.rows.get(spec.ratio)
     check_current("metadata.tokens", tokens)
+    check_mode("metadata", tokens.config.batch_invariant, layer.batch_invariant)
     if spec.ratio and step is None:
         raise ValueError(
             f"metadata: got rows of ratios {sorted(metadata.rows)}, expected {spec.ratio} among them: the builder's "

@@ -11,11 +11,12 @@ from typing import Any
 from ..arrays import dlpack, streams
 from ..dispatch.call import Call
 from ..dispatch.values import check_kind
-from ..layers.dense import MLACommonImpl, Observer, bits_of, not_observed
+from ..layers.dense import MLACommonImpl, Observer, not_observed
+from ..layers.products import bits_of
 from ..ops.dense_cache import concat_and_cache_mla
 from .communicator import Communicator
 from .context import ContextAttention
-from .validation import check_dense_forward
+from .validation import check_dense_forward, refuse_batch_invariant
 
 
 class ShardedMLALayer:
@@ -29,6 +30,7 @@ class ShardedMLALayer:
 
     def __init__(self, layer: MLACommonImpl, comm: Communicator, *, split_heads: bool = False) -> None:
         check_kind(MLACommonImpl, layer=layer)
+        refuse_batch_invariant(layer=layer)
         self.layer, self.comm = layer, comm
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=layer.backend)
 

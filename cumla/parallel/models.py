@@ -25,7 +25,7 @@ from .communicator import Communicator
 from .context import ContextAttention
 from .rank_rows import RankRows, ShardedCompressedCache
 from .sparse_layer import ShardedSparseMLALayer
-from .validation import check_rank_rows
+from .validation import check_rank_rows, refuse_batch_invariant
 
 
 class ShardedAttention:
@@ -38,6 +38,7 @@ class ShardedAttention:
 
     def __init__(self, attention: SparseAttention, comm: Communicator) -> None:
         check_kind(SparseAttention, attention=attention)
+        refuse_batch_invariant(attention=attention)
         self.attention, self.comm = attention, comm
         self._window: ShardedSparseMLALayer | None = None
         if isinstance(attention.attended, WindowAndList):

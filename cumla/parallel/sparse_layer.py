@@ -20,7 +20,7 @@ from ..ops.sparse_cache import quantize_and_insert_k_cache
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .rank_rows import ShardedCompressedCache
-from .validation import check_sparse_step
+from .validation import check_sparse_step, refuse_batch_invariant
 
 
 class ShardedSparseMLALayer:
@@ -36,6 +36,7 @@ class ShardedSparseMLALayer:
         self, layer: SparseMLALayer, comm: Communicator, *, split_heads: bool = False, backend: str | None = None
     ) -> None:
         check_kind(SparseMLALayer, layer=layer)
+        refuse_batch_invariant(layer=layer)
         self.layer, self.comm, self.backend = layer, comm, backend
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=backend)
 

@@ -49,6 +49,13 @@ def check_rank_shard(
     check_rows_of_longest(cache_name, cache, cache.shape[1], rows)
 
 
+def refuse_batch_invariant(**layers: Any) -> None:
+    """Raise ValueError for a layer that is batch invariant: steps of ranks have no such mode yet."""
+    for name, layer in layers.items():
+        if layer.batch_invariant:
+            raise ValueError(f"{name}: got a layer with batch_invariant=True, expected False for layers of ranks")
+
+
 def check_rank_rows(
     call: Call, comm: Communicator, rows: RankRows, name: str, cache: Any, metadata: DeepseekSparseSWAMetadata,
     ratio: int,

@@ -48,7 +48,8 @@ def multiply(
     left = matrices(a, a_type, a_leading, a_stride, batch, *((k, m) if a_operation else (m, k)))
     right = matrices(b, b_type, b_leading, b_stride, batch, *((n, k) if b_operation else (k, n)))
     left, right = (x.astype(np.float32) for x in (left, right))
-    product = (left.swapaxes(1, 2) if a_operation else left) @ (right.swapaxes(1, 2) if b_operation else right)
+    with np.errstate(over="ignore", invalid="ignore"):  # rows of a padded block may hold anything
+        product = (left.swapaxes(1, 2) if a_operation else left) @ (right.swapaxes(1, 2) if b_operation else right)
     out = matrices(c, c_type, c_leading, c_stride, batch, m, n)
     out[...] = product.astype(out.dtype)
 

@@ -101,7 +101,8 @@ BATCHES = [
 ]  # fmt: skip
 
 NOT_NUMBERS = {
-    "compress_ratios", "has_c1a", "noncausal_decodes", "chunked_prefill_enabled", "enable_prefix_caching", "dtype",
+    "compress_ratios", "has_c1a", "noncausal_decodes", "batch_invariant", "chunked_prefill_enabled",
+    "enable_prefix_caching", "dtype",
 }  # fmt: skip
 # Every number of a configuration has limits: one that is added, too.
 NUMBERS = sorted({field.name for field in dataclasses.fields(MLAConfig)} - NOT_NUMBERS)

@@ -144,6 +144,7 @@ class Output:
     o_a: Any
     o_b: Any
     activations: Any = BF16
+    blocks: Any = None
 
 
 def test_the_output_projection_rounds_once_a_product(lab, rng):

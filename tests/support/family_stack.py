@@ -56,7 +56,8 @@ class FamilyStack(Steps):
     """
 
     def __init__(
-        self, case, cache_format="float32", backend="cpu", activations="float32", seed=0, lab=None, change=None
+        self, case, cache_format="float32", backend="cpu", activations="float32", seed=0, lab=None, change=None,
+        batch_invariant=False,
     ):  # fmt: skip
         record = GOLDEN["stacks"][case]
         self.case, self.numbers = case, record["attention_layers"]
@@ -66,7 +67,7 @@ class FamilyStack(Steps):
         self.put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
         self.serving = serving_of(
             self.config, num_speculative_tokens=3, max_num_batched_tokens=512, max_num_seqs=4, max_model_len=1024,
-            num_heads=8,
+            num_heads=8, batch_invariant=batch_invariant,
         )  # fmt: skip
         specs, scratch = [self.config.spec(number) for number in self.numbers], Scratch()
         weights = dict(weights_of(case))
@@ -76,7 +77,7 @@ class FamilyStack(Steps):
         self.layers = [
             attention(
                 self.config, number, weights, activations=activations, cache_format=cache_format,
-                max_position=longest, scratch=scratch, xp=xp, backend=backend,
+                max_position=longest, scratch=scratch, batch_invariant=batch_invariant, xp=xp, backend=backend,
             )
             for number in self.numbers
         ]  # fmt: skip

@@ -102,17 +102,17 @@ class PagedLayer:
     """A golden layer with its caches, for several requests that all have the golden hidden states."""
 
     def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
-                 speculative=0, seed=0, lab=None):  # fmt: skip
+                 speculative=0, seed=0, lab=None, batch_invariant=False):  # fmt: skip
         self.golden = golden
         put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
         config = self.config_type.from_dict(golden.config)
         self.layer = self.layer_type(
             config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
-            backend=backend, xp=xp,
+            batch_invariant=batch_invariant, backend=backend, xp=xp,
         )  # fmt: skip
         serving = serving_of(
             config, num_heads=8, num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
-            max_model_len=MAX_TOKENS,
+            max_model_len=MAX_TOKENS, batch_invariant=batch_invariant,
         )  # fmt: skip
         self.builder = StepBuilder(config.specs(), serving, backend)
         self.paged = PagedRequests(requests, golden.tokens, self.pages(), seed, put=put)

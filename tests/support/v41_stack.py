@@ -57,7 +57,7 @@ class Stack(Steps):
 
     def __init__(
         self, case, cache_format="float32", backend="cpu", activations="float32", lab=None, seed=0, pages=(64, 128),
-        key_format=None, **options,
+        key_format=None, batch_invariant=False, **options,
     ):  # fmt: skip
         record = GOLDEN["cases"][case]
         self.record, self.config = record, DeepseekV41Config.from_dict(record["config"])
@@ -68,11 +68,13 @@ class Stack(Steps):
         self.serving = serving_of(
             self.config, num_speculative_tokens=SPECULATIVE, max_num_batched_tokens=1024, max_num_seqs=4,
             max_model_len=1024, block_size=pages[0], compressed_block_size=pages[1], num_heads=8,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         self.layers = [
             DeepseekV41Attention(
                 self.config, layer, weights, activations=activations, cache_format=cache_format, key_format=key_format,
-                max_position=longest, scratch=scratch, xp=self.xp, backend=backend, **options,
+                max_position=longest, scratch=scratch, batch_invariant=batch_invariant, xp=self.xp, backend=backend,
+                **options,
             )
             for layer in range(self.config.num_hidden_layers)
         ]  # fmt: skip
