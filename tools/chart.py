@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS, FILE = ROOT / "benchmarks" / "results" / "h200", ROOT / "docs" / "speed.svg"
-WIDTH, LEFT, RIGHT, ROW, MOST = 620, 252, 46, 25, 2.5  # MOST: the axis ends there
+WIDTH, LEFT, RIGHT, ROW, MOST = 430, 216, 32, 22, 2.25  # MOST: the axis ends there; WIDTH: as wide as a telephone
+SHOWN = 560  # pixels, where there is room
 
 
 class Panel(NamedTuple):
@@ -64,8 +65,8 @@ def panels():
 
 
 STYLE = """
-text { font: 15px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
-.title { font-weight: 600 } .note { font-size: 13px; fill: #59636e }
+text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.title { font-weight: 600 } .note { font-size: 12px; fill: #59636e }
 .bar { fill: #2f6f8f } .peer { stroke: #1f2328; stroke-width: 1.5 } .grid { stroke: #d1d9e0 }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc } .note { fill: #9198a1 } .bar { fill: #5aa9cc }
@@ -84,19 +85,19 @@ def text(x, y, words, kind="", anchor="start"):
 def svg():
     shapes, y = [], 26.0
     for panel in panels():
-        shapes.append(text(10, y, panel.title, "title"))
+        shapes.append(text(6, y, panel.title, "title"))
         shapes.append(text(x_of(1), y + 20, f"{panel.peer} = 1", "note", "middle"))
         top, y = y + 26, y + 26
         bottom = top + ROW * len(panel.bars)
-        for tick in (0.5, 1.5, 2.0, 2.5):
+        for tick in (0.5, 1.5, 2.0):
             shapes.append(f'<path class="grid" d="M{x_of(tick):g} {top:g}V{bottom:g}"/>')
             shapes.append(text(x_of(tick), bottom + 14, f"{tick:g}", "note", "middle"))
         for label, ratio in panel.bars:
-            shapes.append(text(LEFT - 10, y + 17, label, "", "end"))
+            shapes.append(text(LEFT - 6, y + 15, label, "", "end"))
             shapes.append(
                 f'<rect class="bar" x="{LEFT}" y="{y + 4:g}" width="{x_of(ratio) - LEFT:.1f}" height="{ROW - 8}"/>'
             )
-            shapes.append(text(x_of(ratio) + 6, y + 17, f"{ratio:.2f}"))
+            shapes.append(text(x_of(ratio) + 4, y + 15, f"{ratio:.2f}"))
             y += ROW
         shapes.append(f'<path class="peer" d="M{x_of(1):g} {top:g}V{bottom:g}"/>')
         y += 44
@@ -104,7 +105,7 @@ def svg():
         f"{p.title} against {p.peer}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in p.bars) for p in panels()
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 14:g}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 14:g}" width="{SHOWN}" role="img" '
         f'aria-label="{html.escape(label)}">\n<style>{STYLE}\n</style>\n' + "\n".join(shapes) + "\n</svg>\n"
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cumla.__main__ import main
-from cumla.bench import NAMES, peers, rows
+from cumla.bench import NAMES, peers, plot, rows
 from cumla.bench.problem import Sizes, first
 from cumla.bench.rows import SUITES
 from support.command_line import error_line
@@ -212,3 +212,21 @@ def test_on_a_device(capsys):
     found = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in found} > {"sparse_mla_decode", "quantize_and_insert_k_cache", "dense_mla_decode"}
     assert all(row["us"] > 0 and row["us_graph"] > 0 for row in found)
+
+
+def test_a_library_has_one_color_in_every_picture():
+    figure = pytest.importorskip("matplotlib.figure")
+
+    def colors(*impls):
+        rows = [{"op": "a", "config": "b", "impl": impl, "us": 10.0 * (i + 1)} for i, impl in enumerate(impls)]
+        legend = plot.draw(rows, "", figure.Figure()).axes[0].get_legend()
+        return dict(zip(impls, [handle.get_color() for handle in legend.legend_handles], strict=True))
+
+    found = (
+        colors("copy", "cumla", "vllm", "mine"),
+        colors("cumla", "flash_mla", "copy"),
+        colors("vllm", "yours", "cumla"),
+    )
+    assert found[0]["cumla"] == found[1]["cumla"] == found[2]["cumla"]
+    assert (found[0]["vllm"], found[0]["copy"]) == (found[2]["vllm"], found[1]["copy"])
+    assert all(len(set(one.values())) == len(one) for one in found)

@@ -2,10 +2,7 @@
 """Check that a built site's pages are valid HTML and load nothing from another host: fonts, scripts, styles, pictures.
 
 Every page is parsed as browsers parse it (html5lib). Markup that a browser would have to repair, duplicate ids of a
-page and missing pictures are errors. CI has no browser: PyPI's browser packages download the browser when they run.
-With Debian's chromium installed, this takes a screenshot:
-
-chromium --headless=new --hide-scrollbars --window-size=400,2000 --screenshot=PNG file://PAGE
+page and missing pictures are errors. look.py opens the pages in a browser.
 
 tools/site/check.py FOLDER
 """

@@ -2,7 +2,7 @@
 
 {{ layout NAME }}                     a format's row and page
 {{ times DEVICE/FILE | OP | TEXT }}   times of one operation; TEXT: in configurations that contain it
-{{ steps DEVICE/FILE }}               the steps of a request trace
+{{ steps DEVICE/FILE }}               the steps of a request trace, as a picture and a table
 """
 
 import pathlib
@@ -15,6 +15,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import drawings  # noqa: E402
+import ratios  # noqa: E402
 import tables  # noqa: E402
 
 from cumla.layout import LAYOUTS  # noqa: E402
@@ -31,4 +32,6 @@ def inserted(kind: str, given: list[str]) -> str:
     if kind == "layout":
         return "<figure>" + re.sub(r"\n\s*", " ", drawings.layout_svg(LAYOUTS[given[0]])) + "</figure>"
     path = RESULTS / f"{given[0]}.json"
-    return tables.steps(path) if kind == "steps" else tables.times(path, *given[1:])
+    if kind == "steps":
+        return f"<figure>{ratios.steps_svg(path)}</figure>\n\n{tables.steps(path)}"
+    return tables.times(path, *given[1:])
