@@ -30,6 +30,8 @@ MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 class Model:
     """Weights are float32, or bfloat16 for attention on a device; the residual is float32."""
 
+    limit: float | None = None  # of the values of SwiGLU
+
     def __init__(
         self, folder: pathlib.Path, *, xp: Any = np, cache_format: str = "fp8", activations: str | None = None,
         longest: int = 1024, requests: int = 8, batch_tokens: int = 256, backend: str | None = None,
@@ -93,7 +95,7 @@ class Model:
     def mlp(self, x: Any, prefix: str, kind: str) -> Any:
         xp, weights, config = self.xp, self.weights, self.config
         if kind == "dense":
-            return gated_mlp(x, *(weights[prefix + name] for name in MLP), None, xp)
+            return gated_mlp(x, *(weights[prefix + name] for name in MLP), self.limit, xp)
         scores = 1 / (1 + xp.exp(-(x @ weights[prefix + "gate.weight"].T)))
         choice = scores + weights.get(prefix + "gate.e_score_correction_bias", 0)
         # Experts are in groups: only experts of the groups with the highest top-2 scores are selected.
@@ -108,8 +110,10 @@ class Model:
             share = share / (share.sum(axis=1, keepdims=True) + 1e-20)
         share = share * config.get("routed_scaling_factor", 2.5)
         expert, shared = prefix + "experts.", prefix + "shared_experts."
-        routed = experts(x, chosen, share, weights[expert + "gate_up_proj"], weights[expert + "down_proj"], None, xp)
-        return routed + gated_mlp(x, *(weights[shared + name] for name in MLP), None, xp)
+        routed = experts(
+            x, chosen, share, weights[expert + "gate_up_proj"], weights[expert + "down_proj"], self.limit, xp
+        )
+        return routed + gated_mlp(x, *(weights[shared + name] for name in MLP), self.limit, xp)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@ EXPECTED = {
         "dense:  out torch.bfloat16",
         "prefill: out torch.bfloat16 (4, 128, 512), lse (4, 128)",
     ],
-    "glm.py": ["layers that select: (0, 1)", "16 tokens after a prompt of 100: ["],
+    "glm.py": [
+        "GLM-5.2: modes of layers ['full', 'full', 'reuse', 'reuse', 'reuse']\n16 tokens after a prompt of 100: [",
+        "GLM-5.3-Flash: modes of layers ['full', 'reuse', 'full', 'full']\n16 tokens after a prompt of 100: [",
+    ],
     "graph_loop.py": ["20 steps, lengths from ["],
     "mini_engine.py": ["33 steps, 384 of 1309 prompt tokens were cached, all outputs as in one shot"],
     "with_cupy.py": ["out bfloat16 (32, 1, 64, 512) on <CUDA Device 0>"],

@@ -131,12 +131,16 @@ class FamilyStack(Steps):
                 np.testing.assert_array_equal(got[got >= 0], want[want >= 0], f"layer {layer}, token {row}")
 
 
-def check_tiny_model(case, model):
+def check_tiny_model(case, kind):
     """Logits and greedy tokens of a tiny whole model are transformers': a prompt in two chunks, then token by token.
 
-    model: has logits(tokens, first position), [tokens, vocabulary]
+    kind: a class of models as in examples/glm.py
     """
-    arrays, first = golden_arrays(), GOLDEN["models"][case]["n_prompt"]
+    record, arrays = GOLDEN["models"][case], golden_arrays()
+    weights, first = seeded_weights(record["parameters"], record["seed"]), record["n_prompt"]
+    layers = range(record["config"]["num_hidden_layers"])
+    kinds = ["moe" if f"model.layers.{layer}.mlp.gate.weight" in weights else "dense" for layer in layers]
+    model = kind(record["config"] | {"mlp_layer_types": kinds}, weights, cache_format="float32")
     tokens = arrays[f"m{case}/tokens"]
     splits = [first // 2, first - first // 2, *[1] * (len(tokens) - first)]
     ends = np.cumsum(splits)
