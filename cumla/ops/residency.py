@@ -17,6 +17,7 @@ from ..layout import CacheLayout
 from .indices import INT32_MAX, pair
 
 MOST_HOT_ROWS = 16384  # of a lane: kernels list its slots in shared memory
+MOST_ENTRIES = 1 << 30
 
 
 @launch_cached
@@ -56,8 +57,8 @@ def resolve_resident(
     entries, take these slots in ascending order. H must be at least the number of different rows that the tokens of a
     request select; K times its tokens always is. Rows for which no slot is left are absent.
 
-    Returns slots [T, K] int32, -1 for absent rows, and misses [R, H] int32: the row to copy into each slot of the
-    request's lane (`fetch_resident`), -1: none.
+    Returns slots [T, K] int32, -1 for absent rows, and misses [T, K] int32: at the first entry of each row that misses
+    the row, which `fetch_resident` copies into the entry's slot; -1 elsewhere.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(1, INT32_MAX, compress_ratio=compress_ratio)
@@ -76,11 +77,10 @@ def resolve_resident(
             f"row_of_slot: got shape {tuple(row_of_slot.shape)}, expected 1 to {MOST_HOT_ROWS} slots of a lane "
             f"and at most {INT32_MAX} in all"
         )
-    if topk_indices.size >= INT32_MAX:
-        raise ValueError(f"topk_indices: got {topk_indices.size} entries, expected fewer than {INT32_MAX}")
+    check_entries("topk_indices", topk_indices)
     outputs = pair("out", out)
     slots = call.output("out[0] (slots)", outputs[0], INT32, topk_indices.shape)
-    misses = call.output("out[1] (misses)", outputs[1], INT32, (len(lanes), hot))
+    misses = call.output("out[1] (misses)", outputs[1], INT32, topk_indices.shape)
     with call.kernels("residency") as kernels:
         kernels.resolve_resident(Selection(
             topk_indices, query_start_loc, seq_lens, lanes, slot_of_row, row_of_slot, last_use, clock, compress_ratio,
@@ -92,7 +92,8 @@ def resolve_resident(
 @launch_cached
 def fetch_resident(
     misses: Array,
-    lanes: Array,
+    slots: Array,
+    query_start_loc: Array,
     block_table: Array,
     host_cache: Array,
     cache: Array,
@@ -105,8 +106,8 @@ def fetch_resident(
     """Copy the rows that missed from a cache in pinned host memory to their slots of a device cache, in one launch.
 
     Args:
-        misses: [R, H] int32 of `resolve_resident`; layers that share a selection share it, too
-        lanes: [R] int32, as `resolve_resident` took them
+        misses, slots: [T, K] int32 of `resolve_resident`; layers that share a selection share them, too
+        query_start_loc: [R + 1] int32, as `resolve_resident` took it
         block_table: [R, B] int32, pages of host_cache
         host_cache: rows of every request, uint8 [num_blocks, block_size, token_bytes] or in its type's values, as
             attention takes it. In pinned host memory (`cumla.pages.host_pool`), which must stay allocated until the
@@ -120,9 +121,11 @@ def fetch_resident(
     """
     check_optional_size(block_size=block_size)
     call = Call(backend, stream)
-    misses = call.array("misses", misses, INT32, ("R", "H"))
-    lanes = call.array("lanes", lanes, INT32, ("R",))
+    misses = call.array("misses", misses, INT32, ("T", "K"))
+    slots = call.array("slots", slots, INT32, ("T", "K"))
     block_table = call.array("block_table", block_table, INT32, ("R", -1))
+    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (len(block_table) + 1,))
+    check_entries("misses", misses)
     of_source = dlpack.argument(host_cache, "host_cache", stream=call.stream)
     across = isinstance(of_source.native, np.ndarray) and not isinstance(misses, np.ndarray)
     if not across:
@@ -131,9 +134,15 @@ def fetch_resident(
     layout = cache_layout(of_target, layout, block_size)
     target = cache_pages(call, of_target, layout, block_size)
     source = cache_pages(call, of_source, layout, block_size)
-    if not (misses.size and len(source.bytes) and len(target.bytes)):
+    if not (misses.size and len(block_table) and len(source.bytes) and len(target.bytes)):
         return
     with call.kernels("residency") as kernels:
         (kernels.fetch_resident_across if across else kernels.fetch_resident)(
-            Fetch(misses, lanes, block_table, source, target)
+            Fetch(misses, slots, query_start_loc, block_table, source, target)
         )
+
+
+def check_entries(name: str, entries: Any) -> None:
+    """Raise ValueError for more entries than kernels count."""
+    if entries.size > MOST_ENTRIES:
+        raise ValueError(f"{name}: got {entries.size} entries, expected at most {MOST_ENTRIES}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,18 +46,18 @@ def selection(x: Inputs) -> dict[str, Any]:
 
 
 def selection_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
-    tokens, topk = shape(arguments, "topk_indices", "T", "K")
-    requests, hot = arguments["lanes"].shape[0], arguments["row_of_slot"].shape[1]
-    return Result((tokens, topk), "int32"), Result((requests, hot), "int32")
+    found = Result(shape(arguments, "topk_indices", "T", "K"), "int32")
+    return found, found
 
 
 def fetch(x: Inputs) -> dict[str, Any]:
-    """Rows that missed, into slots of which some are not in the cache."""
-    requests, size = x.size.requests, x.size
-    rows = size.context
+    """Rows that missed, into different slots, of which some are not in the cache."""
+    step, size = x.step, x.size
+    axes = step.num_tokens, size.topk
+    slots = x.rng.permutation(math.prod(axes)).reshape(axes)
     return {
-        "misses": x.entries(rows - 1, requests, size.topk),
-        "lanes": x.put(x.rng.permutation(requests), np.int32), "block_table": x.table(requests, rows),
+        "misses": x.entries(size.context - 1, *axes), "slots": x.put(slots, np.int32),
+        "query_start_loc": x.starts(step.query_lens), "block_table": x.table(size.requests, size.context),
         "host_cache": x.cache(DSV4_FP8), "cache": x.cache(DSV4_FP8, 4),
     }  # fmt: skip
 
@@ -75,8 +76,9 @@ SPECS = (
     OperationSpec(
         fetch_resident, "residency",
         {
-            "misses": Array(INT32, holds="entries"), "lanes": Array(INT32, holds="requests"),
-            "block_table": Array(INT32, holds="pages"), "host_cache": Array(CACHE), "cache": Array(CACHE, "in out"),
+            "misses": Array(INT32, holds="entries"), "slots": Array(INT32, holds="entries"),
+            "query_start_loc": Array(INT32, holds="starts"), "block_table": Array(INT32, holds="pages"),
+            "host_cache": Array(CACHE), "cache": Array(CACHE, "in out"),
         },
         (Variant("DSV4_FP8", fetch),), (checks.fetch_resident, checks.fetch_resident_across),
     ),

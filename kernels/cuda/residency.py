@@ -12,7 +12,7 @@ from .launch import strides
 from .spans import address, is_accessible
 
 SOURCE = "common/residency.cu"
-THREADS, FETCH_THREADS, ROWS = (constant(SOURCE, name) for name in ("THREADS", "FETCH_THREADS", "ROWS"))
+THREADS, FETCH_THREADS, ENTRIES = (constant(SOURCE, name) for name in ("THREADS", "FETCH_THREADS", "ENTRIES"))
 
 
 def resolve_resident(args: Selection) -> None:
@@ -31,14 +31,16 @@ def resolve_resident(args: Selection) -> None:
 
 
 def fetch_resident(args: Fetch) -> None:
-    requests, hot = args.misses.shape
-    warps = requests * -(-hot // ROWS)
+    tokens, topk = args.misses.shape
+    requests = len(args.query_start_loc) - 1
+    warps = -(-tokens * topk // (ENTRIES * requests))  # of a request with the mean number of tokens
+    ctas = -(-32 * warps // FETCH_THREADS)
     kernel(SOURCE, "fetch_resident")(
-        (-(-32 * warps // FETCH_THREADS),), (FETCH_THREADS,),
+        (requests * ctas,), (FETCH_THREADS,),
         (
-            args.misses, strides(args.misses)[0], requests, hot, args.lanes, args.block_table,
-            strides(args.block_table)[0], args.block_table.shape[1], *_members(args.source), *_members(args.target),
-            args.source.layout.row_bytes, args.tail_bytes,
+            args.misses, strides(args.misses)[0], args.slots, strides(args.slots)[0], tokens, topk,
+            args.query_start_loc, ctas, args.block_table, strides(args.block_table)[0], args.block_table.shape[1],
+            *_members(args.source), *_members(args.target), args.source.layout.row_bytes, args.tail_bytes,
         ), overlap=True,
     )  # fmt: skip
 

@@ -40,10 +40,9 @@ def resolve_kernel(args):
         mine = t >= start and t < end
         if mine or (r == 0 and t < start) or (r == cuda.gridDim.x - 1 and t >= end):
             args.slots[t, i % topk] = -1
+            args.misses[t, i % topk] = -1
     if r >= len(args.lanes):
         return
-    for slot in range(thread, hot, threads):
-        args.misses[r, slot] = -1
     if not is_in(lane, len(args.clock)):
         return
     now = np.int64(args.clock[lane]) + 1
@@ -87,7 +86,7 @@ def resolve_kernel(args):
                 low = middle + 1
         below = count_idle(args.last_use, lane, hot, now, low - 1, shared)
         if thread == 0:
-            give_slots(args, r, lane, start, entries, now, low, count - below)
+            give_slots(args, lane, start, entries, now, low, count - below)
         cuda.syncthreads()
     for i in range(thread, entries, threads):
         row = args.topk_indices[start + i // topk, i % topk]
@@ -116,7 +115,7 @@ def count_idle(last_use, lane, hot, now, oldest, shared):
 
 
 @device_function
-def give_slots(args, r, lane, start, entries, now, oldest, equal):
+def give_slots(args, lane, start, entries, now, oldest, equal):
     """Give the rows that miss, in order of their first entries, the slots of least recent use, in order of slots."""
     topk, rows, hot = args.topk_indices.shape[1], args.slot_of_row.shape[1], args.row_of_slot.shape[1]
     slot = np.int64(-1)
@@ -142,32 +141,48 @@ def give_slots(args, r, lane, start, entries, now, oldest, equal):
         args.row_of_slot[lane, slot] = row
         args.slot_of_row[lane, row] = slot
         args.last_use[lane, slot] = now
-        args.misses[r, slot] = row
+        args.misses[start + i // topk, i % topk] = row
 
 
 def fetch_resident(args: Fetch) -> None:
     source, target = args.source, args.target
     launch(
-        fetch_kernel, args.misses.size, min(THREADS, 64), args.misses, args.lanes, args.block_table, source.bytes,
-        source.block_size, target.bytes, target.block_size, source.layout.row_bytes, args.tail_bytes,
+        fetch_kernel, args.misses.size, min(THREADS, 64), args.misses, args.slots, args.query_start_loc,
+        args.block_table, source.bytes, source.block_size, target.bytes, target.block_size, source.layout.row_bytes,
+        args.tail_bytes,
     )  # fmt: skip
 
 
-def fetch_kernel(misses, lanes, block_table, source, source_size, target, target_size, row_bytes, tail_bytes):
-    """A thread block takes a slot of a request."""
-    hot = np.int64(misses.shape[1])
-    r, slot = cuda.blockIdx.x // hot, cuda.blockIdx.x % hot
-    row, lane = np.int64(misses[r, slot]), np.int64(lanes[r])
-    to, column = lane * hot + slot, row // source_size
-    if row < 0 or lane < 0 or column >= block_table.shape[1] or to >= target.shape[0] * target_size:
+def fetch_kernel(
+    misses, slots, query_start_loc, block_table, source, source_size, target, target_size, row_bytes, tail_bytes
+):  # fmt: skip
+    """A thread block takes an entry of a token."""
+    topk = np.int64(misses.shape[1])
+    t, j = cuda.blockIdx.x // topk, cuda.blockIdx.x % topk
+    row, slot = np.int64(misses[t, j]), np.int64(slots[t, j])
+    column, to_page = row // source_size, slot // target_size
+    if row < 0 or slot < 0 or column >= block_table.shape[1] or to_page >= target.shape[0]:
         return
-    page, to_page = np.int64(block_table[r, column]), to // target_size
+    r = request_of(query_start_loc, t, np.int64(misses.shape[0]))
+    if r < 0:
+        return
+    page = np.int64(block_table[r, column])
     if page < 0 or page >= source.shape[0]:
         return
-    first, to_first = row % source_size * row_bytes, to % target_size * row_bytes
+    first, to_first = row % source_size * row_bytes, slot % target_size * row_bytes
     for i in range(cuda.threadIdx.x, row_bytes, cuda.blockDim.x):
         target[to_page, to_first + i] = source[page, first + i]
     first = source_size * row_bytes + row % source_size * tail_bytes
-    to_first = target_size * row_bytes + to % target_size * tail_bytes
+    to_first = target_size * row_bytes + slot % target_size * tail_bytes
     for i in range(cuda.threadIdx.x, tail_bytes, cuda.blockDim.x):
         target[to_page, to_first + i] = source[page, first + i]
+
+
+@device_function
+def request_of(query_start_loc, token, tokens):
+    """The request of a token; -1 for padding."""
+    for r in range(query_start_loc.shape[0] - 1):
+        start = clamp(query_start_loc[r], np.int64(0), tokens)
+        if token >= start and token < clamp(query_start_loc[r + 1], start, tokens):
+            return r
+    return -1

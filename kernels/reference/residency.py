@@ -8,13 +8,11 @@ from ..types.segments import Pages
 
 def resolve_resident(args: Selection) -> None:
     tokens, starts = len(args.topk_indices), args.query_start_loc.tolist()
-    args.slots[: min(max(starts[0], 0), tokens)] = -1
-    args.slots[min(max(starts[-1], 0), tokens) :] = -1
+    args.slots[:] = -1
     args.misses[:] = -1
     for r, lane in enumerate(args.lanes.tolist()):
         start = min(max(starts[r], 0), tokens)
         end = min(max(starts[r + 1], start), tokens)
-        args.slots[start:end] = -1
         if 0 <= lane < len(args.clock):
             _resolve(args, r, lane, start, end)
 
@@ -31,39 +29,42 @@ def _resolve(args: Selection, r: int, lane: int, start: int, end: int) -> None:
         slot_of_row[row] = -1
     selected = args.topk_indices[start:end].ravel()
     present = np.flatnonzero((selected >= 0) & (selected < rows))
-    distinct = selected[present]
-    distinct = distinct[np.sort(np.unique(distinct, return_index=True)[1])]  # by their first entry
+    firsts = present[np.sort(np.unique(selected[present], return_index=True)[1])]  # the first entry of each row
+    distinct = selected[firsts]
     found = slot_of_row[distinct]
     hit = (found >= 0) & (found < hot)
     last_use[found[hit]] = now
-    missing = distinct[~hit]
+    missing = firsts[~hit]
     idle = np.flatnonzero(last_use != now)
     victims = np.sort(idle[np.argsort(last_use[idle], kind="stable")][: len(missing)])
-    for row, slot in zip(missing.tolist(), victims.tolist(), strict=False):
-        old = row_of_slot[slot]
+    slots, misses = (np.full(len(selected), -1, np.int32) for _ in range(2))
+    for entry, slot in zip(missing.tolist(), victims.tolist(), strict=False):
+        row, old = selected[entry], row_of_slot[slot]
         if 0 <= old < rows:
             slot_of_row[old] = -1
         row_of_slot[slot], slot_of_row[row], last_use[slot] = row, slot, now
-        args.misses[r, slot] = row
+        misses[entry] = row
     found = slot_of_row[selected[present]]
-    args.slots[start:end].reshape(-1)[present] = np.where((found >= 0) & (found < hot), lane * hot + found, -1)
+    slots[present] = np.where((found >= 0) & (found < hot), lane * hot + found, -1)
+    args.slots[start:end] = slots.reshape(args.slots[start:end].shape)
+    args.misses[start:end] = misses.reshape(args.slots[start:end].shape)
 
 
 def fetch_resident(args: Fetch) -> None:
     source, target = args.source, args.target
-    lanes, hot = args.lanes.tolist(), args.misses.shape[1]
-    for r, slot in np.argwhere(args.misses >= 0).tolist():
-        row, to = int(args.misses[r, slot]), lanes[r] * hot + slot
-        column = row // source.block_size
-        if column >= args.block_table.shape[1] or lanes[r] < 0 or to >= target.num_slots:
-            continue
-        page = int(args.block_table[r, column])
-        if 0 <= page < len(source.bytes):
-            for ours, theirs in zip(
-                parts_of(target, to // target.block_size, to % target.block_size, args.tail_bytes),
-                parts_of(source, page, row % source.block_size, args.tail_bytes), strict=True,
-            ):  # fmt: skip
-                ours[:] = theirs
+    tokens, starts = len(args.misses), args.query_start_loc.tolist()
+    for r, table in enumerate(args.block_table.tolist()):
+        start = min(max(starts[r], 0), tokens)
+        misses, slots = (x[start : max(starts[r + 1], start)] for x in (args.misses, args.slots))
+        for row, slot in zip(misses[misses >= 0].tolist(), slots[misses >= 0].tolist(), strict=True):
+            column = row // source.block_size
+            page = table[column] if column < len(table) else -1
+            if 0 <= page < len(source.bytes) and 0 <= slot < target.num_slots:
+                for ours, theirs in zip(
+                    parts_of(target, slot // target.block_size, slot % target.block_size, args.tail_bytes),
+                    parts_of(source, page, row % source.block_size, args.tail_bytes), strict=True,
+                ):  # fmt: skip
+                    ours[:] = theirs
 
 
 def fetch_resident_across(args: Fetch) -> None:

@@ -29,7 +29,8 @@ class Fetch(NamedTuple):
     """
 
     misses: Any
-    lanes: Any
+    slots: Any
+    query_start_loc: Any
     block_table: Any
     source: Pages
     target: Pages

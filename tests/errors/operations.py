@@ -211,7 +211,8 @@ WRONG = {
         ("compress_ratio", 0, V, "compress_ratio: got 0"),
     ],
     "fetch_resident-DSV4_FP8": [
-        ("block_table", longer(0), V, "block_table: got shape"),
+        ("slots", longer(-1), V, "slots: got shape"),
+        ("block_table", longer(0), V, "query_start_loc: got shape"),
         ("host_cache", ones(np.uint8, 2, BLOCK, 656), V, "host_cache: got shape"),
         ("cache", read_only, V, "cache: got a read-only"),
     ],

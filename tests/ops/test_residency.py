@@ -12,6 +12,13 @@ from support.lab import BF16
 REQUESTS, LANES, ROWS, HOT, TOPK, RATIO = 3, 4, 40, 12, 4, 2
 
 
+def row_of(layout, pages, page, row):
+    """The bytes of a row, the bytes at its page's end included."""
+    raw, data, tail = pages[page].reshape(-1), layout.row_bytes, layout.token_bytes - layout.row_bytes
+    start = pages.shape[1] * data
+    return np.concatenate([raw[row * data :][:data], raw[start + row * tail :][:tail]])
+
+
 class Model:
     """One lane: row -> slot, the least recently used first; within a step by slot."""
 
@@ -19,7 +26,7 @@ class Model:
         self.slots, self.uses, self.step = {}, np.zeros(HOT, int), 0
 
     def select(self, written, selected):
-        """The slots of rows in order, and the rows that miss by slot."""
+        """The slots of rows in order, and for each the row if it misses here first, else -1."""
         self.step += 1
         for row in written:
             if row in self.slots:
@@ -34,7 +41,12 @@ class Model:
         self.slots = {row: slot for row, slot in self.slots.items() if slot not in victims}
         for row, slot in zip(missing, victims, strict=False):
             self.slots[row], self.uses[slot] = slot, self.step
-        return [self.slots.get(row, -1) for row in selected], dict(zip(victims, missing, strict=False))
+        fetched = missing[: len(victims)]
+        firsts = {row: selected.index(row) for row in fetched}
+        return (
+            [self.slots.get(row, -1) for row in selected],
+            [row if firsts.get(row) == i else -1 for i, row in enumerate(selected)],
+        )
 
 
 def steps(rng, count):
@@ -63,13 +75,7 @@ def test_a_sequence_of_steps(lab, rng, hot_pages):
     source, cache = lab.put(host), lab.put(np.zeros((*hot_pages, layout.token_bytes), np.uint8))
     state = Residency.allocate(LANES, ROWS, HOT, lab.xp)
     models = [Model() for _ in range(LANES)]
-    data, tail = layout.row_bytes, layout.token_bytes - layout.row_bytes
-
-    def row_of(pages, page, row):
-        raw = pages[page].reshape(-1)
-        start = pages.shape[1] * data
-        return np.concatenate([raw[row * data :][:data], raw[start + row * tail :][:tail]])
-
+    data = layout.row_bytes
     hits = 0
     for lanes, queries, seq_lens, rows in steps(rng, 5 if lab.tiny else 40):
         if rng.random() < 0.1:
@@ -83,20 +89,21 @@ def test_a_sequence_of_steps(lab, rng, hot_pages):
                 page[row % 5 * data : row % 5 * data + 9] += 1
         there = [lab.put(x.astype(np.int32)) for x in (rows, starts, seq_lens, lanes, table[lanes])]
         slots, misses = cumla.resolve_resident(*there[:4], *state, compress_ratio=RATIO, backend=lab.backend)
-        cumla.fetch_resident(misses, there[3], there[4], source, cache, backend=lab.backend)
+        cumla.fetch_resident(misses, slots, there[1], there[4], source, cache, backend=lab.backend)
         slots, misses, host, resident = (lab.get(x) for x in (slots, misses, source, cache))
         assert (slots[starts[-1] :] == -1).all()
+        assert (misses[starts[-1] :] == -1).all()
         for r, lane in enumerate(lanes):
             mine = rows[starts[r] : starts[r + 1]].ravel().tolist()
             want, fetched = models[lane].select(new[r], mine)
             got = slots[starts[r] : starts[r + 1]].ravel()
             np.testing.assert_array_equal(got, [lane * HOT + slot if slot >= 0 else -1 for slot in want])
-            np.testing.assert_array_equal(misses[r], [fetched.get(slot, -1) for slot in range(HOT)])
-            hits += len({x for x in mine if 0 <= x < ROWS}) - len(fetched)
+            np.testing.assert_array_equal(misses[starts[r] : starts[r + 1]].ravel(), fetched)
+            hits += len({x for x in mine if 0 <= x < ROWS}) - sum(row >= 0 for row in fetched)
             for row, slot in zip(mine, got.tolist(), strict=True):
                 if slot >= 0:
-                    want_row = row_of(host, table[lane, row // 5], row % 5)
-                    np.testing.assert_array_equal(row_of(resident, *divmod(slot, hot_pages[1])), want_row)
+                    want_row = row_of(layout, host, table[lane, row // 5], row % 5)
+                    np.testing.assert_array_equal(row_of(layout, resident, *divmod(slot, hot_pages[1])), want_row)
     assert hits > 0
 
 
@@ -105,30 +112,41 @@ def test_rows_beyond_the_slots_are_absent(lab):
     state = Residency.allocate(1, 30, 5, lab.xp)
     rows = lab.put(np.arange(8, dtype=np.int32)[None])
     arguments = [lab.put(np.array(x, np.int32)) for x in ([0, 1], [1], [0])]
-    for misses in ([0, 1, 2, 3, 4], [-1] * 5):
+    for misses in ([0, 1, 2, 3, 4, -1, -1, -1], [-1] * 8):
         slots, missed = cumla.resolve_resident(rows, *arguments, *state, compress_ratio=4, backend=lab.backend)
         np.testing.assert_array_equal(lab.get(slots), [[0, 1, 2, 3, 4, -1, -1, -1]])
         np.testing.assert_array_equal(lab.get(missed), [misses])
     np.testing.assert_array_equal(lab.get(state.slot_of_row)[0], [*range(5), *[-1] * 25])
 
 
-def test_more_rows_than_threads(lab, rng):
-    """Two passes over entries and slots; the slots are those of the reference."""
-    rows, hot, topk = 3000, 1200, 550
+@pytest.mark.parametrize(
+    ("hot", "tokens", "topk", "uses"),
+    [
+        (40, 1, 12, 9), (600, 2, 300, 2), (1200, 2, 1100, 1000), (900, 1, 2050, 40), (20, 3, 12, 9),
+        pytest.param(16384, 1, 512, 300, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_slots_of_least_recent_use(lab, rng, hot, tokens, topk, uses):
+    """One step from a random state: several slots and entries of a thread, equal last uses, rows selected twice, too
+    few slots. State and results are the reference's."""
+    rows, lane = 2 * hot + topk, 1
+    known, places = rng.permutation(rows)[: hot - hot // 8], rng.permutation(hot)[: hot - hot // 8]
+    state = Residency.allocate(2, rows, hot)
+    state.slot_of_row[lane, known], state.row_of_slot[lane, places] = places, known
+    state.last_use[lane, places] = rng.integers(1, uses + 1, len(places))
+    state.clock[lane] = uses
+    selected = np.where(rng.random((tokens, topk)) < 0.5, rng.choice(known, (tokens, topk)), 0)
+    selected = np.where(selected == 0, rng.integers(-1, rows + 1, (tokens, topk)), selected).astype(np.int32)
+    others = [np.array(x, np.int32) for x in ([0, tokens], [4 * rows - 2], [lane])]
     results = []
-    steps = 1 if lab.tiny else 3
-    selected = [rng.permutation(rows)[: 2 * topk].reshape(2, topk).astype(np.int32) for _ in range(steps)]
-    for backend, put, xp in ((lab.backend, lab.put, lab.xp), ("reference", np.asarray, np)):
-        state = Residency.allocate(1, rows, hot, xp)
-        arguments = [put(np.array(x, np.int32)) for x in ([0, 2], [2], [0])]
-        for x in selected:
-            found = cumla.resolve_resident(put(x), *arguments, *state, compress_ratio=4, backend=backend)
-            arrays = (*found, *state)
-            results.append([np.array(y if backend == "reference" else lab.get(y)) for y in arrays])
-    half = len(results) // 2
-    for got, want in zip(results[:half], results[half:], strict=True):
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_array_equal(x, y)
+    for backend, put in ((lab.backend, lab.put), ("reference", np.asarray)):
+        arrays = [put(x.copy()) for x in (selected, *others, *state)]
+        found = cumla.resolve_resident(*arrays, compress_ratio=4, backend=backend)
+        results.append([np.array(lab.get(x)) if backend == lab.backend else x for x in (*found, *arrays[4:])])
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)
+    missed = (results[1][1] >= 0).sum()
+    assert 0 < missed < len(np.unique(selected))
 
 
 def test_decode_has_the_bits_of_decode_with_all_rows_resident(lab, rng):
@@ -149,12 +167,41 @@ def test_decode_has_the_bits_of_decode_with_all_rows_resident(lab, rng):
         slots, misses = cumla.resolve_resident(
             lab.put(local), starts, seq_lens, lanes, *state, compress_ratio=ratio, backend=lab.backend
         )
-        cumla.fetch_resident(misses, lanes, on_device, source, cache, backend=lab.backend)
+        cumla.fetch_resident(misses, slots, starts, on_device, source, cache, backend=lab.backend)
         everywhere = lab.put(np.take_along_axis(table, local // 8, 1) * 8 + local % 8)
         want = cumla.sparse_mla_decode(q, source, everywhere[:, None], softmax_scale=0.04, backend=lab.backend)
         got = cumla.sparse_mla_decode(q, cache, slots[:, None], softmax_scale=0.04, backend=lab.backend)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "name", ["DSV4_FP8", "V32_FP8", "DSV41_FP8_SPLIT", "DSV41_FP4", "DSV41_FP4_SPLIT", "INDEXER_FP8", "DSV4_F32"]
+)
+@pytest.mark.parametrize("sizes", [(64, 16), (5, 7)])
+def test_rows_of_every_format(lab, rng, name, sizes):
+    """Bytes at pages' ends, and rows that are not aligned to 16 bytes; other slots keep their bytes."""
+    layout = cumla.layout.LAYOUTS[name]
+    source, before = (rng.integers(0, 256, (9, size, layout.token_bytes), np.uint8) for size in sizes)
+    table = np.array([[3, 8, 1], [-1, 0, 5]], np.int32)
+    slots = rng.permutation(9 * sizes[1])[:24].reshape(4, 6).astype(np.int32)
+    misses = rng.integers(-1, 3 * sizes[0] + 1, slots.shape).astype(np.int32)
+    misses[2, 1:] = -1
+    misses[0] = abs(misses[0])  # of all entries of a warp
+    starts = np.array([0, 2, 3], np.int32)
+    cache = lab.put(before.copy())
+    arrays = [lab.put(x) for x in (misses, slots, starts, table, source)]
+    cumla.fetch_resident(*arrays, cache, layout=name, backend=lab.backend)
+    got, want = lab.get(cache), {}
+    for t, r in enumerate((0, 0, 1)):
+        for row, slot in zip(misses[t].tolist(), slots[t].tolist(), strict=True):
+            page = table[r, row // sizes[0]] if 0 <= row < 3 * sizes[0] else -1
+            if page >= 0:
+                want[slot] = row_of(layout, source, page, row % sizes[0])
+    for slot in range(9 * sizes[1]):
+        place = divmod(slot, sizes[1])
+        expected = want[slot] if slot in want else row_of(layout, before, *place)
+        np.testing.assert_array_equal(row_of(layout, got, *place), expected)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
@@ -167,12 +214,13 @@ def test_rows_in_host_memory(lab, rng, pinned):
     memory[:] = rng.integers(0, 256, size, np.uint8)
     pages = memory.reshape(3, 4, 584)
     cache = cumla.DSV4_FP8.allocate(1, 4, lab.xp)
-    misses, lanes, table = (lab.put(np.array(x, np.int32)) for x in ([[-1, 5, -1, 0]], [0], [[2, 0]]))
+    selected = [[-1, 5, -1, 0]], [[-1, 1, 2, 3]], [0, 1], [[2, 0]]  # misses, slots, starts, pages
+    arguments = [lab.put(np.array(x, np.int32)) for x in selected]
     if not pinned:
         with pytest.raises(ValueError, match="host_cache: got host memory that is not pinned"):
-            cumla.fetch_resident(misses, lanes, table, pages, cache, backend=lab.backend)
+            cumla.fetch_resident(*arguments, pages, cache, backend=lab.backend)
         return
-    cumla.fetch_resident(misses, lanes, table, pages, cache, backend=lab.backend)
+    cumla.fetch_resident(*arguments, pages, cache, backend=lab.backend)
     got = lab.get(cache).reshape(-1)
     for slot, page, row in ((1, 0, 1), (3, 2, 0)):
         raw = pages[page].reshape(-1)
@@ -197,9 +245,15 @@ def test_debug_names_the_request(changed, text):
         cumla.resolve_resident(**{**arguments, **changed}, **state._asdict())
 
 
-def test_debug_names_an_absent_page():
-    arrays = [np.array(x, np.int32) for x in ([[-1, 5]], [0], [[0, -1]])]
+@pytest.mark.parametrize(
+    ("slot", "text"),
+    [
+        (3, "block_table: request 0 has page -1 for row 5, expected 0 to 2"),
+        (12, "slots: token 0 has slot 12 for row 5, expected 0 to 11"),
+    ],
+)
+def test_debug_names_what_is_absent(slot, text):
+    arrays = [np.array(x, np.int32) for x in ([[-1, 5]], [[0, slot]], [0, 1], [[0, -1]])]
     pages = np.zeros((3, 4, 584), np.uint8)
-    text = "block_table: request 0 has page -1 for row 5, expected 0 to 2"
     with cumla.debug(), pytest.raises(ValueError, match=text):
         cumla.fetch_resident(*arrays, pages, pages.copy())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .values import host, last_positions
+from .values import check_packed, host, last_positions
 
 
 def resolve_resident(arguments: Any) -> None:
@@ -22,11 +22,16 @@ def resolve_resident(arguments: Any) -> None:
 
 
 def fetch_resident(arguments: Any) -> None:
-    misses, table, lanes = host(arguments.misses), host(arguments.block_table), host(arguments.lanes)
-    source, hot = arguments.source, misses.shape[1]
-    _check_lanes(lanes, arguments.target.num_slots // max(hot, 1))
-    for r, slot in np.argwhere(misses >= 0).tolist():
-        row = int(misses[r, slot])
+    misses, slots, table = host(arguments.misses), host(arguments.slots), host(arguments.block_table)
+    source, target = arguments.source, arguments.target
+    starts = check_packed("query_start_loc", arguments.query_start_loc, len(misses), "tokens")
+    for t, j in np.argwhere(misses >= 0).tolist():
+        r = int(np.searchsorted(starts, t, side="right")) - 1
+        if not 0 <= r < len(table):
+            continue  # padding
+        row, slot = int(misses[t, j]), int(slots[t, j])
+        if not 0 <= slot < target.num_slots:
+            raise ValueError(f"slots: token {t} has slot {slot} for row {row}, expected 0 to {target.num_slots - 1}")
         column = row // source.block_size
         page = table[r, column] if column < table.shape[1] else -1
         if not 0 <= page < len(source.bytes):

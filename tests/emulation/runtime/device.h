@@ -143,7 +143,7 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 }
 inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) == ~0u; }
-inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+template <class T> T __reduce_max_sync(unsigned mask, T x) {
     whole_warp(mask);
     auto all = emulator::everybodys("redux.sync.max", x);
     for (int i = 0; i < 32; ++i) x = max(x, all[i]);
