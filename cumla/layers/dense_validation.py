@@ -130,6 +130,11 @@ def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, u
     requests = prefills.num_prefills
     starts = call.array("attn_metadata.query_start_loc", prefills.query_start_loc, INT32, (-1,))
     check_rows("attn_metadata.query_start_loc", starts, requests + 1, "entries")
+    if layer.batch_invariant:
+        for name, shape in (("block_tables", (-1, -1)), ("seq_lens_tensor", (-1,))):
+            array = call.array(f"attn_metadata.{name}", getattr(prefills, name), INT32, shape)
+            check_rows(f"attn_metadata.{name}", array, requests, "requests")
+        return
     chunks = prefills.context_chunk_seq_tot or []
     if not chunks:
         return

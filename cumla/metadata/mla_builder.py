@@ -194,7 +194,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
                 f"seq_lens_cpu: request {request} has {contexts[request]} tokens in the cache before its prefill, "
                 "expected none as neither chunked_prefill_enabled nor enable_prefix_caching is set"
             )
-        chunks = cut_context(prefill_contexts, self.context_chunk_workspace_size, self.page_size)
+        chunks = None
+        if not config.batch_invariant:  # these layers' prefills read the cache's pages
+            chunks = cut_context(prefill_contexts, self.context_chunk_workspace_size, self.page_size)
         seq_starts = np.concatenate([[0], np.cumsum(lens.seq_lens, dtype=np.int64)])
         parts = [contexts, seq_starts]
         if chunks is not None:

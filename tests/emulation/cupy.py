@@ -21,7 +21,7 @@ from .queues import Device, Stream
 
 NUMPY_FUNCTIONS = (
     "add", "arange", "broadcast_to", "concatenate", "cumsum", "divide", "exp", "full", "maximum", "multiply",
-    "negative", "ones", "sqrt", "stack", "subtract", "where", "zeros_like",
+    "negative", "ones", "searchsorted", "sqrt", "stack", "subtract", "where", "zeros_like",
 )  # fmt: skip
 UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
 FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may request unless the kernel is allowed more
