@@ -28,6 +28,7 @@ CHUNK = 128  # columns that a warp takes at a time
 MOST_STAGES, BARRIER_BYTES = 8, 128
 ENOUGH = 0.7  # fraction of SMs that need a CTA: more CTAs would only wait for memory
 TWO_CTAS = 32  # most tokens of a tile for which an SM runs two CTAs: registers limit them, and memory is sized for two
+INVARIANT_SMS = 132  # by which batch-invariant products are divided on every device
 PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks or quantize_groups takes at a time
 
 # sm90/fp8_product.cu
@@ -133,13 +134,14 @@ def block_scaled_product(args: BlockScaledProduct) -> None:
     aligned = is_aligned(x, weight, out)
     hopper = aligned and kernel_for_block_scaled(args, out.device.id) == "hopper"
     uniform = power_of_two and finite and block_columns % CHUNK == 0
-    divided_for = TILES[-1] if batch_invariant else tokens  # a full tile divides rows and columns alike for any tokens
-    tiles = division(rows, columns, groups, divided_for, uniform, hopper, out.device.id)
+    # A full tile divides rows and columns alike for any tokens.
+    divided_for, sms = (TILES[-1], INVARIANT_SMS) if batch_invariant else (tokens, None)
+    tiles = division(rows, columns, groups, divided_for, uniform, hopper, out.device.id, sms)
     maps: list[Words] = []
     if tiles.hopper:
         maps = [map_of_matrices(weight, tiles.rows), map_of_matrices(x, tiles.tokens)]
         if NO_MAP in maps:
-            tiles, maps = division(rows, columns, groups, divided_for, uniform, False, out.device.id), []
+            tiles, maps = division(rows, columns, groups, divided_for, uniform, False, out.device.id, sms), []
     made, threads, shared_bytes = product_kernel(
         tiles, C_NAMES[out.dtype.name], block_columns, aligned, prefetch, finite, power_of_two, out.device.id
     )
@@ -181,16 +183,19 @@ class Tiles(NamedTuple):
 
 
 @functools.partial(cached_by_capability, maxsize=256)
-def division(rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int) -> Tiles:
+def division(
+    rows: int, columns: int, groups: int, tokens: int, uniform: bool, hopper: bool, device: int, sms: int | None = None
+) -> Tiles:  # fmt: skip
     """Tiles that occupy the device (docs/kernels/weights.md).
 
     Args:
         uniform: scales are powers of two, one per chunk, and no code is NaN
+        sms: SMs to occupy; None: the device's
 
     On Hopper tiles have 64 rows, and two warpgroups take alternate chunks; large weights have larger tiles. The
     portable kernel is fastest for a few tokens with tiles of few rows, whose columns a CTA's warps divide.
     """
-    sms = device_sms(device)
+    sms = device_sms(device) if sms is None else sms
     tile = next((size for size in TILES if size >= tokens), TILES[-1])
     of_tokens = groups * -(-tokens // tile)
     most_splits, splits = MOST_SPLITS if has_clusters(device) else 1, 1
