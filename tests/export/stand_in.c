@@ -1,6 +1,9 @@
-/* A stand-in for libcuda: records launches and answers for a device of 132 SMs. */
+/* A stand-in for libcuda: records launches and answers for a device of 132 SMs. Memory is the host's, a stream is none.
+ * With STAND_IN_TRACE in the environment, launches are printed to stderr. */
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct {
@@ -51,7 +54,8 @@ int cuOccupancyMaxActiveClusters(int *found, void *function, const config *launc
     return 0;
 }
 int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void *stream) {
-    (void)address, (void)value, (void)bytes, (void)stream;
+    (void)stream;
+    memset((void *)(uintptr_t)address, value, bytes);
     return 0;
 }
 int cuGetErrorName(int error, const char **name) { *name = error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR"; return 0; }
@@ -66,6 +70,54 @@ int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, co
     memcpy(map, words, sizeof words);
     return 0;
 }
+
+/* Memory, streams and graphs: a graph is the number of its launches. */
+
+static int capturing, captured;
+
+int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
+    void *found = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    if (found) memset(found, 0xA5, bytes); /* as a device's memory, with anything in it */
+    *address = (uintptr_t)found;
+    return found ? 0 : 2;
+}
+int cuMemFree_v2(uint64_t address) { free((void *)(uintptr_t)address); return 0; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *stream) {
+    (void)stream;
+    memcpy((void *)(uintptr_t)to, from, bytes);
+    return 0;
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *stream) {
+    (void)stream;
+    memcpy(to, (const void *)(uintptr_t)from, bytes);
+    return 0;
+}
+int cuStreamCreate(void **stream, unsigned flags) { *stream = &captured; return flags > 1; }
+int cuStreamSynchronize(void *stream) { (void)stream; return capturing ? 900 : 0; }
+int cuStreamDestroy_v2(void *stream) { return stream == NULL; }
+int cuStreamBeginCapture_v2(void *stream, int mode) {
+    (void)stream, (void)mode;
+    capturing = 1, captured = 0;
+    return 0;
+}
+int cuStreamEndCapture(void *stream, void **graph) {
+    (void)stream;
+    int *made = malloc(sizeof *made);
+    *made = captured, *graph = made, capturing = 0;
+    return 0;
+}
+int cuGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags) {
+    int *made = malloc(sizeof *made);
+    *made = *(int *)graph, *executable = made;
+    return flags != 0;
+}
+int cuGraphLaunch(void *executable, void *stream) {
+    (void)stream;
+    if (getenv("STAND_IN_TRACE")) fprintf(stderr, "graph of %d launches\n", *(int *)executable);
+    return capturing ? 900 : 0;
+}
+int cuGraphDestroy(void *graph) { free(graph); return 0; }
+int cuGraphExecDestroy(void *executable) { free(executable); return 0; }
 
 int cuLaunchKernelEx(const config *launch, void *function, void **parameters, void **extra) {
     if (stand_in_error) return stand_in_error;
@@ -82,6 +134,8 @@ int cuLaunchKernelEx(const config *launch, void *function, void **parameters, vo
     x->argument_bytes = (uint32_t)*(size_t *)extra[3];
     memcpy(x->arguments, extra[1], x->argument_bytes);
     pthread_mutex_unlock(&lock);
+    if (getenv("STAND_IN_TRACE")) fprintf(stderr, "%s %s\n", capturing ? "captured" : "launched", (char *)function);
+    captured += capturing;
     return 0;
 }
 

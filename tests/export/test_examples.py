@@ -1,0 +1,78 @@
+"""The programs of examples/ that have no Python make the launches of a decode step, on libcuda's stand-in."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support import runtime
+
+EXAMPLES = runtime.HERE.parents[1] / "examples"
+LAYER = ("qnorm_rope_and_insert", "sparse_mla_decode", "attention_epilogue", "apply_rope")
+STEP = ["compute_swa_indices_and_lens", "compute_compact_topk_indices_and_lens", *LAYER, *LAYER]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("export") / "v4.cumla"
+    path.write_bytes(runtime.file("v4"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def program_in_c(tmp_path_factory):
+    """The example with the runtime, with sanitizers."""
+    place, out = runtime.folder(), tmp_path_factory.mktemp("c") / "decode_step"
+    runtime.built(
+        "-fsanitize=address,undefined", "-fno-sanitize-recover=all", runtime.libcuda(place), "-I", place, "-o", out,
+        EXAMPLES / "c/decode_step.c", place / "cumla.c", place / "libstandin.so", f"-Wl,-rpath,{place}", "-ldl", "-lm",
+    )  # fmt: skip
+    return out
+
+
+def run(program, *arguments):
+    environment = {"STAND_IN_TRACE": "1", "ASAN_OPTIONS": "detect_leaks=0"}  # no ptrace in some containers
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, env=environment)
+
+
+def launches(done):
+    """Kernels that were captured, then the launches of each replayed graph."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert not [line for line in lines if not line.startswith(("captured ", "graph of "))]
+    captured = [line.removeprefix("captured ") for line in lines if line.startswith("captured ")]
+    return captured, [int(line.split()[2]) for line in lines if line.startswith("graph of ")]
+
+
+def check_step(program, file):
+    """The step of 1, several and the most requests that the file serves; and of more."""
+    for requests in (1, 7, runtime.CLAIMS.decodes):
+        done = run(program, file, requests, 3)
+        assert launches(done) == (STEP, [len(STEP)] * 3)
+        lengths = re.findall(rf"{requests} requests, lengths (\d+) to", done.stdout)
+        assert [int(x) - int(lengths[0]) for x in lengths] == [0, 1, 2]
+    done = run(program, file, runtime.CLAIMS.decodes + 1)
+    assert done.returncode == 1
+    assert "sparse_mla_decode: q.shape[0]: got 21, expected a multiple of 1 from 1 to 20" in done.stderr
+    done = run(program, "/does/not/exist")
+    assert done.returncode == 1
+    assert "/does/not/exist: cannot be opened" in done.stderr
+
+
+def test_the_step_in_c(program_in_c, file):
+    check_step(program_in_c, file)
+    assert run(program_in_c).returncode == 2
+
+
+def test_the_example_builds_with_cmake(tmp_path):
+    if shutil.which("cmake") is None:
+        pytest.skip("there is no CMake")
+    runtime.compiler()
+    place = runtime.folder()
+    options = f"-DCUMLA_RUNTIME={place}", f"-DCUDA_DRIVER={place}/libstandin.so"
+    for command in (["cmake", "-S", EXAMPLES / "c", "-B", tmp_path, *options], ["cmake", "--build", tmp_path]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert Path(tmp_path, "decode_step").exists()
