@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from cumla import pages
-from cumla.parallel import run_threads
 from support.page_groups import MovingFamily, MovingLayer, MovingStack
-from support.ranked import INTERLEAVE, PAGE, Ranked
 
-C128, C4, V32, V41, GLM, FLASH = 3, 6, 12, "v41", "glm", "flash"  # cases of golden layers, and stacks
-CASES = [C128, C4, V32, V41, GLM, FLASH]
-TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, GLM: 100, FLASH: 102}
+C128, C4, V32, V41 = 3, 6, 12, "v41"  # cases of golden layers, and a stack
+FAMILY = {"glm": 0, "flash": 3, "mistral": 6}
+CASES = [C128, C4, V32, V41, *FAMILY]
+TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, "glm": 100, "flash": 102, "mistral": 133}
 REST = 9
 
 
@@ -22,8 +21,8 @@ REST = 9
 def moving(case, seed=0, cache_format="float32", **sizes):
     if case == V41:
         return MovingStack(0, cache_format, seed, **sizes)
-    if case in (GLM, FLASH):
-        return MovingFamily(0 if case == GLM else 3, cache_format, seed)
+    if case in FAMILY:
+        return MovingFamily(FAMILY[case], cache_format, seed)
     return MovingLayer(case, cache_format, seed)
 
 
@@ -151,52 +150,6 @@ def test_free_pages_are_taken_from_all_groups_or_none():
     assert free.left("window") == 2
     with pytest.raises(ValueError, match="page: got 0 of window, which is free"):
         free.give_back("window", 0)
-
-
-@pytest.mark.parametrize("case", [C4, V32])
-def test_each_rank_packs_its_own_part(case):
-    tokens, rest = TOKENS[case], 9
-
-    def described(ranked):
-        """Of a golden layer on ranks, whose sharded rows are in pages of PAGE rows."""
-        layers = 1 if ranked.is_v32 else None
-        of = pages.describe(
-            ranked.layer.config, 2, rank=ranked.shard.rank, interleave=INTERLEAVE, layers=layers,
-            cache_format="float32",
-        )  # fmt: skip
-        groups = []
-        for group in of:
-            if group.name == "rank_rows":
-                (cache,) = group.caches
-                size = PAGE * cache.row_bytes
-                cache = dataclasses.replace(cache, rows=PAGE, page_bytes=size, stride=size)
-                group = dataclasses.replace(group, tokens=2 * PAGE * cache.positions, caches=(cache,))
-            groups.append(group)
-        return dataclasses.replace(of, groups=tuple(groups))
-
-    def tables_of(ranked, of):
-        tables = {name: table[0] for name, table in ranked.whole.paged.tables.items()}
-        tables |= {"rank_rows": ranked.table[0], "rows": tables["window"]}
-        return {group.name: tables[group.name] for group in of}
-
-    def on(comm):
-        source, target = Ranked(case, comm), Ranked(case, comm)
-        of = described(source)
-        source.sharded.step(**source.arguments(0, tokens))
-        header, array = pages.pack(pages.pools_of(of, [source.caches]), tables_of(source, of), tokens)
-        for x in vars(target.caches).values():
-            if x is not None:
-                x.reshape(-1).view(np.uint8)[:] = 0xFF
-        target.table[:] = target.table[:, ::-1].copy()
-        other = dataclasses.replace(of, groups=tuple(dataclasses.replace(x, rank=1 - comm.rank) for x in of))
-        with pytest.raises(ValueError, match=f"header: got rank {comm.rank}, expected {1 - comm.rank}"):
-            pages.unpack(header, array, pages.pools_of(other, [target.caches]), tables_of(target, other))
-        pages.unpack(header, array, pages.pools_of(of, [target.caches]), tables_of(target, of))
-        want, got = (x.sharded.step(**x.arguments(tokens, rest)) for x in (source, target))
-        return header["bytes"], want.tobytes(), got.tobytes()
-
-    for _, want, got in run_threads(2, on, 60):
-        assert got == want
 
 
 # ---- faults
