@@ -3,6 +3,7 @@
 
     tools/chart.py            write the file
     tools/chart.py --check    exit status 1 if the file differs from the records' chart
+    tools/chart.py --records FOLDER    draw FOLDER/speed.svg from the records of that folder, and print the ratios
 
 A bar is the peer's time divided by cumla's, the factor by which cumla is faster. The line at 1 is the peer.
 """
@@ -27,23 +28,25 @@ class Panel(NamedTuple):
     bars: list[tuple[str, float]]
 
 
-def read(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
 
 
-def calls(name, op, configs):
+def calls(folder, name, op, configs):
     """Ratios of single calls: FlashMLA's time divided by cumla's, in a CUDA graph."""
-    times = {(row["config"], row["impl"]): row["us_graph"] for row in read(name)["rows"] if row["op"] == op}
+    times = {(row["config"], row["impl"]): row["us_graph"] for row in read(folder, name)["rows"] if row["op"] == op}
     return [(label, times[config, "flash_mla"] / times[config, "cumla"]) for label, config in configs]
 
 
-def steps(rows):
+def steps(folder, rows):
     """Ratios of attention layers in decode steps: time of vLLM's kernels divided by cumla's."""
-    table = {(line["kind"], line["heads"], line["steps"]): line["ratio"] for line in read("trace_decode")["table"]}
+    table = {
+        (line["kind"], line["heads"], line["steps"]): line["ratio"] for line in read(folder, "trace_decode")["table"]
+    }
     return [(label, table[key]) for label, key in rows]
 
 
-def panels():
+def panels(folder):
     v4, v32 = "DSV4_FP8 h{} b{} s1 128+{}, lengths", "V32_FP8 h128 b{} s1 2048, lengths"
     decode = [(f"V4, 64 heads, {b} request" + "s" * (b > 1), v4.format(64, b, 512)) for b in (1, 8, 32, 128)]
     decode += [(f"V4, 128 heads, {b} requests", v4.format(128, b, 1024)) for b in (8, 128)]
@@ -58,9 +61,9 @@ def panels():
     kinds = {"window": "V4 window layer", "c4a": "V4 C4A layer", "c128a": "V4 C128A layer", "v32": "V3.2 layer"}
     layers = [(f"{kinds[k]}, {n} requests", (k, "h64", f"decode{n}")) for k in kinds for n in (8, 64)]
     return [
-        Panel("Sparse decode", "FlashMLA", calls("decode", "sparse_mla_decode", decode)),
-        Panel("Decode step of a layer: insert, selection, attention", "vLLM's kernels", steps(layers)),
-        Panel("Sparse prefill", "FlashMLA", calls("prefill", "sparse_mla_prefill", prefill)),
+        Panel("Sparse decode", "FlashMLA", calls(folder, "decode", "sparse_mla_decode", decode)),
+        Panel("Decode step of a layer: insert, selection, attention", "vLLM's kernels", steps(folder, layers)),
+        Panel("Sparse prefill", "FlashMLA", calls(folder, "prefill", "sparse_mla_prefill", prefill)),
     ]
 
 
@@ -82,9 +85,10 @@ def text(x, y, words, kind="", anchor="start"):
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
 
-def svg():
+def svg(drawn):
+    """The chart of some panels."""
     shapes, y = [], 26.0
-    for panel in panels():
+    for panel in drawn:
         shapes.append(text(6, y, panel.title, "title"))
         shapes.append(text(x_of(1), y + 20, f"{panel.peer} = 1", "note", "middle"))
         top, y = y + 26, y + 26
@@ -101,8 +105,8 @@ def svg():
             y += ROW
         shapes.append(f'<path class="peer" d="M{x_of(1):g} {top:g}V{bottom:g}"/>')
         y += 44
-    label = "Peer's time divided by cumla's, on an H200: " + "; ".join(
-        f"{p.title} against {p.peer}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in p.bars) for p in panels()
+    label = "Peer's time divided by cumla's: " + "; ".join(
+        f"{p.title} against {p.peer}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in p.bars) for p in drawn
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 14:g}" width="{SHOWN}" role="img" '
@@ -111,13 +115,20 @@ def svg():
 
 
 def main():
-    if sys.argv[1:] not in ([], ["--check"]):
-        sys.exit(__doc__)
-    drawn = svg()
-    if not sys.argv[1:]:
-        FILE.write_text(drawn)
-    elif not FILE.exists() or FILE.read_text() != drawn:
-        sys.exit(f"{FILE.relative_to(ROOT)} differs from the chart of benchmarks/results: run tools/chart.py")
+    match sys.argv[1:]:
+        case ["--records", folder]:
+            found = panels(pathlib.Path(folder))
+            (pathlib.Path(folder) / "speed.svg").write_text(svg(found))
+            for panel in found:
+                print(f"{panel.title}, {panel.peer} = 1")
+                print(*(f"{ratio:6.2f}  {label}" for label, ratio in panel.bars), sep="\n")
+        case []:
+            FILE.write_text(svg(panels(RESULTS)))
+        case ["--check"]:
+            if not FILE.exists() or FILE.read_text() != svg(panels(RESULTS)):
+                sys.exit(f"{FILE.relative_to(ROOT)} differs from the chart of benchmarks/results: run tools/chart.py")
+        case _:
+            sys.exit(__doc__)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ VLLM_PREFILL_CHOICE = f"top_k_per_row_prefill, vLLM {VLLM}"
 DEEP_GEMM_LOGITS = f"fp8_mqa_logits, DeepGEMM of vLLM {VLLM}"
 DEEP_GEMM_PAGED_LOGITS = f"fp8_paged_mqa_logits, DeepGEMM of vLLM {VLLM}"
 
-COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
+COOPERATIVE_ROWS = 32 if VLLM.startswith("0.26") else 64  # up to which vLLM chooses by cooperative_topk (0.33: 64)
 
 
 def has_peer(name: str) -> bool:

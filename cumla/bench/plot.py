@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row], title: str, figure: Any = None) -> Any:
     others = [impl for impl in impls if impl not in COLORS]
     for number, impl in enumerate(impls):
         points = [
-            (groups.index((row["op"], row["config"])), time_of(row))
+            (groups.index((row["op"], row["config"])), time_of(row) or 0.0)
             for row in rows if (row.get("impl") or "cumla") == impl
         ]  # fmt: skip
         color = COLORS[impl] if impl in COLORS else OTHERS[others.index(impl) % len(OTHERS)]
