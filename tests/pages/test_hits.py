@@ -9,16 +9,18 @@ import cumla
 from cumla import pages
 from support.page_groups import MovingFamily, MovingLayer, MovingStack
 
-WINDOW, C128, C4, V32, V41, GLM, FLASH = 2, 3, 6, 12, "v41", "glm", "flash"  # cases of golden layers, and stacks
+WINDOW, C128, C4, V32, V41 = 2, 3, 6, 12, "v41"  # cases of golden layers, and stacks
+GLM, FLASH, MISTRAL, HY = "glm", "flash", "mistral", "hy"
 LENGTHS = {WINDOW: (5, 64, 130, 195), C128: (127, 128, 200, 384), C4: (3, 4, 127, 256, 258), V32: (1, 64, 150)}
 LENGTHS |= {V41: (31, 64, 127, 130), GLM: (5, 64, 150), FLASH: (3, 64, 127, 150)}
-STACKS = {GLM: 0, FLASH: 3}  # golden cases
+LENGTHS |= {MISTRAL: (5, 64, 150), HY: (5, 64, 150)}
+STACKS = {GLM: 0, FLASH: 3, MISTRAL: 6, HY: 8}  # golden cases
 REST = 135  # tokens after a hit: enough to complete a row of 128 positions
 
 
 @functools.cache
 def moving(case, cache_format="float32", seed=0):
-    make = {V41: MovingStack, GLM: MovingFamily, FLASH: MovingFamily}.get(case, MovingLayer)
+    make = {V41: MovingStack, **dict.fromkeys(STACKS, MovingFamily)}.get(case, MovingLayer)
     return make(case if make is MovingLayer else STACKS.get(case, 0), cache_format, seed)
 
 

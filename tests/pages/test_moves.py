@@ -11,9 +11,9 @@ from cumla import pages
 from support.page_groups import MovingFamily, MovingLayer, MovingStack
 
 C128, C4, V32, V41 = 3, 6, 12, "v41"  # cases of golden layers, and a stack
-FAMILY = {"glm": 0, "flash": 3, "mistral": 6}
+FAMILY = {"glm": 0, "flash": 3, "mistral": 6, "hy": 8}
 CASES = [C128, C4, V32, V41, *FAMILY]
-TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, "glm": 100, "flash": 102, "mistral": 133}
+TOKENS = {C128: 201, C4: 131, V32: 100, V41: 127, "glm": 100, "flash": 102, "mistral": 133, "hy": 100}
 REST = 9
 
 

@@ -115,7 +115,7 @@ class MovingStack(Moving):
 
 
 class MovingFamily(Moving):
-    """A golden stack of GLM, whose second request has the hidden states of the first."""
+    """A golden stack of GLM, Mistral Large 4 or Hy4, whose second request has the hidden states of the first."""
 
     def __init__(self, case=0, cache_format="float32", seed=0):
         self.made = FamilyStack(case, cache_format, seed=seed)
