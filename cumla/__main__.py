@@ -310,6 +310,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_number(sizes, "--tokens", 1, 2**16, "most tokens of a step", default=4096)
     _add_number(sizes, "--requests", 1, MAX_BATCH, "most requests of a step", default=256)
     _add_number(sizes, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
+    _add_number(sizes, "--context", 1, 2**20, "positions of the longest context", unit="TOKENS", default=2**17)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the file is written")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print what a file serves, and export nothing")
     parser.add_argument("--runtime", type=Path, metavar="DIR", help="write the C runtime's sources there")
@@ -436,7 +437,7 @@ def _export(args: argparse.Namespace) -> int:
         inapplicable.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = export.Model.from_config(args.config, args.ranks)
     device = export.device_of(args.capability, args.sms, args.clusters)
-    claims = export.Claims(args.tokens, args.requests, args.block_size)
+    claims = export.Claims(args.tokens, args.requests, args.block_size, args.context)
     return export.run(Console(), model, device, claims, args.out, args.show, args.runtime)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError, RunError
-from ..export import cubins, file_of, record
+from ..export import cubins, file_of, record_of
 from ..export.calls import Claims, calls_of
 from ..export.file import read
 from ..export.header import write_runtime
@@ -73,7 +73,7 @@ def export(console: Console, model: Model, device: Device, claims: Claims, out: 
             records = []
             for number, call in enumerate(calls):
                 progress.update(f"recording {call.name}", number, len(calls))
-                records.append(record(call, device))
+                records.append(record_of(call, device))
         except ExportError as error:
             raise RunError(f"export: {error}") from None
         except ValueError as error:

@@ -11,15 +11,15 @@ from ..kernels.cuda.device import Device
 from .compiled import cubins
 from .file import Writer
 from .header import OPERATIONS, abi
-from .record import ExportedCall, Program, Record, record
+from .record import ExportedCall, Program, Record, record_of
 
 CompileAll = Callable[[list[Program], int], dict[Program, bytes]]
-__all__ = ["cubins", "file_of", "record", "recorded"]
+__all__ = ["cubins", "file_of", "record_of", "recorded"]
 
 
 def recorded(calls: Iterable[ExportedCall], device: Device) -> list[Record]:
     """The records of calls on a device. Raises ExportError."""
-    return [record(call, device) for call in calls]
+    return [record_of(call, device) for call in calls]
 
 
 def file_of(records: Iterable[Record], device: Device, compile_all: CompileAll = cubins) -> bytes:

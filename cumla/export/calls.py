@@ -11,7 +11,9 @@ import numpy as np
 
 from ..kernels.cuda.device import Device, described
 from ..layout import INDEXER_FP8, CacheLayout
-from ..specs import SPECS, norm_rope, sparse_attention, sparse_cache
+from ..metadata.slots import STATE_BLOCK_SIZES
+from ..specs import SPECS, compressor, indexer, norm_rope, sparse_attention, sparse_cache
+from ..specs import indexer_topk as topk_inputs
 from ..specs import indices as index_maps
 from ..specs.inputs import Size
 from ..specs.served import Served
@@ -29,8 +31,10 @@ RESULTS = {
     "fused_indexer_q_rope_quant": ("q_values", "q_weights"),
     "inverse_rope_and_quantize": ("values", "scales"),
 }
-MOST_PAGES, MOST_CONTEXT, LEAST_PAGES = 1 << 20, 1 << 17, 2
+MOST_PAGES, LEAST_PAGES = 1 << 20, 2
 NEXT_N = (1, 2)  # tokens of a decode
+WHOLE = 1 << 62  # bytes that any scores fit into
+LEAST_COLUMNS = 16  # of a block table, of selections
 
 
 class Model(Protocol):
@@ -48,6 +52,8 @@ class Model(Protocol):
     def formats(self) -> tuple[CacheLayout, CacheLayout]: ...
     @property
     def has_window(self) -> bool: ...
+    @property
+    def index_heads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,14 @@ class Claims:
     Attributes:
         tokens: of a step's prompts and decodes together
         decodes: requests of one step
-        columns: of a block table, each a record of selections
+        block_size: tokens of a page
+        context: positions of the longest context
     """
 
     tokens: int = 4096
     decodes: int = 256
     block_size: int = 64
+    context: int = 1 << 17
 
 
 def calls_of(model: Model, claims: Claims, device: Device) -> Iterator[ExportedCall]:
@@ -72,7 +80,9 @@ def calls_of(model: Model, claims: Claims, device: Device) -> Iterator[ExportedC
     make = _Maker(model, claims, device)
     yield from make.inserts()
     yield from make.maps()
+    yield from make.selections()
     yield from make.decodes()
+    yield from make.prefills()
     yield from make.merges()
 
 
@@ -83,7 +93,7 @@ class _Maker:
         most = claims.tokens
         self.ranges = {
             "rows": (1, most), "tokens": (1, most), "requests": (1, claims.decodes), "pages": (LEAST_PAGES, MOST_PAGES),
-            "context": (claims.block_size, MOST_CONTEXT),
+            "context": (claims.block_size, claims.context), "keys": (1, claims.tokens + claims.context),
         }  # fmt: skip
 
     def call(
@@ -109,7 +119,8 @@ class _Maker:
             given[name] = np.empty(result.shape, np.dtype(result.dtype))
         if spec.scratch is not None:
             with described(self.device):
-                given["workspace"] = np.empty(spec.scratch(given), np.uint8)
+                needed = spec.scratch({**given, "max_workspace_bytes": WHOLE})  # selections in one pass
+                given["workspace"] = np.empty(needed, np.uint8)
         return given
 
     def inserts(self) -> Iterator[ExportedCall]:
@@ -119,10 +130,45 @@ class _Maker:
                 name = f"{layout.name}, {np.dtype(slots)} slots"
                 yield self.call("quantize_and_insert_k_cache", name, "rows", arguments, "pages")
         if self.model.kind == "v4":
+            for ratio, indexer_layout in ((4, INDEXER_FP8), (128, None)):
+                arguments = functools.partial(self.compress, indexer_layout=indexer_layout, ratio=ratio)
+                yield self.call(
+                    "compress_and_insert", f"ratio {ratio}", "tokens", arguments, "pages", "requests", "context"
+                )
             arguments = functools.partial(norm_rope.window_rows, layout=self.model.formats[0])
             yield self.call("qnorm_rope_and_insert", self.model.formats[0].name, "rows", arguments, "pages", "context")
         inverse = functools.partial(norm_rope.rope, inverse=True, dim=512)
         yield self.call("apply_rope", "inverse", "rows", inverse, "context")
+
+    def compress(self, x: Served, indexer_layout: CacheLayout | None, ratio: int) -> dict[str, Any]:
+        """A step of a compressor; its table has columns for any context."""
+        arguments = compressor.compress(x, self.model.formats[1], indexer_layout, ratio)
+        columns = -(-x.size.context // STATE_BLOCK_SIZES[ratio])
+        return arguments | {"state_block_table": np.empty((x.size.requests, columns), np.int32)}
+
+    def selections(self) -> Iterator[ExportedCall]:
+        """Index queries, and selections of decodes. A record has one number of a block table's columns, a power of two:
+        the kernels depend on the rows and the columns of scores."""
+        heads = self.model.index_heads
+        queries = functools.partial(indexer.queries, rotated=False)
+        yield self.call("fused_indexer_q_rope_quant", "", "rows", queries, "context", heads=heads)
+        ratio = 4 if self.model.kind == "v4" else 1
+        most = -(-self.claims.context // ratio // self.claims.block_size)
+        columns = [1 << power for power in range(LEAST_COLUMNS.bit_length() - 1, max(most - 1, 1).bit_length() + 1)]
+        for next_n in NEXT_N:
+            for count in columns:
+                arguments = functools.partial(
+                    topk_inputs.over_pages, layout=INDEXER_FP8, next_n=next_n, with_slots=True
+                )
+                yield self.call(
+                    "indexer_topk", f"{count} pages, {next_n} tokens a request", "requests", arguments, "pages",
+                    heads=heads, context=count * self.claims.block_size,
+                )  # fmt: skip
+
+    def prefills(self) -> Iterator[ExportedCall]:
+        first, _ = self.model.formats
+        prefill = functools.partial(sparse_attention.prefill, head_dim=first.head_dim, windows=self.model.has_window)
+        yield self.call("sparse_mla_prefill", "", "tokens", prefill, "rows")
 
     def maps(self) -> Iterator[ExportedCall]:
         several = ("requests", "context")
@@ -161,7 +207,8 @@ class Unread(Served):
         return np.empty(shape, dtype)
 
     def states(self, *shape: int) -> Any:
-        return np.empty(shape, np.float32)
+        """Pages of states, of any number."""
+        return np.broadcast_to(np.float32(0), (self.pages(), *shape[1:]))
 
     def new_cache(self, layout: Any) -> Any:
         return self.cache(layout)

@@ -21,9 +21,9 @@ DTYPES = (
 LAYOUTS = tuple(layout.name for layout in BUILT_IN)
 PLANNED = "planned"  # 1: the workspace has the plan that a call of this shape computed in this step
 PAIRS = {"slots": ("slots", "slot_lens")}  # arguments of two arrays
-NOT_FIELDS = {
-    "workspace", "backend", "stream", "out", "lse", "plan", "early_release", "precision", "max_workspace_bytes",
-}  # fmt: skip
+NOT_FIELDS = {"workspace", "backend", "stream", "out", "lse", "plan", "early_release", "max_workspace_bytes"}
+# Codes of arguments that are names.
+CHOICES = {"q_format": ("fp8", "mxfp4", "mxfp4_rows"), "precision": ("fp8",)}
 
 
 class Parameter(NamedTuple):
@@ -33,7 +33,7 @@ class Parameter(NamedTuple):
         name: of the function's parameter, or of a result
         is_array: whether it is an array
         first: index of its first word
-        kind: of a scalar: "integer", "number" (a float64) or "layout" (a code)
+        kind: of a scalar: "integer", "number" (a float64), "layout" or a key of CHOICES (a code)
     """
 
     name: str
@@ -107,6 +107,8 @@ class OperationFields:
 
 def _kind(parameter: Any) -> str:
     annotation = str(parameter.annotation)
+    if parameter.name in CHOICES:
+        return str(parameter.name)
     if "float" in annotation:
         return "number"
     return "layout" if "CacheLayout" in annotation or parameter.name.endswith("layout") else "integer"
@@ -127,6 +129,8 @@ def scalar_word(value: Any, kind: str) -> int:
         return -(1 << 63)
     if kind == "layout":
         return LAYOUTS.index(value.name)
+    if kind in CHOICES:
+        return CHOICES[kind].index(value)
     if kind == "number":
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     return int(value)

@@ -106,16 +106,18 @@ class Writer:
             words = self.add("part_words", [(self.word(word),) for word in part.words])
             parts.append((part.offset, part.size, *words))
         return (
-            self.function(x.function), *map(self.word, x.grid), *x.block, self.word(x.shared_bytes), int(x.overlap),
-            self.place(x.template), len(x.template), *self.add("parts", parts), 0,
+            self.function(x.function, x.most_shared), *map(self.word, x.grid), *x.block, self.word(x.shared_bytes),
+            int(x.overlap), self.place(x.template), len(x.template), *self.add("parts", parts), 0,
         )  # fmt: skip
 
-    def function(self, function: Function) -> int:
+    def function(self, function: Function, most_shared: int) -> int:
         if function not in self._functions:
             program = self._programs.setdefault(function.program, len(self._programs))
-            entry = program, self.text(function.name), function.shared_bytes, 0
-            self._functions[function], _ = self.add("functions", [entry])
-        return self._functions[function]
+            self._functions[function], _ = self.add("functions", [(program, self.text(function.name), 0, 0)])
+        index = self._functions[function]
+        program, name, before, _ = self.tables["functions"][index]
+        self.tables["functions"][index] = program, name, max(before, most_shared), 0
+        return index
 
     @property
     def programs(self) -> list[Program]:
@@ -127,7 +129,7 @@ class Writer:
         launches = {(row[0], row[4], row[7]) for row in self.tables["launches"]}
         found: list[tuple[int, ...]] = []
         for function, index in self._functions.items():
-            size = dict(function.program.macros).get("PARTS", 1)
+            size = dict(function.program.macros).get("PARTS", 1) if function.name == "sparse_mla_decode" else 1
             for of_launch, threads, shared in sorted(launches):
                 if of_launch == index and isinstance(size, int) and size > 1:
                     shared_bytes = self.tables["words"][shared][WORD_ADD]

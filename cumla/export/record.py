@@ -26,6 +26,7 @@ ARENA_BYTES = 1 << 44
 ALIGNMENT = 16  # of addresses and strides
 MOST_STRIDE = 1 << 16  # bytes by which a sample's strides exceed the least ones
 LEAST_SAMPLES = 24  # of a sequence of kernels
+TRIES = 3  # of random strides
 CHECKED = 64  # calls that a record is checked against in addition to those that it was found from
 
 
@@ -63,11 +64,10 @@ class Program(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A kernel of a program, and the shared memory that its launches may ask for."""
+    """A kernel of a program."""
 
     program: Program
     name: str
-    shared_bytes: int
 
 
 class Part(NamedTuple):
@@ -79,7 +79,10 @@ class Part(NamedTuple):
 
 
 class RecordedLaunch(NamedTuple):
-    """A launch: its sizes are words; `template` has the constant bytes of the arguments."""
+    """A launch: its sizes are words; `template` has the constant bytes of the arguments.
+
+    most_shared: bytes of shared memory that launches of the kernel may ask for; 0: what every kernel may
+    """
 
     function: Function
     grid: tuple[Word, ...]
@@ -88,6 +91,7 @@ class RecordedLaunch(NamedTuple):
     overlap: bool
     template: bytes
     parts: tuple[Part, ...]
+    most_shared: int
 
 
 class Condition(NamedTuple):
@@ -145,34 +149,50 @@ class Arena:
         return np.ndarray(shape, like.dtype, self._bytes, start, tuple(strides))
 
 
-def record(call: ExportedCall, device: Device, seed: int = 0) -> Record:
+def record_of(call: ExportedCall, device: Device, seed: int = 0) -> Record:
     """The launches of calls of one kind on a device.
 
     Raises ExportError if a word follows from no formula, or the sequence of kernels not from the deciding value.
     """
     sampler = Sampler(call, device, np.random.default_rng(seed))
     calls = list(sampler.calls())
-    sequences: dict[Any, list[int]] = {}
+    try:
+        made = _record(call, sampler, list(calls), first_alone=False)
+    except ExportError:  # NumPy's views of a single row have other strides
+        made = _record(call, sampler, calls, first_alone=True)
+    for _ in range(CHECKED):
+        check(made, sampler.sample(sampler.sizes()))
+    return made
+
+
+def _record(call: ExportedCall, sampler: Sampler, calls: list[Sample], first_alone: bool) -> Record:
+    """The record of these calls, and of more where a sequence has few of them.
+
+    first_alone: the calls of the first deciding value are a sequence of their own
+    """
+    first = call.ranges[call.by][0]
+
+    def key(x: Sample) -> Any:
+        return first_alone and x.by == first, _sequence(x.launches)
+
+    values: dict[Any, list[int]] = {}
     for x in calls:
-        sequences.setdefault(_sequence(x.launches), []).append(x.by)
-    for values in sequences.values():  # few samples would follow from formulas that are wrong
-        calls += [sampler.sample(sampler.sizes(**{call.by: int(sampler.rng.choice(values))}))
-                  for _ in range(LEAST_SAMPLES - len(values))]  # fmt: skip
+        values.setdefault(key(x), []).append(x.by)
+    for of_sequence in values.values():  # few samples would follow from formulas that are wrong
+        for _ in range(LEAST_SAMPLES - len(of_sequence)):
+            calls.append(sampler.sample(sampler.sizes(**{call.by: int(sampler.rng.choice(of_sequence))})))
     fields = _fields(call, calls)
     by = found(fields.by, fields, table=False)
     if by is None:
         raise ExportError(f"{call.name}: no field has the deciding value, {call.by}")
-    numbers = {sequence: index for index, sequence in enumerate(sequences)}
-    indices = np.array([numbers[_sequence(x.launches)] for x in calls])
-    recorded = []
-    for index in range(len(sequences)):
+    numbers = {sequence: index for index, sequence in enumerate(values)}
+    indices = np.array([numbers[key(x)] for x in calls])
+    sequences = []
+    for index in range(len(numbers)):
         rows = np.flatnonzero(indices == index)
         launches = [calls[row].launches for row in rows]
-        recorded.append(tuple(_launch(call.name, each, fields.chosen(rows)) for each in zip(*launches, strict=True)))
-    made = Record(call, _conditions(call, fields), by, _segments(call, fields.by, indices), tuple(recorded))
-    for _ in range(CHECKED):
-        check(made, sampler.sample(sampler.sizes()))
-    return made
+        sequences.append(tuple(_launch(call.name, each, fields.chosen(rows)) for each in zip(*launches, strict=True)))
+    return Record(call, _conditions(call, fields), by, _segments(call, fields.by, indices), tuple(sequences))
 
 
 def check(record: Record, sample: Sample) -> None:
@@ -186,10 +206,14 @@ def check(record: Record, sample: Sample) -> None:
         for part in recorded.parts:
             words = [word.evaluate(fields, by) for word in part.words]
             arguments[part.offset : part.offset + part.size] = described_bytes(words, part.size)
-        wanted = *launch.grid, launch.shared_bytes
-        same = sizes == wanted and launch.kernel.packed(launch.packed_arguments) == bytes(arguments)
-        if _function(launch) != recorded.function or not same:
-            raise ExportError(f"{record.call.name}: {launch.kernel.raw.name} follows from no formula")
+        packed, what = launch.kernel.packed(launch.packed_arguments), f"{record.call.name}: {launch.kernel.raw.name}"
+        if _function(launch) != recorded.function:
+            raise ExportError(f"{what} is another kernel than {recorded.function} at {record.call.by} {by}")
+        if sizes != (*launch.grid, launch.shared_bytes):
+            raise ExportError(f"{what}: sizes {launch.grid}, {launch.shared_bytes} bytes are not {sizes} of a formula")
+        wrong = [at for at in range(len(packed)) if packed[at] != arguments[at]]
+        if wrong:
+            raise ExportError(f"{what}: arguments from byte {wrong[0]} on are not those of a formula")
 
 
 def described_bytes(words: list[int], size: int) -> bytes:
@@ -221,6 +245,9 @@ class Sampler:
         for value in range(first, last + 1):
             for _ in range(2):
                 yield self.sample(self.sizes(**{self.call.by: value}))
+        for name, ends in self.call.ranges.items():
+            for end in ends:
+                yield self.sample(self.sizes(**{name: end}))
 
     def sizes(self, **chosen: int) -> Size:
         for name, (first, last) in self.call.ranges.items():
@@ -254,8 +281,9 @@ class Sampler:
         return dry_run.launches[before:]
 
     def _paddable(self) -> dict[str, tuple[bool, ...]]:
-        """The axes of arrays that may have any stride: the operation refuses others."""
-        arguments = self.call.arguments(self.sizes())
+        """The axes of arrays that may have any stride: for others the operation refuses it, or takes another kernel."""
+        arguments = self.call.arguments(self.sizes(**{name: last for name, (_, last) in self.call.ranges.items()}))
+        packed = _sequence(self.launches(self.placed(arguments, {})))
         found: dict[str, tuple[bool, ...]] = {}
         for name, array in arguments.items():
             if not isinstance(array, np.ndarray):
@@ -263,16 +291,16 @@ class Sampler:
             axes = []
             for axis in range(array.ndim):
                 alone = tuple(i == axis for i in range(array.ndim))
-                axes.append(axis + 1 < array.ndim and self._takes(arguments, {name: alone}))
+                axes.append(axis + 1 < array.ndim and self._takes(arguments, {name: alone}, packed))
             found[name] = tuple(axes)
         return found
 
-    def _takes(self, arguments: Mapping[str, Any], padded: Mapping[str, tuple[bool, ...]]) -> bool:
+    def _takes(self, arguments: Mapping[str, Any], padded: Mapping[str, tuple[bool, ...]], packed: Any) -> bool:
+        """Whether random strides give the kernels of packed arrays."""
         try:
-            self.launches(self.placed(arguments, padded))
+            return all(_sequence(self.launches(self.placed(arguments, padded))) == packed for _ in range(TRIES))
         except (ValueError, TypeError):
             return False
-        return True
 
 
 def _exponential(rng: np.random.Generator, first: int, last: int) -> int:
@@ -308,7 +336,7 @@ def _fields(call: ExportedCall, calls: list[Sample]) -> Fields:
 def _function(launch: Launch) -> Function:
     raw = launch.kernel.raw
     macros = tuple(sorted(raw.macros.items()))
-    return Function(Program(raw.file, raw.arch, macros), raw.name, launch.kernel._most_shared)
+    return Function(Program(raw.file, raw.arch, macros), raw.name)
 
 
 def _sequence(launches: list[Launch]) -> tuple[Any, ...]:
@@ -338,7 +366,7 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
     while index < len(codes):
         offset, code = codes[index]
         values = [x.packed_arguments[index] for x in launches]
-        if index + 1 < len(codes) and isinstance(first.packed_arguments[index + 1], MapWord):
+        if isinstance(first.packed_arguments[index], MapWord):
             words = [[x.packed_arguments[index + i] for x in launches] for i in (0, 2, 3, 4, 5, 6, 8)]
             parts.append(Part(offset, 128, tuple(formula(x, f"map at {offset}") for x in words)))
             index += 16
@@ -355,7 +383,8 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
                 parts.append(Part(offset, size, (word,)))
         index += 1
     return RecordedLaunch(
-        _function(first), grid, first.block, shared, first.overlap, bytes(template), tuple(parts)
+        _function(first), grid, first.block, shared, first.overlap, bytes(template), tuple(parts),
+        first.kernel._most_shared,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from cumla.kernels.cuda.device import LIMITS, Device
 HERE = Path(__file__).parents[1] / "export"
 H200 = Device(LIMITS[90], 132, True, ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17)))
 MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048)}
-CLAIMS = Claims(tokens=40, decodes=20)
+CLAIMS = Claims(tokens=40, decodes=20, context=8192)
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror")
 STREAM = 0x5EA
 
