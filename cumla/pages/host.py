@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import numpy as np
 
-from ..dispatch.values import check_integers
+from ..arrays.memory import reach
+from ..dispatch.values import check_integers, check_kind
 from ..layout import MAX_BYTES
 
 PORTABLE_MAPPED = 1 | 2  # cudaHostAllocPortable: pinned for every device; cudaHostAllocMapped: kernels access it
@@ -71,6 +73,28 @@ class HostPool:
             )
         self.used = start + int(num_bytes)
         return self.memory[start : self.used]
+
+    def device_array(self, array: np.ndarray) -> Any:
+        """A CuPy array over the same memory, for operations that write rows in it; `array` itself if it is not pinned.
+
+        Args:
+            array: of this memory, such as a view of what `take` returned; strides are not negative
+
+        The memory is kept as long as the CuPy array. The host must wait for a stream before it reads what that has
+        written.
+        Raises ValueError for an array that is not in this memory.
+        """
+        check_kind(np.ndarray, array=array)
+        start, size = int(array.ctypes.data), reach(array.shape, array.strides, array.itemsize)
+        first = start - self.address
+        if size[0] < 0 or first < 0 or first + size[1] > len(self.memory):
+            raise ValueError(f"array: got memory at {start:#x}, expected {len(self.memory)} bytes at {self.address:#x}")
+        if not self.pinned:
+            return array
+        import cupy
+
+        memory = cupy.cuda.UnownedMemory(start, size[1], array, cupy.cuda.runtime.getDevice())
+        return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0), array.strides)
 
 
 def host_pool(num_bytes: int, pinned: bool | None = None) -> HostPool:

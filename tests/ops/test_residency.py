@@ -7,6 +7,7 @@ import pytest
 
 import cumla
 from cumla.pages import Residency, host_pool
+from support.graphs import graph_of
 from support.lab import BF16
 
 REQUESTS, LANES, ROWS, HOT, TOPK, RATIO = 3, 4, 40, 12, 4, 2
@@ -149,30 +150,96 @@ def test_slots_of_least_recent_use(lab, rng, hot, tokens, topk, uses):
     assert 0 < missed < len(np.unique(selected))
 
 
-def test_decode_has_the_bits_of_decode_with_all_rows_resident(lab, rng):
-    heads, topk, ratio, rows = 2, 8, 4, 60
-    host = np.zeros((15, 8 * 584), np.uint8)
-    whole = cumla.DSV4_FP8.view(host, 8)
-    k = rng.standard_normal((120, 512)).astype(BF16)
-    cumla.quantize_and_insert_k_cache(k, whole, np.arange(120), 8, backend="reference")
+@pytest.mark.parametrize(
+    ("window", "resident"),
+    [(None, cumla.V32_FP8), (cumla.DSV4_FP8, cumla.DSV4_FP8), (cumla.DSV41_FP8, cumla.DSV41_FP4)],
+    ids=["V3.2", "V4", "V4.1"],
+)
+def test_decode_has_the_bits_of_decode_with_all_rows_resident(lab, rng, window, resident):
+    heads, topk, ratio, rows, width = 2, 8, 4, 60, resident.head_dim
+    host = np.zeros((15, 8, resident.token_bytes), np.uint8)
+    k = rng.standard_normal((120, width)).astype(BF16)
+    cumla.quantize_and_insert_k_cache(k, host, np.arange(120), 8, layout=resident, backend="reference")
     table = rng.permutation(15)[:14].reshape(2, 7).astype(np.int32)
-    source, cache = lab.put(whole), cumla.DSV4_FP8.allocate(4, 8, lab.xp)
+    source, cache = lab.put(host), lab.put(np.zeros((4, 8, resident.token_bytes), np.uint8))
     state = Residency.allocate(2, rows, 16, lab.xp)
     starts, lanes = (lab.put(np.array(x, np.int32)) for x in ([0, 1, 2], [1, 0]))
     on_device = lab.put(table)
+    options = {"softmax_scale": 0.04, "backend": lab.backend}
+    if window is not None:
+        newest = np.zeros((2, 8, window.token_bytes), np.uint8)
+        cumla.quantize_and_insert_k_cache(k[:16], newest, np.arange(16), 8, layout=window, backend="reference")
+        newest, its_rows = lab.put(newest), lab.put(np.arange(16, dtype=np.int32).reshape(2, 1, 8))
+
+    def attend(q, pages, slots):
+        if window is None:
+            return cumla.sparse_mla_decode(q, pages, slots, layout=resident, **options)
+        return cumla.sparse_mla_decode(
+            q, newest, its_rows, layout=window, extra_k_cache=pages, extra_indices=slots, extra_layout=resident,
+            **options,
+        )  # fmt: skip
+
     for step in range(2 if lab.tiny else 4):
-        q = lab.put(rng.standard_normal((2, 1, heads, 512)).astype(BF16))
+        q = lab.put(rng.standard_normal((2, 1, heads, width)).astype(BF16))
         local = np.sort(rng.permutation(50)[: 2 * topk].reshape(2, topk) % (20 + step), axis=1).astype(np.int32)
         seq_lens = lab.put(np.array([210 + step, 205 + step], np.int32))
         slots, misses = cumla.resolve_resident(
             lab.put(local), starts, seq_lens, lanes, *state, compress_ratio=ratio, backend=lab.backend
         )
-        cumla.fetch_resident(misses, slots, starts, on_device, source, cache, backend=lab.backend)
+        cumla.fetch_resident(misses, slots, starts, on_device, source, cache, layout=resident, backend=lab.backend)
         everywhere = lab.put(np.take_along_axis(table, local // 8, 1) * 8 + local % 8)
-        want = cumla.sparse_mla_decode(q, source, everywhere[:, None], softmax_scale=0.04, backend=lab.backend)
-        got = cumla.sparse_mla_decode(q, cache, slots[:, None], softmax_scale=0.04, backend=lab.backend)
-        for x, y in zip(got, want, strict=True):
+        for x, y in zip(attend(q, cache, slots[:, None]), attend(q, source, everywhere[:, None]), strict=True):
             np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+
+
+def test_steps_in_a_graph_write_and_fetch_rows_in_host_memory(lab, rng):
+    """Captured once, replayed with other rows: an insert into host memory, slots, and a copy of what misses."""
+    if not lab.on_device or lab.backend != "cuda":
+        pytest.skip("there are no graphs")
+    layout, topk, size = cumla.DSV4_FP8, 4, 5 * 4
+    pool = host_pool(5 * 4 * layout.token_bytes, pinned=True)
+    host = pool.memory.reshape(5, 4, layout.token_bytes)
+    written, cache = pool.device_array(host), layout.allocate(2, 4, lab.xp)
+    k, slot, selected = (lab.put(x) for x in (
+        np.zeros((1, 512), BF16), np.zeros(1, np.int64), np.zeros((1, topk), np.int32)
+    ))  # fmt: skip
+    starts, lens, lanes, table = (lab.put(np.array(x, np.int32)) for x in ([0, 1], [1], [0], [[4, 2, 0, 1, 3]]))
+    state, out = Residency.allocate(1, size, 8, lab.xp), [lab.put(np.zeros((1, topk), np.int32)) for _ in range(2)]
+
+    def step():
+        cumla.quantize_and_insert_k_cache(k, written, slot, 4, backend="cuda")
+        cumla.resolve_resident(selected, starts, lens, lanes, *state, out=tuple(out), backend="cuda")
+        cumla.fetch_resident(out[1], out[0], starts, table, host, cache, backend="cuda")
+
+    step()
+    graph = graph_of(step)
+    state.clear(0)
+    rows, pages = {}, lab.get(table)[0]
+    for position in range(size):
+        k[:] = lab.put(rng.standard_normal((1, 512)).astype(BF16))
+        slot[:] = int(pages[position // 4]) * 4 + position % 4
+        lens[:] = position + 1
+        chosen = np.resize(np.append(rng.permutation(position)[: topk - 1], position), topk).astype(np.int32)[None]
+        selected[:] = lab.put(chosen)
+        lab.xp.cuda.Device().synchronize()
+        graph.launch(lab.xp.cuda.get_current_stream())
+        lab.xp.cuda.Device().synchronize()
+        rows[position] = row_of(layout, host, pages[position // 4], position % 4).copy()
+        found, resident = lab.get(out[0])[0], lab.get(cache)
+        for row, place in zip(chosen[0].tolist(), found.tolist(), strict=True):
+            np.testing.assert_array_equal(row_of(layout, resident, *divmod(place, 4)), rows[row])
+    assert len({x.tobytes() for x in rows.values()}) == len(rows)
+
+
+def test_a_host_pools_memory_as_a_device_array():
+    pool = host_pool(100, pinned=False)
+    part = pool.take(80)[16:]
+    assert pool.device_array(part) is part
+    for other in (np.zeros(8, np.uint8), part[::-1]):
+        with pytest.raises(ValueError, match=r"array: got memory at 0x.*, expected 100 bytes at 0x"):
+            pool.device_array(other)
+    with pytest.raises(TypeError, match="array: got 3 of type int"):
+        pool.device_array(3)
 
 
 @pytest.mark.parametrize(
