@@ -10,7 +10,7 @@ from typing import Any
 import checkpoint
 import numpy as np
 import tiny_checkpoint
-from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
+from serving import Stopwatch, experts, gated_mlp, largest, main, product, rms_norm
 
 from cumla.models import (
     Checkpoint,
@@ -35,6 +35,7 @@ class Model:
     def __init__(
         self, folder: pathlib.Path, *, xp: Any = np, cache_format: str = "fp8", activations: str | None = None,
         longest: int = 1024, requests: int = 8, batch_tokens: int = 256, backend: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.xp, self.stopwatch = xp, Stopwatch(xp)
         self.config = config = json.loads((pathlib.Path(folder) / "config.json").read_text())
@@ -45,7 +46,7 @@ class Model:
         self.num_pages = {"window": requests * -(-longest // PAGE) + 1}
         serving = serving_of(
             attention, block_size=PAGE, max_num_batched_tokens=batch_tokens, max_num_seqs=requests,
-            max_model_len=longest,
+            max_model_len=longest, batch_invariant=batch_invariant,
         )  # fmt: skip
         self.builder = StepBuilder(attention.specs(), serving, backend)
         self.activations = activations or ("float32" if xp is np else "bfloat16")
@@ -54,7 +55,7 @@ class Model:
         self.layers = [
             DeepseekV32Attention(
                 attention, layer, tensors, activations=self.activations, cache_format=cache_format,
-                max_position=longest, scratch=scratch, xp=xp, backend=backend,
+                max_position=longest, scratch=scratch, xp=xp, backend=backend, batch_invariant=batch_invariant,
             )
             for layer in layers
         ]  # fmt: skip
@@ -89,14 +90,14 @@ class Model:
                 h = h + self.mlp(x, prefix + "mlp.", self.mlp_types[layer])
         with observe("head"):
             x = rms_norm(h[xp.asarray(last)], weights["model.norm.weight"], eps, xp)
-            logits = x @ weights["lm_head.weight"].T
+            logits = product(x, weights["lm_head.weight"], xp)
         return logits if xp is np else logits.get()
 
     def mlp(self, x: Any, prefix: str, kind: str) -> Any:
         xp, weights, config = self.xp, self.weights, self.config
         if kind == "dense":
             return gated_mlp(x, *(weights[prefix + name] for name in MLP), self.limit, xp)
-        scores = 1 / (1 + xp.exp(-(x @ weights[prefix + "gate.weight"].T)))
+        scores = 1 / (1 + xp.exp(-product(x, weights[prefix + "gate.weight"], xp)))
         choice = scores + weights.get(prefix + "gate.e_score_correction_bias", 0)
         # Experts are in groups: only experts of the groups with the highest top-2 scores are selected.
         groups = choice.reshape(len(x), config["n_group"], -1)

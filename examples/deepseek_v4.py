@@ -12,7 +12,7 @@ from typing import Any
 import checkpoint
 import numpy as np
 import tiny_checkpoint
-from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
+from serving import Stopwatch, experts, gated_mlp, largest, main, product, rms_norm
 
 from cumla.models import (
     STATE_BLOCK_SIZES,
@@ -36,6 +36,7 @@ class Model:
     def __init__(
         self, folder: pathlib.Path, *, xp: Any = np, cache_format: str = "fp8", activations: str | None = None,
         longest: int = 1024, requests: int = 8, batch_tokens: int = 256, backend: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.xp, self.stopwatch = xp, Stopwatch(xp)
         self.config = config = json.loads((pathlib.Path(folder) / "config.json").read_text())
@@ -49,7 +50,7 @@ class Model:
         self.num_pages = {name: requests * -(-longest // size) + 1 for name, (size, _) in self.groups.items()}
         serving = serving_of(
             attention, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=batch_tokens,
-            max_num_seqs=requests, max_model_len=longest,
+            max_num_seqs=requests, max_model_len=longest, batch_invariant=batch_invariant,
         )  # fmt: skip
         self.builder = StepBuilder(specs, serving, backend)
         self.activations = activations or ("float32" if xp is np else "bfloat16")
@@ -65,6 +66,7 @@ class Model:
                     cache_format=cache_format,
                     max_position=longest,
                     scratch=scratch,
+                    batch_invariant=batch_invariant,
                     xp=xp,
                     backend=backend,
                 )
@@ -105,7 +107,7 @@ class Model:
         with observe("head"):
             x = self.collapse(streams[xp.asarray(last)])
             x = rms_norm(x, weights["model.norm.weight"], eps, xp)
-            logits = x @ weights["lm_head.weight"].T
+            logits = product(x, weights["lm_head.weight"], xp)
         return logits if xp is np else logits.get()
 
     def hyper_connection(self, streams: Any, prefix: str) -> tuple[Any, Any, Any]:
@@ -116,7 +118,8 @@ class Model:
         xp, count, eps = self.xp, streams.shape[1], self.config.get("hc_eps", 1e-6)
         base, scale = self.weights[prefix + "base"], self.weights[prefix + "scale"]
         flat = streams.reshape(len(streams), -1)
-        logits = rms_norm(flat, 1, self.config.get("rms_norm_eps", 1e-6), xp) @ self.weights[prefix + "fn"].T
+        normed = rms_norm(flat, 1, self.config.get("rms_norm_eps", 1e-6), xp)
+        logits = product(normed, self.weights[prefix + "fn"], xp)
         pre = sigmoid(logits[:, :count] * scale[0] + base[:count], xp) + eps
         post = 2 * sigmoid(logits[:, count : 2 * count] * scale[1] + base[count : 2 * count], xp)
         mix = (logits[:, 2 * count :] * scale[2] + base[2 * count :]).reshape(-1, count, count)
@@ -131,12 +134,13 @@ class Model:
     def collapse(self, streams: Any) -> Any:
         xp, prefix, config = self.xp, "model.hc_head.hc_", self.config
         flat = rms_norm(streams.reshape(len(streams), -1), 1, config.get("rms_norm_eps", 1e-6), xp)
-        logits = flat @ self.weights[prefix + "fn"].T * self.weights[prefix + "scale"] + self.weights[prefix + "base"]
+        logits = product(flat, self.weights[prefix + "fn"], xp)
+        logits = logits * self.weights[prefix + "scale"] + self.weights[prefix + "base"]
         return ((sigmoid(logits, xp) + config.get("hc_eps", 1e-6))[:, :, None] * streams).sum(axis=1)
 
     def mlp(self, x: Any, tokens: Any, prefix: str, kind: str) -> Any:
         xp, weights, config = self.xp, self.weights, self.config
-        logits = x @ weights[prefix + "gate.weight"].T
+        logits = product(x, weights[prefix + "gate.weight"], xp)
         if config.get("scoring_func", SCORES[0]) == "sigmoid":
             scores = sigmoid(logits, xp)
         else:

@@ -259,11 +259,22 @@ def silu(x: Any, xp: Any) -> Any:
     return x / (1 + xp.exp(-x))
 
 
+def product(x: Any, weight: Any, xp: Any) -> Any:
+    """x weight^T in blocks of rows: BLAS chooses an algorithm by their number, on which a token's bits would depend."""
+    size = 16 if xp is np else 128
+    block, out = xp.zeros((size, x.shape[1]), x.dtype), xp.empty((len(x), len(weight)), x.dtype)
+    for first in range(0, len(x), size):
+        rows = x[first : first + size]
+        block[: len(rows)] = rows
+        out[first : first + len(rows)] = (block @ weight.T)[: len(rows)]
+    return out
+
+
 def gated_mlp(x: Any, gate: Any, up: Any, down: Any, limit: float | None, xp: Any) -> Any:
-    gate, up = x @ gate.T, x @ up.T
+    gate, up = product(x, gate, xp), product(x, up, xp)
     if limit is not None:
         gate, up = xp.minimum(gate, limit), xp.clip(up, -limit, limit)
-    return (silu(gate, xp) * up) @ down.T
+    return product(silu(gate, xp) * up, down, xp)
 
 
 def experts(x: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, limit: float | None, xp: Any) -> Any:
@@ -300,6 +311,7 @@ def make_server(model_class: Any, server_class: type[Server], options: argparse.
     model = model_class(
         options.folder, xp=xp, cache_format=options.cache_format, longest=options.longest + options.new_tokens,
         requests=options.prompts, batch_tokens=options.batch_tokens, backend=options.backend,
+        **({"batch_invariant": True} if options.batch_invariant else {}),
     )  # fmt: skip
     server = server_class(model, model.num_pages, options.batch_tokens)
     if options.prefix_cache or options.host_pages or options.disaggregated:
@@ -323,6 +335,7 @@ def main(
     parser.add_argument("--prefix-cache", action="store_true", help="keep the pages of prompts for later requests")
     parser.add_argument("--host-pages", type=positive, help="swap preempted requests to so many host pages a group")
     parser.add_argument("--disaggregated", action="store_true", help="compute prompts in a process of their own")
+    parser.add_argument("--batch-invariant", action="store_true", help="tokens that do not depend on the schedule")
     parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:

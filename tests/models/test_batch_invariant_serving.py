@@ -1,0 +1,92 @@
+"""Random schedules of the example server: each request's tokens and logits are those of the request alone."""
+
+import numpy as np
+import pytest
+
+from support.lab import Lab
+from support.operations import assert_same_bits
+
+MODELS = {"v32": "deepseek_v32", "v4": "deepseek_v4"}
+LONGEST, NEW, PROMPTS = 140, 4, 6
+
+
+class Served:
+    """A tiny model, prompts, and the answers to each prompt alone, in one step and then token by token."""
+
+    def __init__(self, name, folder, lab, cache_format):
+        import tiny_checkpoint
+
+        module = __import__(MODELS[name])
+        tiny_checkpoint.write(folder, getattr(tiny_checkpoint, name.upper()), seed=6000)
+        self.model = module.Model(
+            folder, longest=LONGEST + NEW, requests=PROMPTS, batch_tokens=512, cache_format=cache_format,
+            batch_invariant=True, xp=lab.xp, backend=lab.backend,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        lengths = [1, 7, 64, 25, 40, LONGEST]
+        self.prompts = [rng.integers(2, 512, n).tolist() for n in lengths]
+        self.answers = [self.generate([prompt], 512, 1)[0] for prompt in self.prompts]
+
+    def server(self, batch_tokens, most, share=1.0, prefix_cache=False):
+        from page_cache import PageCache
+        from serving import Server
+
+        needed = {name: -(-(LONGEST + NEW) // size) + 1 for name, (size, _) in self.model.groups.items()}
+        pages = {name: max(needed[name], int(share * n)) for name, n in self.model.num_pages.items()}
+        server = Server(self.model, pages, batch_tokens, most)
+        if prefix_cache:
+            server.cache = PageCache(self.model, server.pages, 0, 8)
+        return server
+
+    def generate(self, prompts, batch_tokens, most, **options):
+        server = self.server(batch_tokens, most, **options)
+        requests = server.generate(prompts, NEW)
+        self.preempted = server.preempted
+        return requests
+
+    def check(self, rng):
+        """One random schedule. Returns how many requests were preempted, and computed again."""
+        chosen = rng.choice(PROMPTS, rng.integers(2, PROMPTS), replace=bool(rng.random() < 0.3))
+        found = self.generate(
+            [self.prompts[i] for i in chosen], int(rng.choice([3, 5, 17, 64, 100, 300])), int(rng.integers(1, 9)),
+            share=float(rng.choice([0, 0.3, 1])), prefix_cache=bool(rng.random() < 0.3),
+        )  # fmt: skip
+        for request, i in zip(found, chosen, strict=True):
+            assert request.tokens == self.answers[i].tokens
+            for got, want in zip(request.logits, self.answers[i].logits, strict=True):
+                assert_same_bits(got, want)
+        return self.preempted
+
+
+CASES = [(name, cache_format) for name in MODELS for cache_format in ("float32", "fp8")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda x: " ".join(x))
+def served(request, tmp_path_factory):
+    name, cache_format = request.param
+    return Served(name, tmp_path_factory.mktemp("served"), Lab("cpu", on_device=False), cache_format)
+
+
+@pytest.mark.thorough(when=lambda x: x.get("served") in (("v32", "fp8"), ("v4", "float32")))
+def test_a_few_schedules(served, rng):
+    for _ in range(2):
+        served.check(rng)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(25))
+def test_a_thousand_schedules(served, rng, part):
+    """10 of them: of four models in 25 parts, a thousand."""
+    assert sum(served.check(rng) for _ in range(10)) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_schedules_on_a_device(tmp_path, rng, name):
+    import cupy
+
+    assert cupy.cuda.is_available()
+    on_device = Served(name, tmp_path, Lab("cuda", on_device=True), "fp8")
+    for _ in range(25):
+        on_device.check(rng)
