@@ -160,8 +160,15 @@ def check_not_failed(backend: str) -> None:
         raise MiscompiledError(FAILED[running.op, backend])
 
 
-def announce_compilation() -> None:
-    """Log that the running operation compiles kernels, which takes seconds: once a process and operation."""
+def announce_compilation(file: str, cached: bool = True) -> None:
+    """Log that kernels are compiled, which takes seconds: once a process and operation.
+
+    Args:
+        file: of the kernels, which is named where no operation runs, as in metadata builders
+        cached: whether later processes load what is compiled
+    """
     running, mine = RUNNING.get(), object()
-    if running is not None and _announced.setdefault(running.op, mine) is mine:
-        log.info("%s: a first call compiles its kernels (`cumla warmup` does so ahead of time)", running.op)
+    name = file if running is None else running.op
+    if _announced.setdefault(name, mine) is mine:
+        ahead = "`cumla warmup` does so ahead of time" if cached else "every process does so"
+        log.info("%s: a first call compiles its kernels (%s)", name, ahead)

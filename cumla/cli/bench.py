@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace, suites: Mapping[str, rows.Suite] = rows.SUITES
         record = measure(console, args, suites)
     if args.plot is not None and not any(map(rows.time_of, record["rows"])):
         raise InputError("--plot: the results have no times to draw")
-    problem = _write(args, record)
+    with Progress("writing the results") as progress, progress.paused() if args.json == "-" else nullcontext():
+        problem = _write(args, record)
     slower = 0 if old is None else compare(console, old["rows"], record["rows"])
     if problem is not None:
         raise RunError(problem)

@@ -15,6 +15,7 @@ from ..dispatch import backends
 from ..errors import InputError
 from ..layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8, CacheLayout
 from ..ops.support import Capability, assumed_capability, shown_capability, supports
+from ..terminal import Progress
 
 PACKAGES = (
     "numpy", "ml_dtypes", "numba", "rich", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax", "matplotlib",
@@ -135,7 +136,8 @@ def run(console: Console) -> int:
         table.add_row(f"CUDA {part}", version)
     console.print(table)
 
-    found = devices()
+    with Progress("looking for devices"):
+        found, reasons = devices(), {name: backends.unavailable(name) for name in backends.BACKENDS}
     if found:
         table = _new_table("Devices", "device", "SMs", "memory", "compute capability")
         for device in found:
@@ -147,7 +149,7 @@ def run(console: Console) -> int:
 
     table = _new_table("Backends", "backend", "arrays", "available")
     for name, backend in backends.BACKENDS.items():
-        reason = backends.unavailable(name)
+        reason = reasons[name]
         state = "[green]yes[/green]" if reason is None else f"[yellow]no[/yellow]: {escape(reason)}"
         table.add_row(name, "CUDA" if backend.on_device else "host", state)
     console.print(table)

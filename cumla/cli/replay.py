@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -55,6 +56,8 @@ LAYERS_OF = {
     "--layout": {*LAYER_RATIOS, *V41_RATIOS},
 }
 
+Run = tuple[Engine, list[StepRecord], float, float]  # the seconds are of warm-up and run
+
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
@@ -77,25 +80,32 @@ def run(args: argparse.Namespace) -> int:
     with Progress("compiling kernels") as progress:
         call = functools.partial(replay, options, requests, progress)
         runs = [call()] if options.ranks == 1 else replay_on_ranks(options, call)
-    engine, records, warm_up_seconds, wall_seconds = runs[0]
-    for _, others, _, _ in runs[1:]:  # ranks take turns at checking
-        for record, other in zip(records, others, strict=True):
-            record.samples.extend(other.samples)
-    summary = {
-        "config": {"trace": trace, "requests": len(requests), "step_ms": STEP_MS, **asdict(options)},
-        "share": asdict(share),
-        "machine": describe_machine(),
-        "warm_up_seconds": warm_up_seconds,
-        **summarize(engine, records, wall_seconds),
-    }
-    if options.ranks > 1:
-        summary["ranks"] = summarize_ranks([run[:2] for run in runs])
-    # Files first: a reader of stdout may go away.
-    problem = write_files(args, summary, title)
+        progress.update("writing the results")
+        summary = {
+            "config": {"trace": trace, "requests": len(requests), "step_ms": STEP_MS, **asdict(options)},
+            "share": asdict(share),
+            "machine": describe_machine(),
+            **summary_of(runs),
+        }
+        # Files first: a reader of stdout may go away.
+        with progress.paused() if args.json == STDOUT else nullcontext():
+            problem = write_files(args, summary, title)
     print_report(console, summary)
     if problem is not None:
         raise RunError(problem)
     return 1 if summary["verification"]["failures"] else 0
+
+
+def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The numbers of a run, by rank."""
+    engine, records, warm_up_seconds, wall_seconds = runs[0]
+    for _, others, _, _ in runs[1:]:  # ranks take turns at checking
+        for record, other in zip(records, others, strict=True):
+            record.samples.extend(other.samples)
+    summary = {"warm_up_seconds": warm_up_seconds, **summarize(engine, records, wall_seconds)}
+    if len(runs) > 1:
+        summary["ranks"] = summarize_ranks([run[:2] for run in runs])
+    return summary
 
 
 def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -> str | None:
@@ -142,7 +152,8 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         return getattr(defaults, name) if value is None else value
 
     max_len = value_of("max_len")
-    trace = requests_of(args.trace)
+    with nullcontext() if args.trace is None else Progress("reading the trace"):  # its own is small
+        trace = requests_of(args.trace)
     taken = trace[: value_of("requests")]
     requests = [request.clipped(max_len, args.max_output) for request in in_order(taken)]
     if args.requests is not None and len(requests) < args.requests:
@@ -173,9 +184,6 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     if options.topk % POOL and {"glm53"} & set(layers):
         raise InputError(f"--topk: got {options.topk} with layers of glm53, expected a multiple of {POOL}")
     return options, requests, Share.of(trace, taken, requests)
-
-
-Run = tuple[Engine, list[StepRecord], float, float]
 
 
 def replay_on_ranks(options: ReplayOptions, call: Callable[[Communicator], Run]) -> list[Run]:

@@ -222,7 +222,7 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     text, options, _ = program
     result_file = None if _is_emulated() else _result_file(text, options)
     if result_file is None or not result_file.exists():
-        announce_compilation()
+        announce_compilation(pathlib.PurePath(file).stem)
     before = time.perf_counter()
     with relaxed_capture():  # code cannot be loaded otherwise while this thread captures a graph
         raw = _module(program).get_function(name)

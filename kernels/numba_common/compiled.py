@@ -77,6 +77,7 @@ class Cache(NullCache):
 
     def __init__(self, function: Any, options: dict[str, Any]) -> None:
         self._name, line = function.__qualname__, function.__code__.co_firstlineno
+        self._file = function.__module__.rpartition(".")[2]
         self._identity = function.__module__, self._name, line, sorted(options.items())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -89,7 +90,7 @@ class Cache(NullCache):
             except Exception as error:  # of any kind, as Numba reads the file
                 warnings.warn(f"{path} is compiled again: {error!r}", RuntimeWarning, stacklevel=4)
         if overload is None:
-            announce_compilation()
+            announce_compilation(self._file)
         result_file = None if path is None else path.with_name(f"{path.name}{RESULT_SUFFIX}")
         note(Fresh(self._name, "cpu", COMPILER, REMEDY, result_file))
         return overload

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..check_results import announce_compilation
 from ..numba_common.numbers import KINDS
 from .compiler import SIMULATED, cuda, from_dtype
 from .compiler import types as numba_types
@@ -112,6 +113,7 @@ def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[
     Args:
         bounds: threads of a thread block, and thread blocks for which an SM must have registers
     """
+    announce_compilation(kernel.__module__.rpartition(".")[2], cached=False)
     return cuda.jit(signature(types), launch_bounds=bounds)(kernel)
 
 

@@ -1,12 +1,14 @@
 """The command line: its output and files, and one line for errors that a user can fix."""
 
 import importlib.util
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,9 @@ import pytest
 import cumla
 from cumla.__main__ import main
 from cumla.bounds import Bound
+from cumla.cli import replay
 from cumla.kernels.cpu import threads
+from cumla.terminal import Progress
 from support.command_line import error_line
 
 ROOT = Path(__file__).parent.parent.parent
@@ -405,14 +409,37 @@ def test_tables_fit_sixty_columns(command, monkeypatch, capsys):
     assert "…" not in out
 
 
-def test_lines_of_progress_without_a_terminal(monkeypatch, capsys):
-    """They begin at once: with an empty cache of compiled code, compilation takes most of the time."""
+def test_every_part_of_a_replay_says_what_it_does_without_a_terminal(monkeypatch, tmp_path):
+    """Each part goes on until its line is there; with an empty cache of compiled code, compilation takes longest."""
     monkeypatch.setattr("cumla.terminal.FIRST_SECONDS", 0.0)
     monkeypatch.setattr("cumla.terminal.LINE_SECONDS", 0.001)
-    assert main(TINY) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "0 s, compiling kernels"
-    assert re.fullmatch(r"\d+%, \d+ s, step \d+: \d+ prefill, \d+ decode, \d+ waiting, cache \d+%", lines[-1])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    update, read = Progress.update, replay.requests_of
+
+    def wait_for(what):
+        while what not in sys.stderr.getvalue():
+            time.sleep(0.001)
+
+    def updated(self, what, *of):
+        update(self, what, *of)
+        wait_for(what)
+
+    def reading(trace):
+        wait_for("reading the trace")
+        return read(trace)
+
+    monkeypatch.setattr(Progress, "update", updated)
+    monkeypatch.setattr(replay, "requests_of", reading)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 300, "output_length": 3, "hash_ids": [1]}))
+    assert main([*TINY_SWA, "--requests", "1", str(trace)]) == 0
+    lines = sys.stderr.getvalue().splitlines()
+    parts = list(dict.fromkeys(re.sub(r"^[\d%, s]*s, ", "", line).partition(" ")[0] for line in lines))
+    assert parts == ["reading", "compiling", "step", "writing"]
+    steps = [line for line in lines if " step " in line]
+    step = r"\d+%, \d+ s, step \d+: \d+ prefill, \d+ decode, \d+ waiting, cache \d+%"
+    assert all(re.fullmatch(step, line) for line in steps)
+    assert lines[0] == "0 s, reading the trace"
 
 
 @pytest.mark.slow

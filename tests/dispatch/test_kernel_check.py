@@ -218,11 +218,15 @@ def test_a_damaged_result_is_no_result(damage, fresh, compiling):
 
 def test_a_first_call_that_compiles_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(check_results, "_announced", {})
-    monkeypatch.setattr(sparse_cache, OP, lambda *_: check_results.announce_compilation())
+    monkeypatch.setattr(sparse_cache, OP, lambda *_: check_results.announce_compilation("sparse_cache"))
     with caplog.at_level(logging.INFO, "cumla"):
-        insert()
-        insert()
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [OP]
+        for _ in range(2):
+            insert()
+            check_results.announce_compilation("window_metadata", cached=False)  # of a builder
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{OP}: a first call compiles its kernels (`cumla warmup` does so ahead of time)",
+        "window_metadata: a first call compiles its kernels (every process does so)",
+    ]
 
 
 def test_a_call_is_tested_by_the_case_of_a_keyword_that_it_gives():

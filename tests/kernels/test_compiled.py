@@ -360,3 +360,28 @@ def test_few_folders_are_kept(tmp_path, monkeypatch):
         os.utime(folder, (number, number))
     left = sorted(int(path.name.removeprefix(code_folder.PREFIX)) for path in tmp_path.iterdir())
     assert left == list(range(3, code_folder.MOST_FOLDERS + 3))
+
+
+LOGGED = f"""
+import logging
+logging.basicConfig(format="%(message)s")
+logging.getLogger("cumla").setLevel(logging.INFO)
+import numpy as np
+import cumla
+for _ in range(2):
+    exec({HELPER!r})
+    keys, cache = np.ones((1, 128), np.float32), np.zeros((1, 64, 132), np.uint8)
+    cumla.indexer_k_quant_and_cache(keys, cache, np.array([3]), backend="cpu")
+"""
+
+
+def test_a_process_says_once_that_an_operation_compiles(tmp_path):
+    """Also where no operation runs. Code that was compiled before is loaded without a word."""
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", LOGGED], env=environment, capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        said.append([line.partition(":")[0] for line in done.stderr.splitlines()])
+    assert said == [["indices", "indexer_k_quant_and_cache"], []]
