@@ -8,7 +8,7 @@
 # Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 5 to 9 minutes depending on the
 # number of cores) fences decode formats prefill indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); only when named: tests, soak (operations
-# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, or
+# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, page_groups, residency, or
 # parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
@@ -73,7 +73,7 @@ for name in ${*:-correct fences decode formats prefill indexer compressor layers
         ;;
     trace) part trace 590 60 python3 -m benchmarks.trace $TRACE --json "$logs/trace.json" ;; # split into options
     layers) part layers 240 0 python3 benchmarks/layers.py --json "$logs/layers.json" ;;
-    interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    interop | parallel | page_groups | residency) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     decode | formats | prefill | indexer | cache | portable)
         part "$name" 240 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;

@@ -18,6 +18,7 @@ CASES = {  # by name: the model's caches, given seed, cache format and whether i
     "GLM-5.2": lambda seed, cache_format, second: MovingFamily(0, cache_format, seed),
     "GLM-5.3-Flash": lambda seed, cache_format, second: MovingFamily(3, cache_format, seed),
     "Mistral Large 4": lambda seed, cache_format, second: MovingFamily(6, cache_format, seed),
+    "Hy4": lambda seed, cache_format, second: MovingFamily(8, cache_format, seed),
 }
 MOVES = "swap", "hit", "transfer", "other"
 MOST_NEW = 4  # tokens of a step: one, and drafts
