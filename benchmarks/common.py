@@ -8,6 +8,7 @@ H200's memory (4.3 TB/s) and tensor cores (790 TFLOP/s) allow. `peer` is the fun
 
 import argparse
 import contextlib
+import logging
 import pathlib
 
 try:
@@ -49,6 +50,8 @@ class Report:
         if cupy is None:
             raise SystemExit("benchmarks need an NVIDIA GPU and CuPy: pip install '.[cuda13]'")
         self.args, self.rows = args, []
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("cumla").setLevel(logging.INFO)  # a first call says that it compiles
         if args.sources:
             compiler.look_first_in(pathlib.Path(args.sources))
         print(

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import pathlib
 import tempfile
 import time
@@ -338,6 +339,8 @@ def main(
     parser.add_argument("--batch-invariant", action="store_true", help="tokens that do not depend on the schedule")
     parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
     options = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("cumla").setLevel(logging.INFO)  # a first call says that it compiles
     with contextlib.ExitStack() as stack:
         if options.folder is None:
             options.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -8,10 +8,14 @@ import pytest
 
 from cumla.__main__ import main
 from cumla.arrays.memory import to_host
+from cumla.models import DeepseekV4Config, LayerCaches, serving_of
+from cumla.pages import describe
 from cumla.replay.engine import Engine
-from cumla.replay.groups import groups_of, hits_by_group
+from cumla.replay.groups import LayerGroups, groups_of, hits_by_group
+from cumla.replay.offload import Offload
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
+from cumla.timing import Stopwatch
 
 OPTIONS = ReplayOptions(
     backend="cpu", layers=parse_layers("swa,c4a,c128a,mla,v4,v32,v41,glm53"), heads=2, window=128, topk=8,
@@ -80,6 +84,37 @@ def test_a_prefix_that_was_swapped_out_gives_the_outputs_of_the_undisturbed_run(
     assert outputs == undisturbed[2]
     assert max(record.prefixes_on_host for record in records) == 1
     assert any(("step", "swap in") in record.seconds for record in records)
+
+
+def test_prefixes_move_on_every_backend(lab, rng):
+    """Two prefixes leave at once and come back into other blocks: window rows, compressed rows and states."""
+    config = DeepseekV4Config(256, 2, 128, 2, 64, compress_ratios=(1, 4))
+    counts = {"window": 32, "compressed": 8, "states4": 512}
+    serving = serving_of(config, block_size=64, compressed_block_size=256)
+    caches = [LayerCaches.allocate(spec, serving, counts, xp=lab.xp) for spec in config.specs()]
+    description = describe(config)
+    offload = Offload(
+        [LayerGroups("v4", description, caches)], 4, Stopwatch(np), lab.backend, pinned=lab.on_device
+    )  # fmt: skip
+    (side,) = offload.sides
+    for pool in side.device.pools:
+        pool.array[:] = lab.put(rng.integers(0, 256, pool.array.shape, np.uint8))
+    before = [lab.get(pool.array).copy() for pool in side.device.pools]
+    prefixes = [(0, 7), (1, 9)]
+    offload.store(list(zip(prefixes, [(0, 1), (2, 3)], strict=True)))
+    assert all(prefix in offload for prefix in prefixes)
+    for pool in side.device.pools:
+        pool.array[: len(pool.array) // 2] = 0
+    offload.restore(list(zip(prefixes, [(4, 6), (7, 5)], strict=True)))
+    assert offload.failures == []
+    assert len(offload) == 0
+    assert all(side.free.left(group.name) == 4 for group in description)
+    moved = {"window": {6: 26, 7: 27, 14: 22, 15: 23}, "compressed": {0: 4, 1: 6, 2: 7, 3: 5}}
+    moved["states4"] = {127: 64 * 6 + 63, 255: 64 * 5 + 63}
+    for pool, its in zip(side.device.pools, before, strict=True):
+        now = lab.get(pool.array)
+        for old, new in moved[pool.group.name].items():
+            np.testing.assert_array_equal(now[new], its[old])
 
 
 @pytest.mark.gpu
