@@ -1,5 +1,6 @@
 """The programs of examples/ that have no Python make the launches of a decode step, on libcuda's stand-in."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cumla.export.header import OPERATIONS
 from support import runtime
 
 EXAMPLES = runtime.HERE.parents[1] / "examples"
@@ -32,8 +34,32 @@ def program_in_c(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def program_in_rust(tmp_path_factory):
+    cargo = shutil.which("cargo") or shutil.which("cargo", path="/root/.cargo/bin")
+    if cargo is None or shutil.which("make") is None:
+        pytest.skip("there is no Rust compiler (cargo), or no make")
+    runtime.compiler()
+    place, build = runtime.folder(), tmp_path_factory.mktemp("rust")
+    (build / "libcuda.so").symlink_to(place / "libstandin.so")
+    flags = runtime.libcuda(place).replace('"', '\\"')
+    folders = f"{Path(cargo).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["make", "-C", EXAMPLES / "rust", f"CUMLA_RUNTIME={place}", f"CUDA_LIBRARIES={build}", f"BUILD={build}",
+         f"CFLAGS=-O1 {flags}"], capture_output=True, text=True, env=os.environ | {"PATH": folders},
+    )  # fmt: skip
+    if "rustup could not choose a version" in done.stderr:
+        pytest.skip("cargo has no toolchain")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stderr
+    return build / "release/decode_step"
+
+
 def run(program, *arguments):
-    environment = {"STAND_IN_TRACE": "1", "ASAN_OPTIONS": "detect_leaks=0"}  # no ptrace in some containers
+    environment = {
+        "STAND_IN_TRACE": "1", "ASAN_OPTIONS": "detect_leaks=0",  # no ptrace in some containers
+        "LD_LIBRARY_PATH": str(program.parents[1]),  # Rust's libcuda
+    }  # fmt: skip
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, env=environment)
 
 
@@ -64,6 +90,25 @@ def check_step(program, file):
 def test_the_step_in_c(program_in_c, file):
     check_step(program_in_c, file)
     assert run(program_in_c).returncode == 2
+
+
+def test_the_step_in_rust(program_in_rust, file):
+    check_step(program_in_rust, file)
+    assert run(program_in_rust).returncode == 2
+
+
+def test_structs_in_rust_are_those_of_the_header():
+    """The operations' numbers, and their fields in order."""
+    text = (EXAMPLES / "rust/src/cumla.rs").read_text()
+    found = re.findall(r"operation!\(\s*(\w+),\s*(\d+),\s*\{([^}]*)\},\s*\{([^}]*)\}\s*\);", text)
+    assert len(found) == 5
+    for name, number, arrays, scalars in found:
+        fields = OPERATIONS[int(number)]
+        assert fields.spec.name.replace("_", "") == name.lower()
+        names = [x.strip() for x in arrays.split(",")] + [x.split(":")[0].strip() for x in scalars.split(",")]
+        assert [x for x in names if x] == [x.name for x in fields.parameters]
+        kinds = re.findall(r"\w+: (\w+)", scalars)
+        assert kinds == ["f64" if x.kind == "number" else "i64" for x in fields.parameters if not x.is_array]
 
 
 def test_the_example_builds_with_cmake(tmp_path):
