@@ -113,7 +113,7 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
 def pcie_gbps(caches: Caches) -> float:
     """Pace of one copy of much host memory."""
     size = min(caches.host.nbytes, 256 << 20)
-    target, stream = cupy.empty(size, cupy.uint8), cupy.cuda.get_current_stream().ptr
+    target, stream = cupy.empty(size, np.uint8), cupy.cuda.get_current_stream().ptr
     copy = functools.partial(
         cupy.cuda.runtime.memcpyAsync, target.data.ptr, caches.host.ctypes.data, size, 1, stream
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """The steps of benchmarks/residency.py: as many rows miss as they say, also when the steps are repeated."""
 
+import types
+
 import numpy as np
 import pytest
 import residency
@@ -29,3 +31,24 @@ def test_a_step_attends_to_resident_rows():
     step.run(steps, caches, None)
     assert np.isfinite(step.out.astype(np.float32)).all()
     assert not np.array_equal(before, step.out)
+
+
+def test_the_measurements_run(emulated, monkeypatch):
+    """The graphs, in which a second stream fetches rows under a product."""
+    import cupy
+
+    monkeypatch.setattr(residency, "cupy", cupy)
+    monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda start, end: 1.0, raising=False)
+    monkeypatch.setattr(residency, "pcie_gbps", lambda caches: 50.0)
+    for name, small in (("STEPS", 2), ("REPLAYS", 3), ("HEADS", 2), ("RANK", 128)):
+        monkeypatch.setattr(residency, name, small)
+    rows = []
+    report = types.SimpleNamespace(add=lambda *row, **options: rows.append(row[:3]))
+    residency.measure(report, requests=2, topk=8, hot=20, new=2)
+    assert [(op, by) for op, _, by in rows] == [
+        ("resolve_resident", "cumla"),
+        ("fetch_resident", "cumla"),
+        ("fetch_resident", "PCIe pace"),
+        ("step", "cumla"),
+    ]
+    assert {config for _, config, _ in rows} == {"2 x 8, 20 slots, 25% miss"}
