@@ -203,6 +203,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
         "(default: the faster path for each chunk)",
     )
+    model.add_argument(
+        "--batch-invariant", action="store_true", help="layers whose tokens have the same bits in any batch"
+    )
     _add_number(
         model, "--ranks", 1, 64, "shard the rows of long contexts across N GPUs, or N threads on the CPU", default=1
     )  # fmt: skip
@@ -277,6 +280,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         help=f"formats of v4's or v41's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8, of v41 "
         f"{V41_LAYOUT})",
     )  # fmt: skip
+    model.add_argument("--batch-invariant", action="store_true", help="of a model served with batch_invariant=True")
     _add_number(parser, "--batch", 1, MAX_BATCH, "requests of a step", default=[1, 8, 32, 128])
     _add_number(parser, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
     parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
@@ -417,6 +421,7 @@ def _warmup(args: argparse.Namespace) -> int:
         model = replace(model, layout=args.layout or V41_LAYOUT)
     elif args.layout is not None:
         model = replace(model, layout=args.layout)
+    model = replace(model, batch_invariant=args.batch_invariant)
     if args.capability is not None:
         from .cli import warm_capability
 

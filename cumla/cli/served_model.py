@@ -97,6 +97,7 @@ class Model:
         context: positions of the longest context, or MOST_ROWS
         candidate_blocks: that V4.1's index layers choose
         pool: tokens of an index key; 0: as the published model has
+        batch_invariant: of layers and calls
     """
 
     kind: str
@@ -108,6 +109,7 @@ class Model:
     context: int = MOST_ROWS
     candidate_blocks: int = 2048
     pool: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index_heads", self.index_heads or INDEX_HEADS[self.kind])

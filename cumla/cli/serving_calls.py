@@ -73,8 +73,9 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
             yield "insert", functools.partial(quantize_and_insert_k_cache, **arguments, backend=backend)
     for arguments in decodes(model, x):
         results = SPECS["sparse_mla_decode"].new_results(x, arguments)
-        for options in ({}, {**results, "plan": DecodePlan()}):
-            yield "decode", functools.partial(sparse_mla_decode, **arguments, **options, backend=backend)
+        mode = {"batch_invariant": model.batch_invariant}
+        for options in ({}, {**results, "plan": DecodePlan(**mode)}):
+            yield "decode", functools.partial(sparse_mla_decode, **{**arguments, **mode}, **options, backend=backend)
     for layout in layouts:
         arguments = sparse_cache.gather(x, layout)
         yield "gather", functools.partial(dequantize_and_gather_k_cache, **arguments, backend=backend)
@@ -110,4 +111,4 @@ def decodes_of_any_number(model: Model, most: int, backend: str) -> None:
     for tokens in range(1, most * model.decode_tokens + 1):
         size = replace(model.size(tokens, Size.block_size), pages=1)
         for arguments in decodes(model, Served(backend, size, shared)):
-            sparse_mla_decode(**arguments, backend=backend)
+            sparse_mla_decode(**{**arguments, "batch_invariant": model.batch_invariant}, backend=backend)

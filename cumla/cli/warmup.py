@@ -69,10 +69,10 @@ def tasks(
         yield f"a step of {', '.join(V41_RATIOS)} layers", functools.partial(warm_up, v41_options(model, backend))
     elif model.kind not in ("v32", "glm5_next"):
         layers = ("mla",) if model.kind == "mla" else ("swa", "c4a", "c128a")
-        for prefill_path in PATHS if model.kind == "v4" else (None,):
+        for prefill_path in PATHS if model.kind == "v4" and not model.batch_invariant else (None,):
             options = ReplayOptions(
                 backend, layers, model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
-                layout=model.layout, prefill_path=prefill_path,
+                layout=model.layout, prefill_path=prefill_path, batch_invariant=model.batch_invariant,
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
@@ -83,7 +83,7 @@ def v41_options(model: Model, backend: str) -> ReplayOptions:
     """A replay of small layers: kernels do not depend on the size of hidden states."""
     return ReplayOptions(
         backend, tuple(V41_RATIOS), model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
-        v41_layout=model.layout, tiny=True,
+        v41_layout=model.layout, tiny=True, batch_invariant=model.batch_invariant,
     )  # fmt: skip
 
 

@@ -68,6 +68,7 @@ class DenseLayer:
         self.xp = xp = array_module(options.backend)
         self.activations = Activations(options.seed, index, options.heads, xp)
         self.fp8 = options.mla_cache == "fp8"
+        self.attends_alike = self.attends_alike or options.batch_invariant
         shape = (options.num_blocks * SWA_PAGES, SWA_BLOCK, MLA_BF16.head_dim)
         self.cache = xp.zeros(shape, np.uint8 if self.fp8 else BFLOAT16)
         rng = np.random.default_rng([options.seed, index, 4])
@@ -76,7 +77,7 @@ class DenseLayer:
         self.attention = MLACommonImpl(
             options.heads, MLA_BF16.head_dim, SCALE, kv_cache_dtype="fp8" if self.fp8 else "auto",
             kv_b_proj=xp.asarray(self.weight), qk_nope_head_dim=NOPE,
-            v_head_dim=V, backend=options.backend,
+            v_head_dim=V, batch_invariant=options.batch_invariant, backend=options.backend,
         )  # fmt: skip
         self.attention.process_weights_after_loading()
 
@@ -175,7 +176,7 @@ class DenseMetadata:
     def __init__(self, options: ReplayOptions, names: SequenceOf[str], longest: int) -> None:
         config = MLAConfig(
             block_size=SWA_BLOCK, num_heads=options.heads, max_num_batched_tokens=options.batch_tokens,
-            max_num_seqs=MAX_RUNNING, max_model_len=longest,
+            max_num_seqs=MAX_RUNNING, max_model_len=longest, batch_invariant=options.batch_invariant,
         )  # fmt: skip
         self._builder = MLACommonMetadataBuilder(config, backend=options.backend)
         self._state = MLACommonState(config)

@@ -48,6 +48,7 @@ class SparseMetadata:
             window_size=options.window, compress_ratios=tuple(LAYER_RATIOS[name] for name in names),
             block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS, index_topk=options.topk, num_heads=options.heads,
             max_num_batched_tokens=options.batch_tokens, max_num_seqs=MAX_RUNNING, max_model_len=longest,
+            batch_invariant=options.batch_invariant,
         )  # fmt: skip
         self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
         xp, shape = array_module(options.backend), (options.batch_tokens, options.heads, HEAD_DIM)
@@ -95,7 +96,10 @@ class Layer:
         self.activations = Activations(options.seed, index, options.heads, xp)
         first, second = options.formats
         sink = self.activations.attn_sink
-        self.attention = SparseMLALayer(self.ratio, options.topk, sink, layout=first, extra_layout=second)
+        self.attends_alike = self.attends_alike or options.batch_invariant
+        self.attention = SparseMLALayer(
+            self.ratio, options.topk, sink, layout=first, extra_layout=second, batch_invariant=options.batch_invariant
+        )
         blocks, rows = options.num_blocks, BLOCK_TOKENS // self.ratio
         self.swa_cache = first.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
         self.compressed_cache = self._allocate_compressed(blocks, rows) if self.ratio > 1 else None
@@ -155,7 +159,7 @@ class Layer:
         options, topk = self.options, self.options.topk if self.ratio == TOPK_RATIO else None
         paths = list(chunk_paths(
             shared.metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout,
-            options.prefill_path,
+            "pages" if options.batch_invariant else options.prefill_path,
         ))  # fmt: skip
         over_pages = [x.path == "pages" for x in paths for _ in range(x.prefills.start, x.prefills.stop)]
         return bytes_moved(

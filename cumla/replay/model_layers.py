@@ -67,6 +67,7 @@ class ModelLayer:
     ) -> None:  # fmt: skip
         self.index, self.name, self.model, self.seed = index, name, MODEL_OF[name], options.seed
         self.xp, self.number = array_module(options.backend), MODEL_LAYERS[self.model].index(name)
+        formats["batch_invariant"] = options.batch_invariant
         self.attention = attention_of(
             self.model, self.number, is_tiny(options), options.heads, options.topk, options.window,
             options.seed + index, options.backend, reach_of(options, longest), rank, tuple(formats.items()),

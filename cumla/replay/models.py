@@ -234,12 +234,12 @@ def serving_config(options: ReplayOptions, ratios: tuple[int, ...], longest: int
     return ServingConfig(
         window_size=options.window, compress_ratios=ratios, block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS,
         index_topk=options.topk, num_heads=options.heads, max_num_batched_tokens=options.batch_tokens,
-        max_num_seqs=MAX_RUNNING, max_model_len=longest,
+        max_num_seqs=MAX_RUNNING, max_model_len=longest, batch_invariant=options.batch_invariant,
     )  # fmt: skip
 
 
 def model_serving(config: Any, options: ReplayOptions, longest: int) -> ServingConfig:
     return serving_of(
         config, block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS, max_num_batched_tokens=options.batch_tokens,
-        max_num_seqs=MAX_RUNNING, max_model_len=longest,
+        max_num_seqs=MAX_RUNNING, max_model_len=longest, batch_invariant=options.batch_invariant,
     )  # fmt: skip

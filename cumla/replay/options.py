@@ -84,6 +84,7 @@ class ReplayOptions:
     index_keys: KeyFormat = "fp8"  # of V4.1's layers: one of INDEX_KEYS
     max_output: int | None = None  # tokens that a request generates
     host_pages: int = 0  # of each page group, for prefixes that the cache has no room for
+    batch_invariant: bool = False  # of layers and their metadata
     tiny: bool = False  # whether layers of models have a tiny model's sizes on a device, too
 
     @property

@@ -95,7 +95,8 @@ def test_whole_numbers_are_parsed_within_bounds_alone():
     for command, parser in commands().items():
         for action in parser._actions:
             default = action.default[0] if isinstance(action.default, list) else action.default
-            if isinstance(default, int) or action.metavar in ("N", "TOKENS", "N,N,...") or action.type is int:
+            is_number = isinstance(default, int) and not isinstance(default, bool)
+            if is_number or action.metavar in ("N", "TOKENS", "N,N,...") or action.type is int:
                 assert isinstance(action.type, (Between, ListOf)), (command, action.dest)
                 bounds = getattr(action.type, "part", action.type)
                 assert re.search(rf"from {bounds.minimum} |{bounds.minimum} to {bounds.maximum} ", action.help)
