@@ -37,7 +37,7 @@ from .replay.scheduler import STEP_MS
 from .replay.trace import INT32_MAX
 
 MAX_HEADS = 128
-EXPORTED_KINDS = ("v4", "v32")
+EXPORTED_KINDS = ("v4", "v41", "v32")
 MAX_BATCH = 4096
 MAX_SIZE = 2**20  # the largest array size that an option takes
 MAX_SEED = 2**47  # 16 more bits still fit in a 64-bit integer
@@ -296,7 +296,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--config", type=Path, metavar="FILE",
-        help="config.json of a DeepSeek V3.2 or V4, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
+        help="config.json of a DeepSeek V3.2, V4 or V4.1, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
     )  # fmt: skip
     _add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
     model.add_argument("--kind", choices=EXPORTED_KINDS, default="v4", help="without --config (default: v4)")

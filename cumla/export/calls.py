@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..dispatch.call import BFLOAT16
 from ..kernels.cuda.device import Device, described
-from ..layout import INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..metadata.slots import STATE_BLOCK_SIZES
-from ..specs import SPECS, compressor, indexer, norm_rope, sparse_attention, sparse_cache
+from ..ops.indexer_topk import CANDIDATE_BLOCK
+from ..specs import SPECS, candidates, compressor, indexer, latents, norm_rope, sparse_attention, sparse_cache
 from ..specs import indexer_topk as topk_inputs
 from ..specs import indices as index_maps
 from ..specs.inputs import Size
@@ -32,7 +34,7 @@ RESULTS = {
     "inverse_rope_and_quantize": ("values", "scales"),
 }
 MOST_PAGES, LEAST_PAGES = 1 << 20, 2
-NEXT_N = (1, 2)  # tokens of a decode
+KINDS = ("v4", "v41", "v32")  # of attention, as cumla/cli/served_model.py has them
 WHOLE = 1 << 62  # bytes that any scores fit into
 LEAST_COLUMNS = 16  # of a block table, of selections
 
@@ -54,6 +56,12 @@ class Model(Protocol):
     def has_window(self) -> bool: ...
     @property
     def index_heads(self) -> int: ...
+    @property
+    def index_formats(self) -> tuple[CacheLayout, ...]: ...
+    @property
+    def candidate_blocks(self) -> int: ...
+    @property
+    def decode_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,8 @@ class Claims:
 
 def calls_of(model: Model, claims: Claims, device: Device) -> Iterator[ExportedCall]:
     """The calls of a layer's operations, products left out. Raises ValueError for a model that none are listed for."""
-    if model.kind not in ("v4", "v32"):
-        raise ValueError(f"got attention of kind {model.kind}, expected v4 or v32")
+    if model.kind not in KINDS:
+        raise ValueError(f"got attention of kind {model.kind}, expected one of {', '.join(KINDS)}")
     make = _Maker(model, claims, device)
     yield from make.inserts()
     yield from make.maps()
@@ -124,46 +132,84 @@ class _Maker:
         return given
 
     def inserts(self) -> Iterator[ExportedCall]:
-        for layout in dict.fromkeys((*self.model.formats, INDEXER_FP8)):
+        first, second = self.model.formats
+        for layout in dict.fromkeys((first, second, *self.model.index_formats)):
             for slots in (np.int64, np.int32):
                 arguments = functools.partial(sparse_cache.insert, layout=layout, slots=slots)
                 name = f"{layout.name}, {np.dtype(slots)} slots"
                 yield self.call("quantize_and_insert_k_cache", name, "rows", arguments, "pages")
+        rows = ("rows", "pages", "context")
         if self.model.kind == "v4":
-            for ratio, indexer_layout in ((4, INDEXER_FP8), (128, None)):
-                arguments = functools.partial(self.compress, indexer_layout=indexer_layout, ratio=ratio)
+            for ratio, index_keys in ((4, INDEXER_FP8), (128, None)):
+                compress = functools.partial(self.compress, index_keys=index_keys, ratio=ratio)
                 yield self.call(
-                    "compress_and_insert", f"ratio {ratio}", "tokens", arguments, "pages", "requests", "context"
+                    "compress_and_insert", f"ratio {ratio}", "tokens", compress, "pages", "requests", "context"
                 )
-            arguments = functools.partial(norm_rope.window_rows, layout=self.model.formats[0])
-            yield self.call("qnorm_rope_and_insert", self.model.formats[0].name, "rows", arguments, "pages", "context")
+            window = functools.partial(norm_rope.window_rows, layout=first)
+            yield self.call("qnorm_rope_and_insert", first.name, "rows", window, *rows[1:])
+        if self.model.kind == "v41":
+            for layout in dict.fromkeys((first, second)):
+                latent = functools.partial(norm_rope.latent_rows, layout=layout)
+                yield self.call("norm_rope_and_insert", layout.name, "rows", latent, *rows[1:])
+            for ratio in (1, 2):
+                pooled = functools.partial(self.latents, ratio=ratio)
+                yield self.call("compress_latents", f"ratio {ratio}", "tokens", pooled, "requests")
+        if self.model.kind == "v32":
+            keys = functools.partial(norm_rope.index_keys, layout=INDEXER_FP8)
+            yield self.call("indexer_knorm_rope_and_insert", INDEXER_FP8.name, "rows", keys, *rows[1:])
         inverse = functools.partial(norm_rope.rope, inverse=True, dim=512)
         yield self.call("apply_rope", "inverse", "rows", inverse, "context")
 
-    def compress(self, x: Served, indexer_layout: CacheLayout | None, ratio: int) -> dict[str, Any]:
+    def compress(self, x: Served, index_keys: CacheLayout | None, ratio: int) -> dict[str, Any]:
         """A step of a compressor; its table has columns for any context."""
-        arguments = compressor.compress(x, self.model.formats[1], indexer_layout, ratio)
+        arguments = compressor.compress(x, self.model.formats[1], index_keys, ratio)
         columns = -(-x.size.context // STATE_BLOCK_SIZES[ratio])
         return arguments | {"state_block_table": np.empty((x.size.requests, columns), np.int32)}
+
+    def latents(self, x: Served, ratio: int) -> dict[str, Any]:
+        return latents.compress(Rings(x.size, x.shared), ratio=ratio, dtype=BFLOAT16)
 
     def selections(self) -> Iterator[ExportedCall]:
         """Index queries, and selections of decodes. A record has one number of a block table's columns, a power of two:
         the kernels depend on the rows and the columns of scores."""
         heads = self.model.index_heads
-        queries = functools.partial(indexer.queries, rotated=False)
-        yield self.call("fused_indexer_q_rope_quant", "", "rows", queries, "context", heads=heads)
-        ratio = 4 if self.model.kind == "v4" else 1
-        most = -(-self.claims.context // ratio // self.claims.block_size)
-        columns = [1 << power for power in range(LEAST_COLUMNS.bit_length() - 1, max(most - 1, 1).bit_length() + 1)]
-        for next_n in NEXT_N:
-            for count in columns:
-                arguments = functools.partial(
-                    topk_inputs.over_pages, layout=INDEXER_FP8, next_n=next_n, with_slots=True
-                )
-                yield self.call(
-                    "indexer_topk", f"{count} pages, {next_n} tokens a request", "requests", arguments, "pages",
-                    heads=heads, context=count * self.claims.block_size,
-                )  # fmt: skip
+        for layout in self.model.index_formats:
+            q_format = "mxfp4_rows" if layout is INDEXER_MXFP4 else "fp8"
+            queries = functools.partial(indexer.queries, rotated=False, q_format=q_format)
+            yield self.call("fused_indexer_q_rope_quant", q_format, "rows", queries, "context", heads=heads)
+            for columns in self.table_columns():
+                for next_n in self.next_n:
+                    yield from self.selection(layout, columns, next_n)
+
+    def table_columns(self) -> list[int]:
+        """Columns of a block table of index keys: powers of two."""
+        most = -(-self.claims.context // (4 if self.model.kind == "v4" else 1) // self.claims.block_size)
+        powers = range(LEAST_COLUMNS.bit_length() - 1, max(most - 1, 1).bit_length() + 1)
+        return [1 << power for power in powers]
+
+    def selection(self, layout: CacheLayout, columns: int, next_n: int) -> Iterator[ExportedCall]:
+        name = f"{layout.name}, {columns} pages, {next_n} tokens a request"
+        size = {"heads": self.model.index_heads, "context": columns * self.claims.block_size}
+        for blocks in (0, self.model.candidate_blocks) if self.model.kind == "v41" else (0,):
+            arguments = functools.partial(
+                topk_inputs.over_pages, layout=layout, next_n=next_n, with_slots=True, blocks=blocks
+            )
+            kind = f"{name}, candidate blocks" if blocks else name
+            yield self.call("indexer_topk", kind, "requests", arguments, "pages", **size)
+        if self.model.kind == "v41":
+            among = functools.partial(
+                candidates.choice,
+                layout=layout,
+                next_n=next_n,
+                count=self.model.candidate_blocks,
+                block=CANDIDATE_BLOCK,
+            )
+            yield self.call("candidate_topk", name, "requests", among, "pages", **size)
+
+    @property
+    def next_n(self) -> range:
+        """Numbers of tokens of a decode."""
+        return range(1, self.model.decode_tokens + 1)
 
     def prefills(self) -> Iterator[ExportedCall]:
         first, _ = self.model.formats
@@ -172,7 +218,7 @@ class _Maker:
 
     def maps(self) -> Iterator[ExportedCall]:
         several = ("requests", "context")
-        if self.model.kind == "v4":
+        if self.model.has_window:
             yield self.call("compute_swa_indices_and_lens", "", "tokens", index_maps.windows, *several)
             yield self.call("combine_topk_swa_indices", "", "tokens", index_maps.combined, *several)
         compact = functools.partial(index_maps.global_topk, compact=True)
@@ -180,7 +226,7 @@ class _Maker:
 
     def decodes(self) -> Iterator[ExportedCall]:
         first, second = self.model.formats
-        for tokens in NEXT_N:
+        for tokens in self.next_n:
             for compressed in (None, second) if self.model.has_window else (None,):
                 arguments = functools.partial(self.decode, tokens=tokens, compressed=compressed)
                 name = f"{first.name}{', two lists' if compressed else ''}, {tokens} tokens a request"
@@ -227,6 +273,13 @@ class Unread(Served):
         if self.caches == 1 or self.size.pages in (LEAST_PAGES, MOST_PAGES):
             return self.size.pages
         return LEAST_PAGES + (self.size.pages - LEAST_PAGES) * 7919 * self.caches % (MOST_PAGES - LEAST_PAGES + 1)
+
+
+class Rings(Unread):
+    """The same, with states in a ring for each request."""
+
+    def states(self, *shape: int) -> Any:
+        return np.empty(shape, np.float32)
 
 
 def with_plan(arguments: Callable[[Served], dict[str, Any]], x: Served) -> dict[str, Any]:

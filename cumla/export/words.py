@@ -86,7 +86,7 @@ def found(word: Samples, fields: Fields, table: bool = True) -> Word | None:
         return Word(add=int(word[0]))
     for field, sizes in fields.addresses:
         rest = word - fields.values[:, field]
-        if ((rest >= 0) & (rest < np.maximum(sizes, 1))).all():
+        if ((rest >= 0) & (rest <= sizes)).all():  # a row's last part may be empty
             offset = found(rest, fields._replace(addresses=()), table)
             return None if offset is None else offset._replace(base=field)
     return of_one(word, fields) or of_two(word, fields) or (of_table(word, fields) if table else None)
@@ -143,6 +143,11 @@ def of_two(word: Samples, fields: Fields) -> Word | None:
             rounded = divided(word, product)
             if rounded is not None:
                 return rounded._replace(first=first, second=second)
+    for first in fields.sizes:
+        for third in fields.sizes:
+            quotient = divided(word - fields.values[:, third], fields.values[:, first]) if first != third else None
+            if quotient is not None and quotient.most == MOST:
+                return quotient._replace(first=first, third=third, third_scale=quotient.divisor)
     for i, first in enumerate(fields.sizes):
         for third in fields.sizes[i + 1 :]:
             for sign, third_sign in ((1, 1), (1, -1), (-1, 1)):

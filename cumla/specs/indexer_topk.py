@@ -14,7 +14,8 @@ from ..dispatch.call import BOOL, FLOAT32, INT32
 from ..dispatch.debug_checks import candidates, indexer
 from ..dispatch.debug_checks import indexer_topk as checks
 from ..layout import INDEXER_FP8, CacheLayout
-from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes, top_k_per_row
+from ..ops.indexer_topk import CANDIDATE_BLOCK, WORKSPACE_BYTES, indexer_topk, logits_row_bytes, top_k_per_row
+from ..ops.indexer_topk import blocks_of as blocks_in
 from ..ops.indices import pooled_width
 from .indexer import KV_SCALES, LENGTHS, PACKED, PAGED, STARTS, packed, packed_width, paged, paged_width
 from .inputs import Inputs
@@ -81,17 +82,22 @@ def topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return (Result((math.prod(tokens), arguments["topk"]), "int32"),)
 
 
-def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
-    """Bytes for as many float32 rows at a time as fit into `max_workspace_bytes`."""
+def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int, block_columns: int = 0) -> int:
+    """Bytes for as many float32 rows at a time as fit into `max_workspace_bytes`, and for their blocks' scores."""
     row_bytes = logits_row_bytes(width)
+    of_blocks = logits_row_bytes(block_columns) if block_columns else 0
     most = max(arguments.get("max_workspace_bytes", WORKSPACE_BYTES), row_bytes)
-    return int(min(most, rows * row_bytes))
+    if block_columns:
+        most = most // row_bytes * (row_bytes + of_blocks)
+    return int(min(most, rows * (row_bytes + of_blocks)))
 
 
 def topk_scratch(arguments: Mapping[str, Any]) -> int:
     is_paged = arguments.get("block_table") is not None
     width = paged_width(arguments, "kv") if is_paged else packed_width(arguments)
-    return bounded_scratch(arguments, math.prod(arguments["q"].shape[:-2]), int(width))
+    has_blocks = arguments.get("candidate_blocks") is not None
+    columns = blocks_in(int(width), arguments.get("candidate_block_size", CANDIDATE_BLOCK)) if has_blocks else 0
+    return bounded_scratch(arguments, math.prod(arguments["q"].shape[:-2]), int(width), columns)
 
 
 SPECS = (

@@ -1,21 +1,48 @@
 """`cumla export` writes the same file for the same input, and says what a file serves."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+import cumla
 from cumla.__main__ import main
 from cumla.errors import InputError
 from cumla.export import file_of, recorded
 from cumla.export.compiled import MISCOMPILING, cubin, nvrtc
 from cumla.export.file import read
 from cumla.export.header import OPERATIONS, header
+from cumla.specs import SPECS
+from cumla.specs.indexer_topk import over_pages
+from cumla.specs.inputs import TINY, Inputs
 from support import runtime
 from support.command_line import error_line
 
 
 def test_equal_input_gives_equal_bytes():
-    again = recorded(runtime.calls("v32")[:4], runtime.H200)
-    files = [file_of(x, runtime.H200, runtime.without_code) for x in (runtime.records("v32")[:4], again)]
+    files = [
+        file_of(recorded(runtime.calls("v32")[:4], runtime.H200), runtime.H200, runtime.without_code) for _ in "ab"
+    ]
     assert files[0] == files[1]
+
+
+def test_a_selection_s_memory_has_room_for_candidate_blocks():
+    """With one request the spec's bytes were too few, and with more a selection took two passes."""
+    for requests in (1, 3):
+        x = Inputs("reference", replace(TINY, requests=requests))
+        arguments = over_pages(x, next_n=2, blocks=2)
+        spec = SPECS["indexer_topk"]
+        needed = spec.scratch(arguments)
+        want = cumla.indexer_topk(**arguments)
+        got = cumla.indexer_topk(**arguments, workspace=aligned_bytes(needed))
+        np.testing.assert_array_equal(got, want)
+        with pytest.raises(ValueError, match="workspace: got"):
+            cumla.indexer_topk(**arguments, workspace=aligned_bytes(needed // requests - 1))
+
+
+def aligned_bytes(size):
+    memory = np.zeros(size + 256, np.uint8)
+    return memory[-memory.ctypes.data % 256 :][:size]
 
 
 def test_every_call_of_a_model_has_a_record(tmp_path):

@@ -26,6 +26,7 @@ WORDS = {
     "at most": np.minimum(-(-TOKENS // 4), 50),
     "a product": 3 * TOKENS * PAGES,
     "a difference": PAGES - TOKENS,
+    "a sum, rounded up": PAGES + -(-TOKENS // 4),
     "an address": 16 * ADDRESS + 1024,
     "an address and a field": 16 * ADDRESS + 64 * TOKENS,
     "a table": TOKENS * TOKENS % 97,

@@ -14,11 +14,12 @@ from cumla.export import file_of, recorded
 from cumla.export.calls import Claims, calls_of
 from cumla.export.header import number_of, write_runtime
 from cumla.kernels.cuda.device import LIMITS, Device
+from cumla.replay.options import V41_LAYOUT
 
 HERE = Path(__file__).parents[1] / "export"
 H200 = Device(LIMITS[90], 132, True, ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17)))
-MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048)}
-CLAIMS = Claims(tokens=40, decodes=20, context=8192)
+MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048), "v41": Model("v41", 64, 512, layout=V41_LAYOUT)}
+CLAIMS = Claims(tokens=24, decodes=12, context=4096)
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror")
 STREAM = 0x5EA
 
