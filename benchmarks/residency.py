@@ -2,9 +2,9 @@
 
     python benchmarks/residency.py [--requests 64] [--topk 512] [--hot 8192] [--json FILE]
 
-A step selects rows that every step selects, and new ones: none, or 5%. `us_graph` is the time of a call in a graph of
+A step selects rows that every step selects, and new ones: none, 5%, or all. `us_graph` is the time of a call in a graph of
 STEPS calls; later replays find no new row in a slot. `step` rows are the product of queries and decode over 128 rows of
-windows and the selected rows: all resident, or 5% of them fetched on a second stream under the product.
+windows (V4, V4.1) and the selected rows: all resident, or new ones fetched on a second stream under the product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import ml_dtypes
@@ -24,7 +24,22 @@ from cumla.pages import Residency, host_pool
 
 STEPS = 400  # in whose course the new rows of a step are replaced
 REPLAYS = 10
-LAYOUT, BLOCK, HEADS, RANK, WINDOW, RATIO = cumla.DSV4_FP8, 64, 64, 1024, 128, 4
+BLOCK, HEADS, RANK, WINDOW, RATIO = 64, 64, 1024, 128, 4
+
+
+class Format(NamedTuple):
+    """Rows of a model: those in host memory, and of windows (None: there are none); `topk` times the option's rows."""
+
+    resident: cumla.CacheLayout
+    window: cumla.CacheLayout | None
+    topk: int = 1
+
+
+FORMATS = {
+    "V4": Format(cumla.DSV4_FP8, cumla.DSV4_FP8),
+    "V4.1": Format(cumla.DSV41_FP4, cumla.DSV41_FP8),
+    "V3.2": Format(cumla.V32_FP8, None, 4),
+}
 
 
 def selections(steps: int, requests: int, topk: int, new: int, rng: np.random.Generator) -> np.ndarray:
@@ -60,20 +75,23 @@ class Steps:
 class Caches:
     """Rows of all requests in pinned host memory, and slots of the device."""
 
-    def __init__(self, xp: Any, steps: Steps, pinned: bool | None = None) -> None:
+    def __init__(self, xp: Any, steps: Steps, of: Format, pinned: bool | None = None) -> None:
+        self.of, layout = of, of.resident
         columns = -(-steps.rows // BLOCK)
         pages = steps.requests * columns
-        size = pages * LAYOUT.page_bytes(BLOCK)
-        raw = host_pool(size, pinned).memory.reshape(pages, LAYOUT.page_bytes(BLOCK))
+        size = pages * layout.page_bytes(BLOCK)
+        raw = host_pool(size, pinned).memory.reshape(pages, layout.page_bytes(BLOCK))
         raw[:] = np.random.default_rng(1).integers(0, 64, raw.shape[1], np.uint8)  # finite rows
         raw[:, :4] = np.arange(pages, dtype=np.int32)[:, None].view(np.uint8) % 64
-        self.host = LAYOUT.view(raw, BLOCK)
+        self.host = layout.view(raw, BLOCK)
         self.table = xp.asarray(np.random.default_rng(2).permutation(pages).reshape(-1, columns).astype(np.int32))
-        self.slots = LAYOUT.allocate(-(-steps.requests * steps.hot // BLOCK), BLOCK, xp)
+        self.slots = layout.allocate(-(-steps.requests * steps.hot // BLOCK), BLOCK, xp)
 
     def fetch(self, steps: Steps, backend: str | None = None) -> None:
         slots, misses = steps.out
-        cumla.fetch_resident(misses, slots, steps.starts, self.table, self.host, self.slots, backend=backend)
+        cumla.fetch_resident(
+            misses, slots, steps.starts, self.table, self.host, self.slots, layout=self.of.resident, backend=backend
+        )
 
 
 def check(steps: Steps, caches: Caches) -> None:
@@ -84,7 +102,7 @@ def check(steps: Steps, caches: Caches) -> None:
     for r, (of_request, its_slots) in enumerate(zip(misses, slots, strict=True)):
         for j in np.flatnonzero(of_request >= 0)[:1]:
             (page, row), (to, at) = divmod(int(of_request[j]), BLOCK), divmod(int(its_slots[j]), BLOCK)
-            size = LAYOUT.row_bytes
+            size = caches.of.resident.row_bytes
             np.testing.assert_array_equal(
                 found[to].reshape(-1)[at * size :][:size], caches.host[table[r, page]].reshape(-1)[row * size :][:size]
             )
@@ -131,14 +149,16 @@ def pcie_gbps(caches: Caches) -> float:
 class Step:
     """The product of queries, and decode over windows and resident rows."""
 
-    def __init__(self, xp: Any, steps: Steps) -> None:
-        rng, requests = np.random.default_rng(3), steps.requests
+    def __init__(self, xp: Any, steps: Steps, of: Format) -> None:
+        rng, requests, width = np.random.default_rng(3), steps.requests, of.resident.head_dim
+        self.of, self.width = of, width
         self.x = xp.asarray(rng.standard_normal((requests, RANK)).astype(ml_dtypes.bfloat16))
-        self.weight = xp.asarray(rng.integers(0, 64, (HEADS * 512, RANK), np.uint8))
-        self.scale = xp.full((HEADS * 512 // 128, RANK // 128), 1e-3, np.float32)
-        self.q = xp.empty((requests, HEADS * 512), self.x.dtype)
-        self.window = LAYOUT.allocate(requests * WINDOW // BLOCK, BLOCK, xp)
-        self.indices = xp.arange(requests * WINDOW, dtype=np.int32).reshape(requests, 1, WINDOW)
+        self.weight = xp.asarray(rng.integers(0, 64, (HEADS * width, RANK), np.uint8))
+        self.scale = xp.full((-(-HEADS * width // 128), RANK // 128), 1e-3, np.float32)
+        self.q = xp.empty((requests, HEADS * width), self.x.dtype)
+        if of.window is not None:
+            self.window = of.window.allocate(requests * WINDOW // BLOCK, BLOCK, xp)
+            self.indices = xp.arange(requests * WINDOW, dtype=np.int32).reshape(requests, 1, WINDOW)
         self.out = xp.empty((requests, 1, HEADS, 512), self.x.dtype)
         self.lse = xp.empty((requests, HEADS, 1), np.float32)
         self.plan = cumla.DecodePlan()
@@ -157,21 +177,26 @@ class Step:
         cumla.fp8_block_linear(self.x, self.weight, self.scale, out=self.q)
         if number is not None:
             main.wait_event(join)
-        slots = steps.out[0][:, None]
+        slots, resident = steps.out[0][:, None], self.of.resident
+        rows = (caches.slots, slots) if self.of.window is None else (self.window, self.indices)
+        more = {"layout": resident} if self.of.window is None else {
+            "layout": self.of.window, "extra_k_cache": caches.slots, "extra_indices": slots, "extra_layout": resident
+        }  # fmt: skip
         cumla.sparse_mla_decode(
-            self.q.reshape(-1, 1, HEADS, 512), self.window, self.indices, softmax_scale=512**-0.5,
-            extra_k_cache=caches.slots, extra_indices=slots, out=self.out, lse=self.lse, plan=self.plan,
+            self.q.reshape(-1, 1, HEADS, self.width), *rows, softmax_scale=self.width**-0.5, out=self.out, lse=self.lse,
+            plan=self.plan, **more,
         )  # fmt: skip
 
 
-def measure(report: common.Report, requests: int, topk: int, hot: int, new: int) -> None:
-    config = f"{requests} x {topk}, {hot:,} slots, {new / topk:.0%} miss"
+def measure(report: common.Report, name: str, requests: int, topk: int, hot: int, new: int) -> None:
+    of = FORMATS[name]
+    config = f"{name}, {requests} x {topk}, {hot:,} slots, {new / topk:.0%} miss"
     steps = Steps(cupy, requests, topk, hot, new, min(STEPS, 2 * hot // max(new, 1) + 1))
     numbers = range(len(steps.selected))
-    moved = requests * new * LAYOUT.token_bytes
+    moved = requests * new * of.resident.token_bytes
     calls = [functools.partial(steps.resolve, i) for i in numbers]
     report.add("resolve_resident", config, "cumla", graph_us(calls))
-    caches = Caches(cupy, steps)
+    caches = Caches(cupy, steps, of)
     for i in numbers:
         steps.resolve(i)
         caches.fetch(steps)
@@ -181,7 +206,7 @@ def measure(report: common.Report, requests: int, topk: int, hot: int, new: int)
         us, pace = graph_us([lambda: caches.fetch(steps)] * 20), pcie_gbps(caches)
         report.add("fetch_resident", config, "cumla", us, moved)
         report.add("fetch_resident", config, "PCIe pace", moved / pace / 1e3, moved, checked=False)
-    step = Step(cupy, steps)
+    step = Step(cupy, steps, of)
     calls = [functools.partial(step.run, steps, caches, i if new else None) for i in numbers]
     report.add("step", config, "cumla", graph_us(calls))
 
@@ -192,9 +217,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     report = common.Report(args)
-    for new in (0, args.topk // 20, args.topk):
-        measure(report, args.requests, args.topk, args.hot, new)
-        cupy.get_default_memory_pool().free_all_blocks()
+    for name, of in FORMATS.items():
+        topk = of.topk * args.topk
+        for new in (0, topk // 20, topk):
+            if report.wants("residency", name):
+                measure(report, name, args.requests, topk, args.hot, new)
+                cupy.get_default_memory_pool().free_all_blocks()
     report.finish()
 
 

@@ -73,7 +73,8 @@ for name in ${*:-correct fences decode formats prefill indexer compressor layers
         ;;
     trace) part trace 590 60 python3 -m benchmarks.trace $TRACE --json "$logs/trace.json" ;; # split into options
     layers) part layers 240 0 python3 benchmarks/layers.py --json "$logs/layers.json" ;;
-    interop | parallel | page_groups | residency) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    page_groups | residency) part "$name" 240 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     decode | formats | prefill | indexer | cache | portable)
         part "$name" 240 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;

@@ -10,7 +10,7 @@ import residency
 @pytest.mark.parametrize("new", [0, 2, 8])
 def test_new_rows_miss_in_every_replay(new):
     steps = residency.Steps(np, requests=2, topk=8, hot=20, new=new, steps=30)
-    caches = residency.Caches(np, steps, pinned=False)
+    caches = residency.Caches(np, steps, residency.FORMATS["V4"], pinned=False)
     for replay in range(2):
         for i in range(30):
             slots, misses = steps.resolve(i, "cpu")
@@ -21,9 +21,11 @@ def test_new_rows_miss_in_every_replay(new):
                 assert ((misses >= 0).sum(axis=1) == new).all()
 
 
-def test_a_step_attends_to_resident_rows():
-    steps = residency.Steps(np, requests=2, topk=8, hot=20, new=2, steps=3)
-    caches, step = residency.Caches(np, steps, pinned=False), residency.Step(np, steps)
+@pytest.mark.parametrize("name", residency.FORMATS)
+def test_a_step_attends_to_resident_rows(name, monkeypatch):
+    monkeypatch.setattr(residency, "HEADS", 2)
+    steps, of = residency.Steps(np, requests=2, topk=8, hot=20, new=2, steps=3), residency.FORMATS[name]
+    caches, step = residency.Caches(np, steps, of, pinned=False), residency.Step(np, steps, of)
     steps.resolve(0, "cpu")
     step.run(steps, caches, None)  # no row was fetched: all are 0
     before = step.out.copy()
@@ -44,11 +46,11 @@ def test_the_measurements_run(emulated, monkeypatch):
         monkeypatch.setattr(residency, name, small)
     rows = []
     report = types.SimpleNamespace(add=lambda *row, **options: rows.append(row[:3]))
-    residency.measure(report, requests=2, topk=8, hot=20, new=2)
+    residency.measure(report, "V4.1", requests=2, topk=8, hot=20, new=2)
     assert [(op, by) for op, _, by in rows] == [
         ("resolve_resident", "cumla"),
         ("fetch_resident", "cumla"),
         ("fetch_resident", "PCIe pace"),
         ("step", "cumla"),
     ]
-    assert {config for _, config, _ in rows} == {"2 x 8, 20 slots, 25% miss"}
+    assert {config for _, config, _ in rows} == {"V4.1, 2 x 8, 20 slots, 25% miss"}
