@@ -2,9 +2,9 @@
 
     python benchmarks/residency.py [--requests 64] [--topk 512] [--hot 8192] [--json FILE]
 
-A step selects rows that every step selects, and new ones: none, 5%, or all. `us_graph` is the time of a call in a graph of
-STEPS calls; later replays find no new row in a slot. `step` rows are the product of queries and decode over 128 rows of
-windows (V4, V4.1) and the selected rows: all resident, or new ones fetched on a second stream under the product.
+A step selects rows that every step selects, and new ones: none, 5%, or all. `us_graph` is the time of a call in a graph
+of STEPS calls; later replays find no new row in a slot. `step` rows are the product of queries and decode over 128 rows
+of windows (V4, V4.1) and the selected rows: all resident, or new ones fetched on a second stream under the product.
 """
 
 from __future__ import annotations
