@@ -167,13 +167,13 @@ class Decodes:
         counts: tokens of each request: those of the first step, of the second, and so on
     """
 
-    def __init__(self, lab, case, counts=((1, 1),) * 4):
+    def __init__(self, lab, case, counts=((1, 1),) * 4, batch_invariant=False):
         self.counts = np.array(counts)
         golden = GoldenLayer(case)
         make = V4Layer if golden.record["model"] == "v4" else V32Layer
         self.made = make(
             golden, 2, backend="cuda", activations="bfloat16", cache_format="fp8", lab=lab,
-            speculative=self.counts.max() - 1,
+            speculative=self.counts.max() - 1, batch_invariant=batch_invariant,
         )  # fmt: skip
         for request, count in enumerate(PROMPTS):
             self.made.step([(request, 0, count)], given=False)
@@ -227,11 +227,12 @@ RAGGED = ((2, 1), (1, 2), (2, 1), (1, 2))
 @pytest.mark.parametrize(
     ("case", "counts"), [*((case, ((1, 1),) * 4) for case in (2, 3, 8, 13)), (8, RAGGED), (13, RAGGED)]
 )
-@pytest.mark.thorough(when=lambda x: x.get("case") in (2, 3))
-def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.thorough(when=lambda x: x.get("case") in (2, 3) or (x.get("batch_invariant") and x.get("case") == 13))
+def test_a_captured_step_is_right_at_other_lengths(device, case, counts, batch_invariant):
     """Ragged ones, too: which request has the draft token differs from step to step."""
 
-    eager, captured = Decodes(device, case, counts), Decodes(device, case, counts)
+    eager, captured = (Decodes(device, case, counts, batch_invariant) for _ in range(2))
     for each in (eager, captured):
         each.prepare(0)
         each.run()

@@ -116,3 +116,62 @@ def test_products_beside_values_that_are_not_finite(lab, rng):
     poisoned = x.copy()
     poisoned[1::2] = np.array([np.nan, 1e6, np.inf, -np.inf], BF16)[np.arange(columns) % 4]
     assert_same_bits(call(poisoned)[::2], want[::2])
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("heads", "next_n"), [(1, 1), (5, 6), (16, 2), (64, 3)])
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("heads") > 5)  # slow
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("heads") in (16, 64))
+def test_sparse_decode_beside_values_that_are_not_finite(lab, rng, heads, next_n):
+    """Requests 0 and 2 have NaN, infinities and 1e6 in their queries and rows; requests 1 and 3 have their bits."""
+    layout, topk, pages = cumla.DSV4_FP8, 20 if lab.tiny else 150, 4
+    q = make_q(rng, 4, next_n, heads, layout)
+    cache = make_cache(rng, layout, pages * 4, 64, spread=0)
+    indices = rng.integers(0, 64 * pages, (4, next_n, topk)) + 64 * pages * np.arange(4)[:, None, None]
+    indices = np.where(rng.random(indices.shape) < 0.1, -1, indices).astype(np.int32)
+    lengths = rng.integers(1, topk + 1, (4, next_n)).astype(np.int32)
+
+    def call(q, cache):
+        found = cumla.sparse_mla_decode(
+            lab.put(q), lab.put(cache), lab.put(indices), topk_length=lab.put(lengths), layout=layout,
+            batch_invariant=True, backend=lab.backend,
+        )  # fmt: skip
+        return [lab.get(x)[1::2] for x in found]
+
+    want, bad = call(q, cache), np.array([np.nan, np.inf, 1e6, -np.inf], BF16)
+    q, cache = q.copy(), np.array(cache)
+    q[::2] = bad[np.arange(512) % 4]
+    for request in (0, 2):
+        cache[pages * request : pages * (request + 1), :, :448] = 0x7F  # e4m3's NaN
+    for got, expected in zip(call(q, cache), want, strict=True):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("heads", [8, 70])
+def test_decodes_on_any_number_of_multiprocessors(here, rng, monkeypatch, heads):
+    """A kernel's thread blocks take one tile or several, by the device's SMs; no token's bits depend on it."""
+    from cumla.kernels.cuda import dense_attention
+    from cumla.kernels.cuda.launch import recorded_launches
+    from cumla.kernels.cuda.sparse import kernels, work
+
+    layout, found = cumla.DSV4_FP8, []
+    q, cache = make_q(rng, 7, 1, heads, layout), make_cache(rng, layout, 6, 64)
+    indices, lengths = make_indices(rng, 7, 1, 300, 384), rng.integers(0, 301, (7, 1)).astype(np.int32)
+    dense_q, rows, table, lens = dense_arrays(rng, 3, 2, heads)
+    for sms in (4, 78, 114, 132):
+        for module in (kernels, work, dense_attention):
+            monkeypatch.setattr(module, "device_sms", lambda device, sms=sms: sms)
+        for cached in (kernels._hopper, kernels._portable_within):
+            cached.cache_clear()
+        with recorded_launches():  # no call is replayed from the launch cache
+            sparse = cumla.sparse_mla_decode(
+                here.put(q), here.put(cache), here.put(indices), topk_length=here.put(lengths), layout=layout,
+                batch_invariant=True,
+            )  # fmt: skip
+            dense = cumla.dense_mla_decode(*map(here.put, (dense_q, rows, table, lens)), batch_invariant=True)
+        found.append([here.get(x) for x in (*sparse, *dense)])
+    for cached in (kernels._hopper, kernels._portable_within):
+        cached.cache_clear()
+    for results in found[1:]:
+        for got, want in zip(results, found[0], strict=True):
+            assert_same_bits(got, want)
