@@ -8,8 +8,8 @@
 # Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 5 to 9 minutes depending on the
 # number of cores) fences decode formats prefill indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); only when named: tests, soak (operations
-# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, page_groups, residency, or
-# parallel, on a machine with several GPUs
+# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, page_groups, residency,
+# export (10 minutes), or parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -72,6 +72,7 @@ for name in ${*:-correct fences decode formats prefill indexer compressor layers
         replay replay_v41 --layers v41 --requests 12 --max-output 6 --cache-tokens 200704
         ;;
     trace) part trace 590 60 python3 -m benchmarks.trace $TRACE --json "$logs/trace.json" ;; # split into options
+    export) part export 590 0 python3 benchmarks/export.py --json "$logs/export.json" ;;
     layers) part layers 240 0 python3 benchmarks/layers.py --json "$logs/layers.json" ;;
     page_groups | residency) part "$name" 240 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
