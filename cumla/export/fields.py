@@ -82,7 +82,7 @@ class OperationFields:
         """The words of a call with these arguments; outputs by the names of results."""
         found: list[int] = []
         for parameter in self.parameters:
-            value = arguments.get(parameter.name)
+            value = arguments.get(parameter.name, 0 if parameter.name == PLANNED else None)
             found += array_words(value) if parameter.is_array else [scalar_word(value, parameter.kind)]
         return found
 

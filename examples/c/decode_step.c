@@ -141,7 +141,7 @@ static cumla_sparse_mla_decode_arguments decode_of(const memory *m, int n, int l
         .workspace = array(m->workspace, CUMLA_UINT8, 1, (int64_t)m->workspace_bytes, 0, 0, 0),
         .layout = CUMLA_DSV4_FP8, .block_size = CUMLA_NONE, .extra_block_size = CUMLA_NONE,
         .extra_layout = CUMLA_DSV4_FP8, .softmax_scale = DEFAULT,
-        .planned = layer ? 1 : CUMLA_NONE}; /* the first layer's call divides the step's work, the others use its plan */
+        .planned = layer > 0}; /* the first layer's call divides the step's work, the others use its plan */
     arguments.extra_topk_length.strides[0] = sizeof(int32_t[4]);
     arguments.lse.strides[1] = 16, arguments.lse.strides[0] = 16 * HEADS;
     return arguments;

@@ -166,7 +166,7 @@ impl Memory {
             extra_layout: DSV4_FP8,
             softmax_scale: NO_NUMBER,
             batch_invariant: 0,
-            planned: if layer == 0 { NONE } else { 1 }, // the first layer's call divides the work of the step
+            planned: if layer == 0 { 0 } else { 1 }, // the first layer's call divides the work of the step
         }
     }
 
