@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,21 @@ def layers(sizes: Sizes) -> Iterator[Problem]:
         yield Problem("layer", config, {"cumla": ("cupy", calls)}, moved, flop)
 
 
-def _sparse_layer(sizes: Sizes, ratio: int, batch: int) -> Problem:
+def invariant_layers(sizes: Sizes) -> Iterator[Problem]:
+    """A step of decodes of each kind of sparse layer that is batch invariant, and of the same layer without it."""
+    for batch in sizes.batch:
+        for ratio in SPARSE:
+            default, problem = (_sparse_layer(sizes, ratio, batch, mode) for mode in (False, True))
+            impls = {"cumla": problem.impls["cumla"], "default": default.impls["cumla"]}
+            yield replace(problem, op="batch-invariant layer", impls=impls)
+
+
+def _sparse_layer(sizes: Sizes, ratio: int, batch: int, batch_invariant: bool = False) -> Problem:
     xp, arrays = sizes.xp, sizes.inputs()
     config = ServingConfig(
         window_size=sizes.topk, compress_ratios=(ratio,), num_heads=sizes.heads, block_size=BLOCK,
         index_topk=sizes.extra, compressed_block_size=PAGE, max_num_batched_tokens=batch, max_num_seqs=batch,
-        max_model_len=sizes.context,
+        max_model_len=sizes.context, batch_invariant=batch_invariant,
     )  # fmt: skip
     rows = PAGE // ratio
     pages = sizes.slots // rows
@@ -88,7 +97,9 @@ def _sparse_layer(sizes: Sizes, ratio: int, batch: int) -> Problem:
             selected = min(visible, sizes.extra)
             chosen = arrays.integers(max(visible, 1), batch, sizes.extra)
         compressed = CompressedCache(extra_layout.allocate(pages, rows, xp), table, topk_indices=chosen)
-    layer = SparseMLALayer(ratio, index_topk=sizes.extra, layout=layout, extra_layout=extra_layout)
+    layer = SparseMLALayer(
+        ratio, index_topk=sizes.extra, layout=layout, extra_layout=extra_layout, batch_invariant=batch_invariant
+    )
     calls = []
     for _ in range(SETS):
         q, k = arrays.rows(batch, sizes.heads, 512), arrays.rows(batch, 512)

@@ -9,6 +9,7 @@ merge       the merge of partial attention
 metadata    window metadata of a step
 products    products of FP8 weights and few tokens, at V4 Flash's sizes
 layers      a step of decodes of each kind of attention layer, between its projections
+invariant   the same of batch-invariant sparse layers, and by default
 frameworks  host time of a call by the framework of its arrays
 """
 
@@ -36,6 +37,7 @@ SUITES: dict[str, Suite] = {
     "metadata": step_cases.metadata,
     "products": product_cases.products,
     "layers": step_cases.layers,
+    "invariant": step_cases.invariant_layers,
     "frameworks": framework_calls.frameworks,
 }
 

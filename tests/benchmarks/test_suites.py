@@ -47,6 +47,12 @@ def test_layers_of_each_kind_and_format(layout, name, capsys):
     assert [(row["op"], row["config"]) for row in found] == [("layer", x) for x in (*kinds, "dense h2 b1 of 128")]
 
 
+def test_batch_invariant_layers_beside_the_default(capsys):
+    found = run(capsys, "invariant", *TINY)
+    assert {row["op"] for row in found} == {"batch-invariant layer"}
+    assert [row["impl"] for row in found] == 3 * ["cumla", "default"]
+
+
 def test_frameworks_are_rows_of_their_own():
     pytest.importorskip("torch")
     sizes = Sizes("cpu", heads=2, batch=(1,), topk=16)
