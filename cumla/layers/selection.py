@@ -84,14 +84,8 @@ def row_bytes_of(candidates: Candidates | None, width: int) -> int:
     return int(logits_row_bytes(width)) if candidates is None else candidates.row_bytes(width)
 
 
-def score_bytes(
-    inputs: IndexerInputs, candidates: Candidates | None = None, batch_invariant: bool = False
-) -> int:  # fmt: skip
-    """Least memory for scores of a step, in bytes: the scores of its longest request.
-
-    Args:
-        batch_invariant: as of select_rows
-    """
+def score_bytes(inputs: IndexerInputs, candidates: Candidates | None = None) -> int:
+    """Least memory for scores of a step, in bytes: the scores of its longest request."""
     metadata, most = inputs.metadata, 0
     if metadata.decode is not None:
         lens, table = metadata.decode.seq_lens, metadata.decode.block_table
@@ -99,7 +93,7 @@ def score_bytes(
         most = row_bytes_of(candidates, table.shape[1] * inputs.cache.shape[1]) * each
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
     for chunk in chunks:
-        if batch_invariant:
+        if metadata.batch_invariant:
             most = max(most, row_bytes_of(candidates, chunk.block_table.shape[1] * inputs.cache.shape[1]))
             continue
         limited = candidates is None or candidates.written or candidates.limit(chunk)
@@ -120,9 +114,11 @@ def select_rows(
     candidates: Candidates | None = None,
     most_score_bytes: int | None = None,
     pool: int = 1,
-    batch_invariant: bool = False,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
+
+    With metadata of a batch-invariant builder, prefills' tokens are scored as decodes' are, by the same kernel, each
+    token over its own request's rows alone.
 
     Args:
         positions: [T] int32 or int64; token_to_req [T] int32
@@ -137,18 +133,16 @@ def select_rows(
             scores take no more; None: MOST_SCORE_BYTES
         pool: rows of a key (GLM-5.3-Flash), without candidates: `out` has pools, and slots [D, topk * pool + pool - 1]
             the slots of the pools' rows and of the incomplete pool's rows
-        batch_invariant: True: prefills' tokens are scored as decodes' are, by the same kernel, each token over its own
-            request's rows alone. The metadata's builder has a config with batch_invariant
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     most = MOST_SCORE_BYTES if most_score_bytes is None else most_score_bytes
-    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool, batch_invariant)
+    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
-    if batch_invariant:
+    if metadata.batch_invariant:
         run.prefill_by_token(slice(decodes, len(out)), positions, token_to_req, block_table)
         return
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
@@ -184,7 +178,6 @@ class _Run:
     candidates: Candidates | None
     most_score_bytes: int
     pool: int
-    batch_invariant: bool
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -266,7 +259,8 @@ class _Run:
         candidate_topk(
             q, self.inputs.cache, self.weights[tokens], self.candidates.blocks[tokens], self.out.shape[1], lens, table,
             candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[tokens],
-            batch_invariant=self.batch_invariant, backend=self.backend, workspace=self._scores(of_decodes),
+            batch_invariant=self.inputs.metadata.batch_invariant, backend=self.backend,
+            workspace=self._scores(of_decodes),
         )  # fmt: skip
 
     def _written(self, tokens: slice) -> dict[str, Any]:
@@ -303,6 +297,6 @@ class _Run:
         least, most = WORKSPACE_BYTES, self.most_score_bytes
         if self.candidates is not None and self.candidates.written:  # also holds the blocks' scores
             least, most = (size + -(-size // self.candidates.size) for size in (least, most))
-        needed = score_bytes(self.inputs, self.candidates, self.batch_invariant)
+        needed = score_bytes(self.inputs, self.candidates)
         size = max(least, needed, min(of_all, most))
         return self.memory("scores", (size,), np.uint8)

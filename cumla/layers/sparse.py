@@ -232,10 +232,7 @@ class _Run:
             positions, token_to_req, is_valid = (dlpack.borrow(getattr(metadata, name), name) for name in names)
             table = dlpack.borrow(compressed.block_table, "block_table")
             of_decodes = None if slots is None else (slots[0][:decodes], slots[1][:decodes])
-            select_rows(
-                inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid,
-                batch_invariant=self.layer.batch_invariant,
-            )  # fmt: skip
+            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid)
         compressed = replace(compressed, topk_indices=selected, indexer=None)
         return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
 

@@ -158,6 +158,7 @@ def key_parts_of(compressed: CompressedCache) -> list[Any]:
         inputs.k,
         inputs.layout.name,
         inputs.metadata.compress_ratio,
+        inputs.metadata.batch_invariant,
     ]
 
 
@@ -194,6 +195,8 @@ def check_compressed(
             for name in ("topk_indices", "decode_slots", "decode_lens"):
                 if getattr(compressed, name) is not None:
                     raise ValueError(f"compressed.{name}: got an array and an indexer, expected only one of the two")
+            of_config = compressed.indexer.metadata.batch_invariant
+            check_mode("compressed.indexer.metadata", of_config, layer.batch_invariant)
             check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
             return layer.index_topk
         if compressed.topk_indices is None:

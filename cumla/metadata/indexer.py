@@ -59,6 +59,7 @@ class DeepseekV32IndexerMetadata:
         prefill: None without prefills
         decode: None without decodes
         compress_ratio: positions of a row; all lengths, rows and slots of prefill and decode count rows
+        batch_invariant: whether the step is for batch-invariant layers, as the builder's config has it
         build: the build that produced the metadata, for `cumla.debug`
     """
 
@@ -77,6 +78,7 @@ class DeepseekV32IndexerMetadata:
     prefill: DeepseekV32IndexerPrefillMetadata | None = None
     decode: DeepSeekV32IndexerDecodeMetadata | None = None
     compress_ratio: int = 1
+    batch_invariant: bool = False
     build: Build | None = field(default=None, repr=False, compare=False)
 
 
@@ -228,6 +230,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             prefill=prefill,
             decode=decode,
             compress_ratio=self.compress_ratio,
+            batch_invariant=self.config.batch_invariant,
             build=self._counted(),
         )
 

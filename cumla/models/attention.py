@@ -162,9 +162,7 @@ class SparseAttention(LayerContext):
         if spec.selects:
             wide = (*wide, "indexer.weights_proj")
             factors = head_factors(get, "indexer.") if spec.position_scale else {}
-            self.indexer = Indexer(
-                spec, self.layouts.indexer, self.scratch, self.backend, factors, self.batch_invariant
-            )
+            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend, factors)
         self.wide = self.matrix(get, *wide, rounds=False) if wide else None
 
     @property

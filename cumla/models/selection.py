@@ -26,14 +26,12 @@ class Indexer:
         layout: of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
             first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
         factors: SSMax's arguments of fused_indexer_q_rope_quant; empty without SSMax
-        batch_invariant: as of select_rows
     """
 
     def __init__(
-        self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None, factors: dict[str, Any],
-        batch_invariant: bool = False,
-    ) -> None:  # fmt: skip
-        self.factors, self.batch_invariant = factors, batch_invariant
+        self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None, factors: dict[str, Any]
+    ) -> None:
+        self.factors = factors
         self.layout, self.scratch, self.backend = layout, scratch, backend
         self.rope_first, self.is_neox = spec.index_part == "first", spec.index_pairs == "halves"
         self.pool, self.hadamard = spec.pool, spec.keys == "pools"
@@ -71,7 +69,7 @@ class Indexer:
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
         select_rows(
             inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates,
-            self.most_score_bytes, self.pool, self.batch_invariant,
+            self.most_score_bytes, self.pool,
         )  # fmt: skip
         return out
 

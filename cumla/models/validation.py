@@ -249,6 +249,7 @@ def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk
     if indexer is None:
         raise ValueError("metadata.indexer: got None, expected it for a layer that selects")
     check_current("metadata.indexer", indexer)
+    check_mode("metadata.indexer", indexer.batch_invariant, tokens.config.batch_invariant)
     names = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens")
     got, expected = ([int(getattr(of, name)) for name in names] for of in (indexer, tokens))
     if got != expected:

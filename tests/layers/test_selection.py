@@ -218,3 +218,22 @@ def test_requests_of_a_million_rows_take_64_mebibytes(rng, layout, chooses):
         assert bool((out[one] == cumla.top_k_per_row(logits, topk)).all())
         if chooses:
             assert bool((blocks[one] == cumla.select_candidate_blocks(logits, 2048)).all())
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "config"),
+    [
+        ([70, 9], [3, 3], {"num_speculative_tokens": 2}),
+        ([9, 70], [9, 12], {}),
+        ([5, 90, 30], [1, 7, 30], {"max_logits_bytes": 64}),
+    ],
+)
+def test_batch_invariant_selections(rng, monkeypatch, seq_lens, query_lens, config):
+    """Token by token over the request's own pages, in the least memory, too; no keys are gathered."""
+    monkeypatch.setattr("cumla.layers.selection.WORKSPACE_BYTES", 0)
+    step = Step(rng, seq_lens, query_lens, batch_invariant=True, **config)
+    found, asked = step.selected(most_score_bytes=1)
+    assert found == step.wanted
+    assert set(asked) == {"scores"}
+    assert asked["scores"] == score_bytes(step.inputs)
+    assert step.inputs.metadata.decode is None or step.inputs.metadata.decode.seq_lens.ndim == 1
