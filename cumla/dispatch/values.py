@@ -79,6 +79,13 @@ def check_kind(kind: type, **values: Any) -> None:
             raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected a {kind.__name__}")
 
 
+def check_given(why: str, **arrays: Any) -> None:
+    """Raise TypeError for None in place of an array that another argument requires; `why` names it."""
+    for name, array in arrays.items():
+        if array is None:
+            raise TypeError(f"{name}: got None, expected an array {why}")
+
+
 def finite(name: str, value: Any) -> float:
     """A number as a float. Raises TypeError unless it is a number (a bool is not), ValueError unless it is finite."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.integer, np.floating)):

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays.array import Array
 from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers, check_optional_size
+from ..dispatch.values import check_given, check_integers, check_optional_size
 from ..kernels.types.indexer import PackedScores, PagedScores, Rows, Slots
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width, rows_of_table
@@ -170,6 +170,7 @@ def indexer_topk(
         for name, value in {**of_keys, "max_seqlen_k": max_seqlen_k or None}.items():
             if value is not None:
                 raise ValueError(f"{name}: got an array together with block_table, expected only one of them")
+        check_given("with block_table", context_lens=context_lens)
         q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout, "kv")
         check_schedule(call, schedule_metadata)
         next_n, width = q.shape[1], min(checked_width(max_context_len, table, pages), rows_of_table(table, pages))
@@ -186,6 +187,7 @@ def indexer_topk(
         for name, value in of_pages.items():
             if value is not None:
                 raise ValueError(f"{name}: got a value without block_table, expected both or none")
+        check_given("without block_table", cu_seqlen_ks=cu_seqlen_ks, cu_seqlen_ke=cu_seqlen_ke)
         q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
         starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))

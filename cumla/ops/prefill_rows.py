@@ -8,7 +8,7 @@ from ..arrays.array import Array
 from ..dispatch.call import FLOATS, INT32, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_row_width, named_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers
+from ..dispatch.values import check_flags, check_given, check_integers
 from ..kernels.types.indices import CombinedIndices
 from ..kernels.types.prefill_rows import PrefillRows
 from ..kernels.types.segments import GatheredRows
@@ -76,6 +76,7 @@ def gather_prefill_rows(
     )
     compressed = None
     if compressed_cache is not None and compressed_layout is not None and N:
+        check_given("with compressed_cache", compressed_block_table=compressed_block_table)
         # Limited to N rows: the same launch writes window rows from row N on.
         compressed = _gathered(
             call, "compressed", out[:, :N], compressed_cache, compressed_layout, None, seq_lens, None,

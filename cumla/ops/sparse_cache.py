@@ -12,7 +12,7 @@ from ..arrays.dlpack import Argument
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import bytes_of, cache_layout, cache_pages, check_row_width, pages_of
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
+from ..dispatch.values import check_choice, check_flags, check_given, check_integers, check_optional_size
 from ..kernels.types.segments import GatheredRows, Pages
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
@@ -263,6 +263,7 @@ def cp_gather_indexer_k_quant_cache(
     if is_mxfp4 and keys.native.shape[-1:] == (pages.layout.head_dim,):
         width, is_mxfp4 = pages.layout.head_dim, False
     dst_k = call.checked(keys, BYTES, ("N", width))
+    check_given(f"for a {pages.layout.name} cache", dst_scale=dst_scale)
     argument = call.borrow("dst_scale", dst_scale, writable=True)
     as_bytes = argument.native.dtype in BYTES or is_mxfp4
     shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(argument.native.ndim, 1)]

@@ -147,3 +147,17 @@ def test_the_self_test_imports_no_models():
     """A first call imports it before it returns."""
     code = "import cumla.specs.self_test, sys; print([x for x in sys.modules if x.startswith('cumla.models')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@VARIANTS
+def test_an_array_that_others_need_says_why(spec, variant):
+    """An optional array may be required by another argument. "got NoneType" would hide which."""
+    arguments, said = variant.arguments(Inputs("reference")), []
+    for name in spec.arrays:
+        if arguments.get(name) is None or not spec.optional(name):
+            continue
+        try:
+            spec.function(**{**arguments, name: None}, backend="reference")
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    assert not [message for message in said if "NoneType" in message]
