@@ -20,7 +20,34 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "index_queries": ("latent", "hidden"), "index_pairs": ("neighbours", "halves", "none"),
     "index_part": ("first", "last"), "cache_formats": ("mla", "v4", "v41"), "candidates": ("none", "written", "read"),
 }  # fmt: skip
-OTHERWISE = {"selection_source": "an earlier layer", "keys": "an index key"}  # in place of a list
+OTHERWISE = dict.fromkeys(("selection_source", "candidate_source"), "an earlier layer")  # in place of a list
+# What the parts of a layer compute, by the kind of rows, by the formats of a layer with a window, and by its ratio.
+LATENT_RULES: dict[str, tuple[Any, ...]] = {
+    "window": (0,), "ratio": (1,), "selection": ("own", "source"), "norm_heads": (False,), "overlap": (False,),
+    "states": ("none",), "candidates": ("none",), "o_groups": (0,), "cache_formats": ("mla",),
+    "round_pooled": (False,), "round_rows": (True,),
+}  # fmt: skip
+WINDOW_RULES: dict[str, tuple[Any, ...]] = {
+    "nope_dim": (LATENT - ROPE_DIM,), "rope_dim": (ROPE_DIM,), "v_dim": (LATENT,), "rope_pairs": ("neighbours",),
+    "learned_rope": (False,), "position_scale": (False,), "sink": (True,), "gate": (False,),
+    "cache_formats": ("v4", "v41"),
+}  # fmt: skip
+FORMAT_RULES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "mla": {},
+    "v4": {
+        "ratio": (0, 4, 128), "norm_heads": (True,), "candidates": ("none",), "round_pooled": (False,),
+        "round_rows": (True,),
+    },
+    "v41": {"ratio": (0, 1, 2), "norm_heads": (False,)},
+}  # fmt: skip
+RATIO_RULES: dict[int, dict[str, tuple[Any, ...]]] = {
+    0: {"selection": ("none",), "row_source": (None,), "states": ("none",), "overlap": (False,)},
+    1: {"selection": ("own", "source"), "states": ("none",), "overlap": (False,)},
+    2: {"selection": ("own", "source"), "states": ("ring",), "overlap": (False,)},
+    4: {"selection": ("own",), "states": ("pages",), "overlap": (True,)},
+    128: {"selection": ("all",), "states": ("pages",), "overlap": (False,)},
+}  # fmt: skip
+KEYS_OF = {1: "latents", 2: "latents", 4: "compressor"}  # by the ratio of a layer with a window
 OPTIONAL = ("q_rank", "o_groups", "o_rank", "window", "index_heads", "topk", "candidate_blocks", "layer")  # may be 0
 
 
@@ -66,7 +93,6 @@ class LayerSpec:
         o_groups, o_rank: of an output projection in two steps; 0: in one
         q_eps, row_eps, key_eps: epsilons of the norms of the queries' latent, of rows, and of index keys
         cache_formats: the formats that its caches may have (caches.py): V3.2's, V4's or V4.1's
-        causal: False: the tokens of a step's decode see each other (a block of drafts)
         round_pooled, round_rows: whether pooled rows are rounded to bfloat16 before their norm, and rotated rows
             before quantisation
 
@@ -114,7 +140,6 @@ class LayerSpec:
     row_eps: float = 1e-6
     key_eps: float = 1e-6
     cache_formats: str = "mla"
-    causal: bool = True
     round_pooled: bool = False
     round_rows: bool = True
 
@@ -138,31 +163,38 @@ class LayerSpec:
 
     def _check_parts(self) -> None:
         """Raise ValueError for a field that contradicts another field."""
-        latent, none = self.rows == "latent", (None,)
-        own = {"own": (self.layer,), "source": tuple(range(self.layer))}.get(self.selection, none)
-        selects = self.selection == "own"
-        for name, allowed, why in (
-            ("window", (0,) if latent else None, f"rows are {self.rows!r}"),
-            ("row_source", None if self.ratio else none, f"ratio is {self.ratio}"),
-            ("ratio", (1,) if latent else None, f"rows are {self.rows!r}"),
-            ("selection", ("own", "source", "all") if self.ratio else ("none",), f"ratio is {self.ratio}"),
-            ("selection_source", own, f"selection is {self.selection!r}"),
-            ("keys", CHOICES["keys"][1:] if selects else ("none",), f"selection is {self.selection!r}"),
-            ("candidates", None if selects else ("none",), f"selection is {self.selection!r}"),
+        latent, selects, layer, ratio = self.rows == "latent", self.selection == "own", self.layer, self.ratio
+        earlier, q_rank = tuple(range(layer)), self.q_rank
+        rules = [(LATENT_RULES if latent else WINDOW_RULES, f"rows are {self.rows!r}")]
+        if not latent:
+            rules += [
+                (FORMAT_RULES[self.cache_formats], f"cache_formats is {self.cache_formats!r}"),
+                (RATIO_RULES[ratio], f"ratio is {ratio}"),
+                ({"row_source": (layer,)} if ratio > 2 else {}, f"ratio is {ratio}"),
+                ({"index_pairs": ("neighbours",), "index_part": ("last",)} if selects else {}, "rows are 'window'"),
+                ({"key_eps": (self.row_eps,)} if selects else {}, f"row_eps is {self.row_eps}"),
+            ]
+        own = {"own": (layer,), "source": earlier}.get(self.selection, (None,))
+        keys = (("tokens", "pools") if latent else (KEYS_OF.get(ratio),)) if selects else ("none",)
+        rules += [
+            ({"selection_source": own, "keys": keys}, f"selection is {self.selection!r}"),
+            ({} if selects else {"candidates": ("none",)}, f"selection is {self.selection!r}"),
             (
-                "index_queries",
-                ("latent" if self.q_rank else "hidden",) if selects else None,
-                f"q_rank is {self.q_rank}",
+                {"candidate_source": {"written": (layer,), "read": earlier}.get(self.candidates, (None,))},
+                f"candidates are {self.candidates!r}",
             ),
-            ("learned_rope", None if self.rope_dim else (False,), "rope_dim is 0"),
-            ("position_scale", None if latent else (False,), f"rows are {self.rows!r}"),
-            ("states", None if not latent and self.ratio > 1 else ("none",), f"ratio is {self.ratio}"),
-        ):
-            if allowed is not None and getattr(self, name) not in allowed:
+            ({"index_queries": ("latent" if q_rank else "hidden",)} if selects else {}, f"q_rank is {q_rank}"),
+            ({"row_eps": (self.q_eps,)} if q_rank else {}, f"q_eps is {self.q_eps} and one launch has both norms"),
+            ({} if self.rope_dim else {"learned_rope": (False,)}, "rope_dim is 0"),
+            ({"index_pairs": ("none",)} if self.keys == "pools" and self.rope_dim else {}, "keys are of 'pools'"),
+        ]
+        for name, allowed, why in ((name, allowed, why) for rule, why in rules for name, allowed in rule.items()):
+            if getattr(self, name) not in allowed:
                 listed = " or ".join(map(str, allowed))
                 expected = listed if len(allowed) == 1 else OTHERWISE.get(name, listed)
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {expected}, as {why}")
-        needed = {"row_source": self.ratio and self.row_source is None, "window": not latent and not self.window}
+        needed = {"row_source": self.ratio and self.row_source is None}
+        needed |= {name: not latent and not getattr(self, name) for name in ("window", "q_rank", "o_groups", "o_rank")}
         needed |= {name: selects and not getattr(self, name) for name in ("index_heads", "topk")}
         needed |= {"candidate_blocks": self.candidates != "none" and not self.candidate_blocks}
         for name, lacks in needed.items():
@@ -176,6 +208,8 @@ class LayerSpec:
         for name in ("rope_pairs", "index_pairs"):
             if not self.rope_dim and getattr(self, name) != "none" and (name == "rope_pairs" or selects):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected 'none', as rope_dim is 0")
+        if self.rope_dim and self.rope_pairs == "none":
+            raise ValueError(f"rope_pairs: got 'none', expected pairs, as rope_dim is {self.rope_dim}")
         if self.o_groups and self.heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.heads} heads")
 

@@ -21,6 +21,11 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMe
 from ..metadata.validation import check_tables
 from .layer_spec import LayerSpec
 
+# What a layer has as the layer that it names has it.
+SAME = {
+    "row_source": ("ratio", "rope_dim"), "selection_source": ("ratio", "topk", "pool"),
+    "candidate_source": ("candidate_blocks", "candidate_block_size"),
+}  # fmt: skip
 POOLED = 2  # the ratio at which rings have the positions that are pooled
 
 
@@ -245,6 +250,17 @@ def check_specs(specs: Any) -> None:
         raise TypeError(f"specs: got {shown(specs)}, expected a sequence of LayerSpec")
     if len({spec.rows for spec in specs}) != 1:
         raise ValueError(f"specs: got layers with rows {sorted({x.rows for x in specs})}, expected one kind")
+    by_layer = {spec.layer: spec for spec in specs}
+    for spec in specs:
+        for name, fields in SAME.items():
+            source: Any = by_layer.get(getattr(spec, name), spec)
+            for field in (name, *fields):
+                ours, theirs = getattr(spec, field), getattr(source, field)
+                if ours != theirs:
+                    raise ValueError(
+                        f"specs: got {field} {ours} in layer {spec.layer}, expected {theirs}, as in layer "
+                        f"{source.layer}, its {name}"
+                    )
 
 
 def serving_of(config: Any, **options: Any) -> ServingConfig:
