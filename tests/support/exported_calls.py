@@ -19,7 +19,7 @@ GAPS = 4  # most 16 bytes between rows
 
 
 class Real(Inputs):
-    """Inputs of any size, on the host, with the shapes of `exported.Unread`."""
+    """Inputs of any size, on the host, with the shapes of `exported.Unread` and `exported.Rings`."""
 
     def __init__(self, rng, size, shared):
         super().__init__("reference", size)
@@ -60,7 +60,8 @@ def drawn(sampler, rng):
     size = dataclasses.replace(
         size, **{name: min(getattr(size, name), end) for name, end in most.items() if name in call.ranges}
     )
-    with mock.patch.object(exported, "Unread", functools.partial(Real, rng)):
+    real = functools.partial(Real, rng)
+    with mock.patch.multiple(exported, Unread=real, Rings=real):
         arguments = call.arguments(size)
     for name in call.fields.results:
         arguments[name].view(np.uint8)[...] = SENTINEL
