@@ -1,9 +1,7 @@
 """The C runtime gives the bits that Python gives, on a device; and what its calls read and write is in their arrays."""
 
 import ctypes
-import fcntl
 import functools
-import os
 import tempfile
 import threading
 from pathlib import Path
@@ -75,18 +73,12 @@ def calls(kind):
 
 @functools.cache
 def file(kind):
-    """The bytes of a file with code for the device: one process of a run writes it."""
+    """The bytes of a file with code for the device."""
     try:
         nvrtc()
     except InputError as error:  # without the bindings, or a version that is refused
         pytest.skip(str(error))
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-    path = Path(tempfile.gettempdir(), f"cumla-export-{run}-{kind}")
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            path.write_bytes(file_of(recorded(calls(kind), this_device()), this_device(), cubins))
-    return path.read_bytes()
+    return runtime.once(f"device-{kind}", lambda: file_of(recorded(calls(kind), this_device()), this_device(), cubins))
 
 
 @functools.cache
@@ -290,7 +282,7 @@ class Step:
                     "q": put(rows(n, HEADS, 512)), "kv": put(rows(n, 512)), "k_cache": k_cache,
                     "slot_mapping": self.slots, **rope, "block_size": BLOCK, "layout": DSV4_FP8, "out": rotated,
                 }),
-                ("sparse_mla_decode", decode | ({PLANNED: 1} if layer else {})),
+                ("sparse_mla_decode", decode | {PLANNED: int(layer > 0)}),
                 ("apply_rope", {
                     "x": out, **rope, "inverse": True, "rope_first": False, "is_neox": False, "out": out,
                 }),

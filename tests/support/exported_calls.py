@@ -155,7 +155,7 @@ class Library:
     def call(self, call, arguments, stream):
         """As `python_call`."""
         if arguments.get(PLANNED):
-            self.function(call.fields, arguments | {PLANNED: None}, stream)()
+            self.function(call.fields, arguments | {PLANNED: 0}, stream)()
         self.function(call.fields, arguments, stream)()
 
     def close(self):

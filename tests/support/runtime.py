@@ -1,7 +1,9 @@
 """The C runtime, built with the system's compiler, and a stand-in for libcuda that records launches."""
 
 import ctypes
+import fcntl
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -80,7 +82,18 @@ def without_code(programs, capability):
 @functools.cache
 def file(kind):
     """The bytes of a file without code."""
-    return file_of(records(kind), H200, without_code)
+    return once(kind, lambda: file_of(records(kind), H200, without_code))
+
+
+def once(name, make):
+    """The bytes that `make` returns in one of a run's processes."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    path = Path(tempfile.gettempdir(), f"cumla-export-{run}-{name}")
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_bytes(make())
+    return path.read_bytes()
 
 
 class Runtime:
