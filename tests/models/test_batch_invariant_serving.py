@@ -75,9 +75,9 @@ def test_a_few_schedules(served, rng):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(25))
-def test_a_thousand_schedules(served, rng, part):
-    """10 of them: of four models in 25 parts, a thousand."""
+@pytest.mark.parametrize("part", range(10))
+def test_many_schedules(served, rng, part):
+    """10 of them: of two models with two formats each in 10 parts, 400."""
     assert sum(served.check(rng) for _ in range(10)) > 0
 
 
