@@ -35,6 +35,7 @@ RESULTS = {
 }
 MOST_PAGES, LEAST_PAGES = 1 << 20, 2
 KINDS = ("v4", "v41", "v32")  # of attention, as cumla/cli/served_model.py has them
+ANY = 2.0**-4  # a scale, or an epsilon
 WHOLE = 1 << 62  # bytes that any scores fit into
 LEAST_COLUMNS = 16  # of a block table, of selections
 
@@ -122,7 +123,7 @@ class _Maker:
     ) -> dict[str, Any]:
         given = arguments(Unread(size, self.shared))
         results = spec.results(given)
-        given = with_pairs(given)
+        given = {**{x.name: ANY for x in fields.parameters if x.is_any}, **with_pairs(given)}
         for name, result in zip(fields.results, results, strict=True):
             given[name] = np.empty(result.shape, np.dtype(result.dtype))
         if spec.scratch is not None:

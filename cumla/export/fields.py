@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ LAYOUTS = tuple(layout.name for layout in BUILT_IN)
 PLANNED = "planned"  # 1: the workspace has the plan that a call of this shape computed in this step
 PAIRS = {"slots": ("slots", "slot_lens")}  # arguments of two arrays
 NOT_FIELDS = {"workspace", "backend", "stream", "out", "lse", "plan", "early_release", "max_workspace_bytes"}
+ANY_NUMBER = ("softmax_scale", "eps")
 # Codes of arguments that are names.
 CHOICES = {"q_format": ("fp8", "mxfp4", "mxfp4_rows"), "precision": ("fp8",)}
 
@@ -40,6 +42,11 @@ class Parameter(NamedTuple):
     is_array: bool
     first: int
     kind: str = "integer"
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a file serves any value of a number."""
+        return self.name in ANY_NUMBER
 
 
 class OperationFields:
@@ -82,9 +89,16 @@ class OperationFields:
         """The words of a call with these arguments; outputs by the names of results."""
         found: list[int] = []
         for parameter in self.parameters:
-            value = arguments.get(parameter.name, 0 if parameter.name == PLANNED else None)
+            value = arguments.get(parameter.name, self.default(parameter))
             found += array_words(value) if parameter.is_array else [scalar_word(value, parameter.kind)]
         return found
+
+    def default(self, parameter: Parameter) -> Any:
+        """Of an argument that is not given."""
+        if parameter.is_array or parameter.name == PLANNED:
+            return None if parameter.is_array else 0
+        default = self.spec.parameters[parameter.name].default
+        return None if default is inspect.Parameter.empty else default
 
     def call(self, arguments: Mapping[str, Any], plan: Any = None) -> None:
         """Call the function with these arguments; those of results as its outputs."""

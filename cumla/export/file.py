@@ -13,7 +13,7 @@ from typing import Any
 
 from ..kernels.cuda.device import Device
 from .fields import OperationFields
-from .record import Function, Program, Record, RecordedLaunch
+from .record import LEAST_NUMBER, MOST_NUMBER, Function, Program, Record, RecordedLaunch
 from .words import Word
 
 MAGIC, VERSION = b"CUMLA\0\r\n", 1
@@ -39,7 +39,7 @@ TABLES = {
     "programs": "<QQ",  # place among the bytes, size
     "bytes": "",
 }
-EQUAL, RANGE, AT_LEAST = range(3)  # kinds of conditions
+EQUAL, RANGE, AT_LEAST, NUMBER = range(4)  # kinds of conditions; a number's ends are float64
 
 
 class Writer:
@@ -91,7 +91,10 @@ class Writer:
         for x in record.conditions:
             kind = RANGE if x.word is None else AT_LEAST if x.at_least else EQUAL
             word = NONE if x.word is None else self.word(x.word)
-            conditions.append((x.field, kind, word, x.multiple, x.least, x.most))
+            least, most = x.least, x.most
+            if x.is_number:
+                kind, (least, most) = NUMBER, (bits_of(number) for number in (LEAST_NUMBER, MOST_NUMBER))
+            conditions.append((x.field, kind, word, x.multiple, least, most))
         sequences, _ = self.add("sequences", [self.sequence(x) for x in record.sequences])
         segments = self.add("segments", [(last, sequences + index, 0) for last, index in record.segments])
         return (operation, self.text(record.call.name), *self.add("conditions", conditions), self.word(record.by),
@@ -171,6 +174,11 @@ def checksum(data: bytes) -> int:
 
 
 MASK = 0xFFFFFFFF
+
+
+def bits_of(number: float) -> int:
+    """The bits of a float64, as an integer; in the order of the numbers if they are positive."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 def read(path: Path) -> dict[str, list[tuple[Any, ...]]]:

@@ -24,9 +24,11 @@ from .words import Fields, Samples, Word, found
 
 ARENA_BYTES = 1 << 44
 ALIGNMENT = 16  # of addresses and strides
-MOST_STRIDE = 1 << 16  # bytes by which a sample's strides exceed the least ones
+MOST_STEPS = 1 << 12  # by which a sample's strides exceed the least ones
 LEAST_SAMPLES = 24  # of a sequence of kernels
 TRIES = 3  # of random strides
+LEAST_NUMBER, MOST_NUMBER = 2.0**-100, 2.0**20  # scales and epsilons that a file serves
+FLOAT = 0x104  # size of a part that is a float64 field as float32
 CHECKED = 64  # calls that a record is checked against in addition to those that it was found from
 
 
@@ -95,11 +97,13 @@ class RecordedLaunch(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """What a field must be: equal to a word, at least the word, or, without one, from least to most; and a multiple."""
+    """What a field must be: equal to a word, at least the word, or, without one, from least to most; and a multiple. A
+    number is a float64 from LEAST_NUMBER to MOST_NUMBER."""
 
     field: int
     word: Word | None
     at_least: bool = False
+    is_number: bool = False
     least: int = 0
     most: int = 0
     multiple: int = 1
@@ -134,13 +138,16 @@ class Arena:
         """Arrays of the next sample begin."""
         self._at = int(self._rng.integers(1, 1 << 24)) * ALIGNMENT
 
-    def array(self, like: Any, padded: tuple[bool, ...]) -> np.ndarray:
-        """A fake array of the shape and dtype of `like`, with random strides on the axes that may be padded."""
+    def array(self, like: Any, steps: tuple[int, ...]) -> np.ndarray:
+        """A fake array of the shape and dtype of `like`.
+
+        steps: of each axis: its stride is a random multiple of so many bytes; 0: packed
+        """
         shape, item = like.shape, like.dtype.itemsize
         strides, stride = [0] * len(shape), item
         for axis in reversed(range(len(shape))):
-            if axis + 1 < len(shape) and padded[axis]:
-                stride = -(-stride // ALIGNMENT) * ALIGNMENT + int(self._rng.integers(0, MOST_STRIDE // 16)) * ALIGNMENT
+            if steps[axis]:
+                stride = (-(-stride // steps[axis]) + int(self._rng.integers(0, MOST_STEPS))) * steps[axis]
             strides[axis] = stride
             stride *= max(shape[axis], 1)
         size = stride
@@ -205,7 +212,8 @@ def check(record: Record, sample: Sample) -> None:
         arguments = bytearray(recorded.template)
         for part in recorded.parts:
             words = [word.evaluate(fields, by) for word in part.words]
-            arguments[part.offset : part.offset + part.size] = described_bytes(words, part.size)
+            found_bytes = described_bytes(words, part.size)
+            arguments[part.offset : part.offset + len(found_bytes)] = found_bytes
         packed, what = launch.kernel.packed(launch.packed_arguments), f"{record.call.name}: {launch.kernel.raw.name}"
         if _function(launch) != recorded.function:
             raise ExportError(f"{what} is another kernel than {recorded.function} at {record.call.by} {by}")
@@ -218,6 +226,8 @@ def check(record: Record, sample: Sample) -> None:
 
 def described_bytes(words: list[int], size: int) -> bytes:
     """A word's bytes, or those of a described tensor map with these seven words."""
+    if size == FLOAT:
+        return struct.pack("<f", struct.unpack("<d", struct.pack("<q", words[0]))[0])
     if len(words) == 1:
         return (words[0] & ((1 << 8 * size) - 1)).to_bytes(size, "little")
     address, row, rows, pages, row_stride, page_bytes, box = words
@@ -238,7 +248,7 @@ class Sampler:
 
     def __init__(self, call: ExportedCall, device: Device, rng: np.random.Generator) -> None:
         self.call, self.device, self.rng, self.arena = call, device, rng, Arena(rng)
-        self.padded = self._paddable()
+        self.steps = self._steps()
 
     def calls(self) -> Iterator[Sample]:
         first, last = self.call.ranges[self.call.by]
@@ -257,17 +267,22 @@ class Sampler:
         return replace(self.call.size, **chosen)  # type: ignore[arg-type]
 
     def sample(self, size: Size) -> Sample:
-        arguments = self.placed(self.call.arguments(size), self.padded)
+        arguments = self.placed(self._with_numbers(self.call.arguments(size)), self.steps)
         return Sample(
             getattr(size, self.call.by), self.call.fields.values(arguments),
             {name: _extent(x) for name, x in arguments.items() if isinstance(x, np.ndarray)}, self.launches(arguments),
         )  # fmt: skip
 
-    def placed(self, arguments: Mapping[str, Any], padded: Mapping[str, tuple[bool, ...]]) -> dict[str, Any]:
+    def _with_numbers(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with any scale and epsilon, where the operation has them."""
+        numbers = {x.name: float(self.rng.uniform(LEAST_NUMBER, 1)) for x in self.call.fields.parameters if x.is_any}
+        return {**arguments, **numbers}
+
+    def placed(self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """The arguments with fake arrays."""
         self.arena.renewed()
         return {
-            name: self.arena.array(x, padded.get(name, (False,) * x.ndim)) if isinstance(x, np.ndarray) else x
+            name: self.arena.array(x, steps.get(name, (0,) * x.ndim)) if isinstance(x, np.ndarray) else x
             for name, x in arguments.items()
         }  # fmt: skip
 
@@ -280,25 +295,30 @@ class Sampler:
             fields.call(arguments, plan)
         return dry_run.launches[before:]
 
-    def _paddable(self) -> dict[str, tuple[bool, ...]]:
-        """The axes of arrays that may have any stride: for others the operation refuses it, or takes another kernel."""
+    def _steps(self) -> dict[str, tuple[int, ...]]:
+        """For each axis of an array of what its stride may be a multiple: of an element's bytes, of ALIGNMENT, or 0 for
+        packed. For others the operation refuses it, or takes another kernel."""
         arguments = self.call.arguments(self.sizes(**{name: last for name, (_, last) in self.call.ranges.items()}))
         packed = _sequence(self.launches(self.placed(arguments, {})))
-        found: dict[str, tuple[bool, ...]] = {}
+        found: dict[str, tuple[int, ...]] = {}
         for name, array in arguments.items():
-            if not isinstance(array, np.ndarray):
-                continue
-            axes = []
-            for axis in range(array.ndim):
-                alone = tuple(i == axis for i in range(array.ndim))
-                axes.append(axis + 1 < array.ndim and self._takes(arguments, {name: alone}, packed))
-            found[name] = tuple(axes)
+            if isinstance(array, np.ndarray):
+                found[name] = tuple(self._step(arguments, packed, name, axis) for axis in range(array.ndim))
         return found
 
-    def _takes(self, arguments: Mapping[str, Any], padded: Mapping[str, tuple[bool, ...]], packed: Any) -> bool:
+    def _step(self, arguments: Mapping[str, Any], packed: Any, name: str, axis: int) -> int:
+        array = arguments[name]
+        if axis + 1 == array.ndim:
+            return 0
+        for step in (array.dtype.itemsize, ALIGNMENT):
+            if self._takes(arguments, {name: tuple(step * (i == axis) for i in range(array.ndim))}, packed):
+                return int(step)
+        return 0
+
+    def _takes(self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]], packed: Any) -> bool:
         """Whether random strides give the kernels of packed arrays."""
         try:
-            return all(_sequence(self.launches(self.placed(arguments, padded))) == packed for _ in range(TRIES))
+            return all(_sequence(self.launches(self.placed(arguments, steps))) == packed for _ in range(TRIES))
         except (ValueError, TypeError):
             return False
 
@@ -324,13 +344,14 @@ def _fields(call: ExportedCall, calls: list[Sample]) -> Fields:
             sizes = np.array([x.array_bytes[parameter.name] for x in calls], np.int64)
             addresses.append((parameter.first, sizes))
     known = {field for field, _ in addresses}
-    sizes_of = [i for i in range(len(names)) if varies[i] and i not in known]
+    numbers = tuple(parameter.first for parameter in call.fields.parameters if parameter.is_any)
+    sizes_of = [i for i in range(len(names)) if varies[i] and i not in known and i not in numbers]
     sizes_of.sort(key=lambda i: ("strides" in names[i], i))
     kept: list[int] = []
     for i in sizes_of:  # equal fields once
         if not any((values[:, i] == values[:, j]).all() for j in kept):
             kept.append(i)
-    return Fields(values, tuple(kept), tuple(addresses), np.array([x.by for x in calls], np.int64))
+    return Fields(values, tuple(kept), tuple(addresses), np.array([x.by for x in calls], np.int64), numbers)
 
 
 def _function(launch: Launch) -> Function:
@@ -372,9 +393,13 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
             index += 16
             continue
         if code in "fd":
-            if len(set(values)) > 1:
+            number = _number(values, fields)
+            if number is not None:
+                parts.append(Part(offset, FLOAT, (number,)))
+            elif len(set(values)) > 1:
                 raise ExportError(f"{what}: argument {index} is a fraction that differs")
-            struct.pack_into("<" + code, template, offset, values[0])
+            else:
+                struct.pack_into("<" + code, template, offset, values[0])
         else:
             word, size = formula([int(x) for x in values], f"argument {index}"), struct.calcsize("<" + SIZES[code])
             if word.is_constant:
@@ -386,6 +411,14 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
         _function(first), grid, first.block, shared, first.overlap, bytes(template), tuple(parts),
         first.kernel._most_shared,
     )  # fmt: skip
+
+
+def _number(values: list[float], fields: Fields) -> Word | None:
+    """The float64 field that these values are, as float32."""
+    for field in fields.numbers:
+        if (fields.values[:, field].copy().view(np.float64).astype(np.float32) == np.array(values, np.float32)).all():
+            return Word(field, scale=1)
+    return None
 
 
 SIZES = {"P": "q", "i": "i", "q": "q", "I": "I", "?": "?"}
@@ -421,6 +454,9 @@ def _conditions(call: ExportedCall, fields: Fields) -> tuple[Condition, ...]:
                 raise ExportError(f"{call.name}: the workspace's bytes follow from no field")
             conditions.append(Condition(i, bytes_needed, at_least=True))
             continue
+        if i in fields.numbers:
+            conditions.append(Condition(i, None, is_number=True))
+            continue
         word = found(values, before, table=False)
         if word is not None:
             conditions.append(Condition(i, word))
@@ -428,7 +464,8 @@ def _conditions(call: ExportedCall, fields: Fields) -> tuple[Condition, ...]:
         is_stride = call.fields.names[i].split(".")[-1].startswith("strides")
         found_so_far.append(i)
         if is_stride:
-            conditions.append(Condition(i, None, most=MOST_FIELD_STRIDE, multiple=ALIGNMENT))
+            multiple = math.gcd(ALIGNMENT, int(np.gcd.reduce(values)))
+            conditions.append(Condition(i, None, most=MOST_FIELD_STRIDE, multiple=multiple))
         else:
             conditions.append(Condition(i, None, least=int(values.min()), most=int(values.max())))
     return tuple(conditions)

@@ -63,17 +63,19 @@ class Fields(NamedTuple):
         sizes: indices of the fields that are no addresses and not constant, the simplest first
         addresses: (index of an array's address, bytes of the array [samples]) of each
         by: int64 [samples], deciding values
+        numbers: indices of float64 fields that may be any
     """
 
     values: Samples
     sizes: tuple[int, ...]
     addresses: tuple[tuple[int, Samples], ...]
     by: Samples
+    numbers: tuple[int, ...] = ()
 
     def chosen(self, rows: Samples) -> Fields:
         """Some of the samples."""
         addresses = tuple((field, sizes[rows]) for field, sizes in self.addresses)
-        return Fields(self.values[rows], self.sizes, addresses, self.by[rows])
+        return Fields(self.values[rows], self.sizes, addresses, self.by[rows], self.numbers)
 
 
 def found(word: Samples, fields: Fields, table: bool = True) -> Word | None:

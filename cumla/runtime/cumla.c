@@ -18,6 +18,7 @@
 #define MOST_ARGUMENT_BYTES 4096 /* of a kernel, CUDA C++ Programming Guide */
 #define MAP_BYTES 128            /* of a tensor map */
 #define MAP_WORDS 7              /* of its description */
+#define FLOAT_PART 0x104         /* a float64 field, as float32 */
 #define MOST_BOX 256
 #define MOST_AXIS 0xFFFFFFFFll
 #define MOST_GRID 0x7FFFFFFFll
@@ -57,7 +58,7 @@ static const size_t ENTRY_BYTES[TABLES] = {
     sizeof(cluster_entry), sizeof(operation_entry), 4, 4, sizeof(record_entry), sizeof(condition_entry),
     sizeof(segment_entry), sizeof(sequence_entry), sizeof(launch_entry), sizeof(part_entry), 4, sizeof(word_entry),
     sizeof(run_entry), sizeof(function_entry), sizeof(program_entry), 1};
-enum condition_kind { EQUAL, RANGE, AT_LEAST };
+enum condition_kind { EQUAL, RANGE, AT_LEAST, NUMBER };
 
 /* ---- the driver: what is used of cuda.h */
 
@@ -173,9 +174,9 @@ static bool is_launch(const cumla_library *x, const launch_entry *l, uint32_t fi
     if (!is_word(x, l->shared, fields)) return false;
     for (uint32_t i = 0; i < l->parts; i++) {
         const part_entry *p = ENTRY(x, PARTS, part_entry, l->part + i);
-        bool is_map = p->bytes == MAP_BYTES;
-        if (p->offset > l->argument_bytes || p->bytes > l->argument_bytes - p->offset ||
-            !(is_map ? p->words == MAP_WORDS : p->words == 1 && p->bytes <= 8) || !within(x, PART_WORDS, p->word, p->words))
+        uint32_t bytes = p->bytes == FLOAT_PART ? sizeof(float) : p->bytes;
+        if (p->offset > l->argument_bytes || bytes > l->argument_bytes - p->offset ||
+            !(bytes == MAP_BYTES ? p->words == MAP_WORDS : p->words == 1 && bytes <= 8) || !within(x, PART_WORDS, p->word, p->words))
             return false;
         for (uint32_t j = 0; j < p->words; j++)
             if (!is_word(x, number(x, PART_WORDS, p->word + j), fields)) return false;
@@ -192,8 +193,8 @@ static bool is_record(const cumla_library *x, uint32_t index) {
     if (!is_word(x, r->by, fields)) return false;
     for (uint32_t i = 0; i < r->conditions; i++) {
         const condition_entry *c = ENTRY(x, CONDITIONS, condition_entry, r->condition + i);
-        if (c->field >= fields || c->kind > AT_LEAST || !c->multiple) return false;
-        if (c->kind != RANGE && !is_word(x, c->word, fields)) return false;
+        if (c->field >= fields || c->kind > NUMBER || !c->multiple) return false;
+        if ((c->kind == EQUAL || c->kind == AT_LEAST) && !is_word(x, c->word, fields)) return false;
     }
     for (uint32_t i = 0; i < r->segments; i++) {
         const segment_entry *s = ENTRY(x, SEGMENTS, segment_entry, r->segment + i);
@@ -424,7 +425,7 @@ static uint32_t unmet(const cumla_library *x, const record_entry *r, const int64
         const condition_entry *c = ENTRY(x, CONDITIONS, condition_entry, r->condition + i);
         int64_t value = fields[c->field];
         bool met;
-        if (c->kind == RANGE)
+        if (c->kind == RANGE || c->kind == NUMBER) /* positive numbers are in the order of their bits */
             met = value >= c->least && value <= c->most && !((uint64_t)value % c->multiple);
         else if (c->kind == EQUAL)
             met = value == evaluated(x, c->word, fields, *by);
@@ -447,15 +448,22 @@ static int described_condition(const cumla_library *x, const operation_entry *o,
                                const int64_t *fields, int64_t by) {
     const condition_entry *c = ENTRY(x, CONDITIONS, condition_entry, r->condition + index);
     const char *operation = text(x, o->name), *field = text(x, number(x, FIELD_NAMES, o->field_name + c->field));
-    long long got = fields[c->field];
+    int64_t got = fields[c->field];
     if (c->kind == EQUAL)
-        return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected %lld (%s)", operation, field, got,
+        return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected %lld (%s)", operation, field, (long long)got,
                       (long long)evaluated(x, c->word, fields, by), text(x, r->name));
     if (c->kind == AT_LEAST)
-        return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected at least %lld (%s)", operation, field, got,
+        return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected at least %lld (%s)", operation, field, (long long)got,
                       (long long)evaluated(x, c->word, fields, by), text(x, r->name));
+    if (c->kind == NUMBER) {
+        double numbers[3];
+        const int64_t bits[3] = {got, c->least, c->most};
+        memcpy(numbers, bits, sizeof numbers);
+        return failed(CUMLA_NOT_SERVED, "%s: %s: got %g, expected a number from %g to %g (%s)", operation, field,
+                      numbers[0], numbers[1], numbers[2], text(x, r->name));
+    }
     return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected a multiple of %u from %lld to %lld (%s)", operation,
-                  field, got, c->multiple, (long long)c->least, (long long)c->most, text(x, r->name));
+                  field, (long long)got, c->multiple, (long long)c->least, (long long)c->most, text(x, r->name));
 }
 
 /* Finds the record that serves a call. workspace: a field that may be too small, or NONE32. */
@@ -511,7 +519,12 @@ static int launch(const cumla_library *x, const launch_entry *l, const int64_t *
             words[j] = evaluated(x, number(x, PART_WORDS, p->word + j), fields, by);
         if (p->bytes == MAP_BYTES)
             encode_map(x, words, arguments + p->offset);
-        else
+        else if (p->bytes == FLOAT_PART) {
+            double number;
+            memcpy(&number, words, sizeof number);
+            const float rounded = (float)number;
+            memcpy(arguments + p->offset, &rounded, sizeof rounded);
+        } else
             memcpy(arguments + p->offset, words, p->bytes); /* little-endian: the low bytes are first */
     }
     launch_attribute attribute = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value = {1}};

@@ -34,7 +34,7 @@ int cuGraphDestroy(CUgraph);
 enum { MOST = 64, HEADS = 64, DIM = 512, ROPE = 64, WINDOW = 128, TOPK = 512, RATIO = 4, LAYERS = 2 };
 enum { BLOCK = 64, ROW_BYTES = 584, PAGE_BYTES = 37440 };        /* of DSV4_FP8: docs/layouts.md */
 enum { CONTEXT = 2048, COLUMNS = CONTEXT / BLOCK, COMPRESSED_COLUMNS = COLUMNS / RATIO };
-static const double DEFAULT = -0.0; /* an optional number that is not given has the bits of CUMLA_NONE */
+static const double SCALE = 0.04419417382415922, EPSILON = 1e-6; /* 1 / sqrt(DIM) */
 
 /* What a step reads: written by the host before each replay, and copied to one address. */
 typedef struct {
@@ -45,7 +45,6 @@ typedef struct {
     int64_t positions[MOST], slots[MOST];
     int32_t pages[MOST][COLUMNS], compressed_pages[MOST][COMPRESSED_COLUMNS];
     int32_t selected[MOST][TOPK]; /* compressed rows of the token's request, -1: none */
-    int32_t widths[MOST][4];      /* entries of the second list that are read; the stride is a multiple of 16 bytes */
 } inputs;
 
 /* Device addresses. */
@@ -101,7 +100,7 @@ static void insert_rows(const cumla_library *library, const memory *m, int n, in
         .positions = array(INPUT(m, positions), CUMLA_INT64, 1, n, 0, 0, 0),
         .cos_sin_cache = array(m->rotation, CUMLA_FLOAT32, 2, CONTEXT, ROPE, 0, 0),
         .out = array(m->rotated, CUMLA_BFLOAT16, 3, n, HEADS, DIM, 0),
-        .eps = DEFAULT, .block_size = BLOCK, .layout = CUMLA_DSV4_FP8};
+        .eps = EPSILON, .block_size = BLOCK, .layout = CUMLA_DSV4_FP8};
     served(cumla_qnorm_rope_and_insert(library, &arguments, stream, 0));
 }
 
@@ -114,7 +113,7 @@ static void map_lists(const cumla_library *library, const memory *m, int n, CUst
         .block_table = array(INPUT(m, pages), CUMLA_INT32, 2, n, COLUMNS, 0, 0),
         .swa_indices = array(m->swa_indices, CUMLA_INT32, 2, n, WINDOW, 0, 0),
         .swa_lens = array(m->swa_lens, CUMLA_INT32, 1, n, 0, 0, 0),
-        .block_size = BLOCK, .window_size = WINDOW, .num_tokens = n, .token_offset = CUMLA_NONE};
+        .block_size = BLOCK, .window_size = WINDOW, .num_tokens = n};
     served(cumla_compute_swa_indices_and_lens(library, &window, stream, 0));
     cumla_compute_global_topk_indices_and_lens_arguments selected = {
         .topk_indices = array(INPUT(m, selected), CUMLA_INT32, 2, n, TOPK, 0, 0),
@@ -122,29 +121,26 @@ static void map_lists(const cumla_library *library, const memory *m, int n, CUst
         .block_table = array(INPUT(m, compressed_pages), CUMLA_INT32, 2, n, COMPRESSED_COLUMNS, 0, 0),
         .global_topk_indices = array(m->topk_slots, CUMLA_INT32, 2, n, TOPK, 0, 0),
         .topk_lens = array(m->topk_lens, CUMLA_INT32, 1, n, 0, 0, 0),
-        .block_size = BLOCK, .compact = 1, .compress_ratio = CUMLA_NONE, .pool = CUMLA_NONE};
+        .block_size = BLOCK, .compact = 1, .compress_ratio = 1, .pool = 1};
     served(cumla_compute_global_topk_indices_and_lens(library, &selected, stream, 0));
 }
 
 static cumla_sparse_mla_decode_arguments decode_of(const memory *m, int n, int layer) {
-    cumla_sparse_mla_decode_arguments arguments = {
+    return (cumla_sparse_mla_decode_arguments){
         .q = array(m->rotated, CUMLA_BFLOAT16, 4, n, 1, HEADS, DIM),
         .k_cache = pages(m->cache[layer], pages_of(n)),
         .indices = array(m->swa_indices, CUMLA_INT32, 3, n, 1, WINDOW, 0),
         .topk_length = array(m->swa_lens, CUMLA_INT32, 1, n, 0, 0, 0),
         .extra_k_cache = pages(m->compressed[layer], compressed_pages_of(n)),
         .extra_indices = array(m->topk_slots, CUMLA_INT32, 3, n, 1, TOPK, 0),
-        .extra_topk_length = array(INPUT(m, widths), CUMLA_INT32, 2, n, 1, 0, 0),
+        .extra_topk_length = array(m->topk_lens, CUMLA_INT32, 2, n, 1, 0, 0),
         .attn_sink = array(m->sink, CUMLA_FLOAT32, 1, HEADS, 0, 0, 0),
         .out = array(m->out, CUMLA_BFLOAT16, 4, n, 1, HEADS, DIM),
         .lse = array(m->lse, CUMLA_FLOAT32, 3, n, HEADS, 1, 0),
         .workspace = array(m->workspace, CUMLA_UINT8, 1, (int64_t)m->workspace_bytes, 0, 0, 0),
         .layout = CUMLA_DSV4_FP8, .block_size = CUMLA_NONE, .extra_block_size = CUMLA_NONE,
-        .extra_layout = CUMLA_DSV4_FP8, .softmax_scale = DEFAULT,
+        .extra_layout = CUMLA_DSV4_FP8, .softmax_scale = SCALE,
         .planned = layer > 0}; /* the first layer's call divides the step's work, the others use its plan */
-    arguments.extra_topk_length.strides[0] = sizeof(int32_t[4]);
-    arguments.lse.strides[1] = 16, arguments.lse.strides[0] = 16 * HEADS;
-    return arguments;
 }
 
 static void rotate_back(const cumla_library *library, const memory *m, int n, CUstream stream) {
@@ -214,7 +210,7 @@ static memory allocate(const cumla_library *library, int n, CUstream stream) {
     memory m = {.inputs = allocated(sizeof(inputs)), .rotation = rotation_table(stream),
                 .sink = zeros(sizeof(float[HEADS]), stream), .q = random_rows(bytes / 2, stream),
                 .kv = random_rows((size_t)n * DIM, stream), .rotated = allocated(bytes), .out = allocated(bytes),
-                .lse = allocated(16ull * n * HEADS), .swa_indices = allocated(sizeof(int32_t[MOST][WINDOW])),
+                .lse = allocated(4ull * n * HEADS), .swa_indices = allocated(sizeof(int32_t[MOST][WINDOW])),
                 .swa_lens = allocated(sizeof(int32_t[MOST])), .topk_slots = allocated(sizeof(int32_t[MOST][TOPK])),
                 .topk_lens = allocated(sizeof(int32_t[MOST])),
                 .workspace = 16}; /* any multiple of 16 while its size is asked for */
@@ -239,7 +235,6 @@ static void next_step(inputs *x, int n, int number) {
         for (int i = 0; i < COMPRESSED_COLUMNS; i++) x->compressed_pages[r][i] = r * COMPRESSED_COLUMNS + i;
         x->slots[r] = (int64_t)x->pages[r][position / BLOCK] * BLOCK + position % BLOCK;
         for (int i = 0; i < TOPK; i++) x->selected[r][i] = i < length / RATIO ? length / RATIO - 1 - i : -1;
-        x->widths[r][0] = TOPK; /* entries that are -1 are not attended to */
     }
 }
 
@@ -263,15 +258,15 @@ int main(int count, char **words) {
     DRIVER(cuGraphInstantiateWithFlags(&executable, graph, 0));
 
     static inputs x;
-    static float lse[MOST][HEADS][4];
+    static float lse[MOST][HEADS];
     for (int number = 0; number < steps; number++) {
         next_step(&x, n, number);
         DRIVER(cuMemcpyHtoDAsync_v2(m.inputs, &x, sizeof x, stream));
         DRIVER(cuGraphLaunch(executable, stream));
-        DRIVER(cuMemcpyDtoHAsync_v2(lse, m.lse, 16ull * n * HEADS, stream));
+        DRIVER(cuMemcpyDtoHAsync_v2(lse, m.lse, 4ull * n * HEADS, stream));
         DRIVER(cuStreamSynchronize(stream));
         printf("step %d: %d requests, lengths %d to", number, n, x.lengths[0]);
-        printf(" %d, lse of the last %.4f\n", x.lengths[n - 1], lse[n - 1][0][0]);
+        printf(" %d, lse of the last %.4f\n", x.lengths[n - 1], lse[n - 1][0]);
     }
 
     DRIVER(cuGraphExecDestroy(executable));

@@ -78,6 +78,7 @@ WRONG = {
     "out.data": (lambda x: 0, "out.data: got 0"),
     "extra_k_cache.data": (lambda x: 1 << 40, "extra_"),
     "workspace.shape[0]": (lambda x: x - 1, "workspace.shape.0.: got .*, expected at least"),
+    "softmax_scale": (lambda x: 0, "softmax_scale: got 0, expected a number from"),
     "layout": (lambda x: x + 1, "layout: got"),
     "planned": (lambda x: 2, "planned: got 2"),
 }

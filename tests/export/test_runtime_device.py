@@ -225,8 +225,7 @@ class Step:
         inputs = Inputs("reference", Size(pages=requests * COLUMNS, block_size=BLOCK), seed)
 
         def put(array):
-            to_16_bytes = (12,) if array.ndim > 1 and array.shape[-1] == 1 else ()
-            self.guarded.append(Guarded(lab, array, to_16_bytes))
+            self.guarded.append(Guarded(lab, array, ()))
             return self.guarded[-1].array
 
         def rows(*shape):
@@ -262,16 +261,18 @@ class Step:
             }),
         ]  # fmt: skip
         memory = {"workspace": None}
-        sink, widths = put(rng.standard_normal(HEADS).astype(np.float32)), put(np.full((n, 1), TOPK, np.int32))
+        sink = put(rng.standard_normal(HEADS).astype(np.float32))
         for layer in range(LAYERS):
             rotated = put(np.zeros((n, HEADS, 512), BF16))
             out, lse = put(np.zeros((n, HEADS, 512), BF16)), put(np.zeros((n, HEADS, 1), np.float32))
             k_cache, extra_k_cache = (put(inputs.cache(DSV4_FP8)) for _ in range(2))
             decode = {
                 "q": rotated[:, None], "k_cache": k_cache, "indices": swa[:, None], "topk_length": swa_lens,
-                "extra_k_cache": extra_k_cache, "extra_indices": slots[:, None], "extra_topk_length": widths,
+                "extra_k_cache": extra_k_cache, "extra_indices": slots[:, None],
+                "extra_topk_length": slot_lens.reshape(n, 1),
                 "attn_sink": sink, "layout": DSV4_FP8, "extra_layout": DSV4_FP8, "batch_invariant": False,
-                "out": out[:, None], "lse": lse, **memory,
+                "out": out[:, None], "lse": lse,
+                "softmax_scale": 512**-0.5, **memory,
             }  # fmt: skip
             if memory["workspace"] is None:
                 with described(device):
@@ -280,7 +281,8 @@ class Step:
             self.calls += [
                 ("qnorm_rope_and_insert", {
                     "q": put(rows(n, HEADS, 512)), "kv": put(rows(n, 512)), "k_cache": k_cache,
-                    "slot_mapping": self.slots, **rope, "block_size": BLOCK, "layout": DSV4_FP8, "out": rotated,
+                    "slot_mapping": self.slots, **rope, "block_size": BLOCK, "layout": DSV4_FP8, "eps": 1e-6,
+                    "out": rotated,
                 }),
                 ("sparse_mla_decode", decode | {PLANNED: int(layer > 0)}),
                 ("apply_rope", {

@@ -97,7 +97,7 @@ class Placed:
 
 
 def gaps_of(sampler, arguments, rng):
-    """Gaps with which the strides that a call may choose are multiples of 16."""
+    """Gaps with which the strides that a call may choose are multiples of what the sampler says."""
     found = {}
     for name, array in arguments.items():
         if not isinstance(array, np.ndarray):
@@ -105,8 +105,8 @@ def gaps_of(sampler, arguments, rng):
         gaps, extent = [], array.itemsize
         for axis in reversed(range(1, array.ndim)):
             extent *= array.shape[axis]
-            padded = sampler.padded[name][axis - 1]
-            gap = -extent % 16 + 16 * int(rng.integers(0, GAPS + 1)) if padded else 0
+            step = sampler.steps[name][axis - 1]
+            gap = -extent % step + step * int(rng.integers(0, GAPS + 1)) if step else 0
             gaps.append(gap)
             extent += gap
         found[name] = tuple(gaps)

@@ -5,7 +5,6 @@ use std::marker::PhantomData;
 
 /// An optional integer that is not given; an optional number has the same bits.
 pub const NONE: i64 = i64::MIN;
-pub const NO_NUMBER: f64 = -0.0;
 /// A format of caches.
 pub const DSV4_FP8: i64 = 0;
 

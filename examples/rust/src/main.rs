@@ -35,7 +35,6 @@ struct Memory {
     valid: Buffer,
     pages: Buffer,
     compressed_pages: Buffer,
-    widths: Buffer,
     rotation: Buffer,
     sink: Buffer,
     q: Buffer,
@@ -61,8 +60,6 @@ impl Memory {
         let zeros = |count: i64, bytes: i64| Buffer::zeros((count * bytes) as usize, stream);
         let caches = |pages: i64| (0..LAYERS).map(|_| zeros(n * pages, PAGE_BYTES)).collect::<Vec<_>>();
         let integers = |end: i64| (0..end as i32).collect::<Vec<_>>();
-        let mut widths = vec![0i32; 4 * n as usize]; // the stride is a multiple of 16 bytes
-        widths.iter_mut().step_by(4).for_each(|x| *x = TOPK as i32); // entries that are -1 are not attended to
         let mut memory = Self {
             n,
             lengths: zeros(n, 4),
@@ -74,14 +71,13 @@ impl Memory {
             valid: Buffer::of(&vec![1u8; n as usize], stream),
             pages: Buffer::of(&integers(n * COLUMNS), stream),
             compressed_pages: Buffer::of(&integers(n * COMPRESSED_COLUMNS), stream),
-            widths: Buffer::of(&widths, stream),
             rotation: Buffer::of(&rotation(), stream),
             sink: zeros(HEADS, 4),
             q: Buffer::of(&random_rows(n * HEADS * DIM), stream),
             kv: Buffer::of(&random_rows(n * DIM), stream),
             rotated: zeros(n * HEADS * DIM, 2),
             out: zeros(n * HEADS * DIM, 2),
-            lse: zeros(n * HEADS, 16),
+            lse: zeros(n * HEADS, 4),
             swa_indices: zeros(n * WINDOW, 4),
             swa_lens: zeros(n, 4),
             topk_slots: zeros(n * TOPK, 4),
@@ -111,7 +107,7 @@ impl Memory {
             block_size: BLOCK,
             window_size: WINDOW,
             num_tokens: self.n,
-            token_offset: NONE,
+            token_offset: 0,
         }
     }
 
@@ -126,8 +122,8 @@ impl Memory {
             topk_lens: Array::packed(&self.topk_lens, INT32, &[self.n]),
             block_size: BLOCK,
             compact: 1,
-            compress_ratio: NONE,
-            pool: NONE,
+            compress_ratio: 1,
+            pool: 1,
         }
     }
 
@@ -140,7 +136,7 @@ impl Memory {
             positions: Array::packed(&self.positions, INT64, &[self.n]),
             cos_sin_cache: Array::packed(&self.rotation, FLOAT32, &[CONTEXT, ROPE]),
             out: self.rows(&self.rotated),
-            eps: NO_NUMBER,
+            eps: 1e-6,
             block_size: BLOCK,
             layout: DSV4_FP8,
         }
@@ -155,16 +151,16 @@ impl Memory {
             topk_length: Array::packed(&self.swa_lens, INT32, &[n]),
             extra_k_cache: cache(&self.compressed[layer], n * COMPRESSED_COLUMNS),
             extra_indices: Array::packed(&self.topk_slots, INT32, &[n, 1, TOPK]),
-            extra_topk_length: Array::strided(&self.widths, INT32, &[n, 1], &[16, 4]),
+            extra_topk_length: Array::packed(&self.topk_lens, INT32, &[n, 1]),
             attn_sink: Array::packed(&self.sink, FLOAT32, &[HEADS]),
             out: Array::packed(&self.out, BFLOAT16, &[n, 1, HEADS, DIM]),
-            lse: Array::strided(&self.lse, FLOAT32, &[n, HEADS, 1], &[16 * HEADS, 16, 4]),
+            lse: Array::packed(&self.lse, FLOAT32, &[n, HEADS, 1]),
             workspace: Array::packed(&self.workspace, UINT8, &[self.workspace.bytes() as i64]),
             layout: DSV4_FP8,
             block_size: NONE,
             extra_block_size: NONE,
             extra_layout: DSV4_FP8,
-            softmax_scale: NO_NUMBER,
+            softmax_scale: (DIM as f64).powf(-0.5),
             batch_invariant: 0,
             planned: if layer == 0 { 0 } else { 1 }, // the first layer's call divides the work of the step
         }
@@ -236,10 +232,10 @@ fn run(path: &str, n: i64, steps: i64) -> Result<(), Error> {
     for number in 0..steps {
         let lengths = memory.prepare(number, &stream);
         graph.launch(&stream);
-        let lse = memory.lse.read((n * HEADS * 4) as usize, &stream);
+        let lse = memory.lse.read((n * HEADS) as usize, &stream);
         let (first, last) = (lengths[0], lengths[lengths.len() - 1]);
         print!("step {number}: {n} requests, lengths {first} to {last}");
-        println!(", lse of the last {:.4}", lse[((n - 1) * HEADS * 4) as usize]);
+        println!(", lse of the last {:.4}", lse[((n - 1) * HEADS) as usize]);
     }
     Ok(())
 }
