@@ -54,7 +54,7 @@ def test_two_caches_and_a_sink(rng, batch_invariant):
         extra_topk_length=np.array([[3, 14]], np.int32), attn_sink=np.array([-np.inf, 0, 3], np.float32),
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    first = problem.check(SIMULATOR, plan=cumla.DecodePlan())
+    first = problem.check(SIMULATOR, plan=cumla.DecodePlan(batch_invariant=batch_invariant))
     for x, y in zip(first, problem.on(SIMULATOR), strict=True):
         np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 

@@ -338,8 +338,9 @@ def test_poison_leaves_no_traces(lab, kernel, rng, poisoned):
     rope_of(cache, layout)[4, :, 3] = 1e6
     indices = make_indices(rng, batch, 1, 130 if lab.emulated else 200, 256)
     indices[:poisoned, 0, 17] = 256 + 5
-    q, plan = make_q(rng, batch, 1, 16, layout), cumla.DecodePlan()
+    q = make_q(rng, batch, 1, 16, layout)
     for options in ({}, {"batch_invariant": True}):
+        plan = cumla.DecodePlan(**options)
         first = Problem(q, cache, indices, **options).check(lab, plan=plan)
         if lab.backend == "cuda" and kernel != "exact":
             assert not marks(lab, plan).any()
@@ -357,7 +358,7 @@ def test_poison_with_any_participants(lab, kernel, rng, monkeypatch, batch_invar
     """CTAs of the exact kernel may exit before any tile is marked: the others must give the same result."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
+    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan(batch_invariant=batch_invariant)
     cache = make_cache(rng, layout, 5, 64)
     rope_of(cache, layout)[4, :, 3] = 1e6
     indices = make_indices(rng, 3, 1, 200, 256, absent=0.0)
