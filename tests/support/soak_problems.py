@@ -1,5 +1,6 @@
 """Problems of tests/soak_device.py: each operation at shapes that select different kernels or divisions of work."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def decode(make, layout, heads, requests, s_q, topk, extra, ragged, options, hug
     arguments = sparse_attention.decode(x, layout, layout if extra else None) | {"attn_sink": None} | options
     name = f"{layout.name}, {heads} heads, {requests} x {s_q}, {topk} + {extra} keys" + ", ragged" * ragged
     name += ", invariant" * bool(options) + ", tiles computed again" * huge
-    return problem_of("decode", name, "sparse_mla_decode", arguments, cumla.DecodePlan)
+    return problem_of("decode", name, "sparse_mla_decode", arguments, functools.partial(cumla.DecodePlan, **options))
 
 
 def prefills(make):
