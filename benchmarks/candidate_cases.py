@@ -81,7 +81,8 @@ class CandidateTopk:
     def problem(self, sizes: Sizes) -> Problem:
         x = inputs(self, sizes)
         arguments = candidates.choice(x, self.layout, 1, self.blocks, POSITIONS)
-        everything = {name: x for name, x in arguments.items() if "candidate" not in name}
+        of_blocks = ("candidate_blocks", "candidate_block_size", "batch_invariant")
+        everything = {name: x for name, x in arguments.items() if name not in of_blocks}
         everything["kv"] = everything.pop("kv_cache")
         count, chosen = min(self.blocks, -(-self.context // POSITIONS)), to_host(arguments["candidate_blocks"])
         out = x.unwritten(self.batch, TOPK, dtype=np.int32)
