@@ -308,7 +308,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
                 default=132)  # fmt: skip
     device.add_argument(
         "--clusters", metavar="CTAS:NUMBER,...",
-        help="clusters that run at a time, by their CTAs (default: for 132 SMs those of an H200, else none are used)",
+        help="clusters that run at a time, by their CTAs (default: an H200's numbers for 132 SMs, else no clusters)",
     )  # fmt: skip
     sizes = parser.add_argument_group("sizes")
     _add_number(sizes, "--tokens", 1, 2**16, "most tokens of a step", default=4096)

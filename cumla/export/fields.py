@@ -101,7 +101,7 @@ class OperationFields:
         return None if default is inspect.Parameter.empty else default
 
     def call(self, arguments: Mapping[str, Any], plan: Any = None) -> None:
-        """Call the function with these arguments; those of results as its outputs."""
+        """Call the function with these arguments. Arrays named as results are its outputs."""
         given = {name: value for name, value in arguments.items() if name not in (*self.results, "workspace", PLANNED)}
         for name, names in PAIRS.items():
             if names[0] in given and name in self.spec.arrays:

@@ -128,7 +128,7 @@ class Writer:
         return list(self._programs)
 
     def clusters(self, most: Mapping[int, int]) -> list[tuple[int, ...]]:
-        """Kernels whose CTAs are clusters, of which the device runs so many at a time by their size."""
+        """Rows of the table of clusters. most: clusters that run at a time, by the number of CTAs in a cluster."""
         launches = {(row[0], row[4], row[7]) for row in self.tables["launches"]}
         found: list[tuple[int, ...]] = []
         for function, index in self._functions.items():

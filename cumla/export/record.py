@@ -24,7 +24,7 @@ from .words import Fields, Samples, Word, found
 
 ARENA_BYTES = 1 << 44
 ALIGNMENT = 16  # of addresses and strides
-MOST_STEPS = 1 << 12  # by which a sample's strides exceed the least ones
+MOST_STEPS = 1 << 12  # a sample's stride exceeds the packed stride by fewer steps
 LEAST_SAMPLES = 24  # of a sequence of kernels
 TRIES = 3  # of random strides
 LEAST_NUMBER, MOST_NUMBER = 2.0**-100, 2.0**20  # scales and epsilons that a file serves
@@ -141,7 +141,7 @@ class Arena:
     def array(self, like: Any, steps: tuple[int, ...]) -> np.ndarray:
         """A fake array of the shape and dtype of `like`.
 
-        steps: of each axis: its stride is a random multiple of so many bytes; 0: packed
+        steps: bytes for each axis: the axis has a random stride that is a multiple of them; 0: the packed stride
         """
         shape, item = like.shape, like.dtype.itemsize
         strides, stride = [0] * len(shape), item
@@ -221,11 +221,11 @@ def check(record: Record, sample: Sample) -> None:
             raise ExportError(f"{what}: sizes {launch.grid}, {launch.shared_bytes} bytes are not {sizes} of a formula")
         wrong = [at for at in range(len(packed)) if packed[at] != arguments[at]]
         if wrong:
-            raise ExportError(f"{what}: arguments from byte {wrong[0]} on are not those of a formula")
+            raise ExportError(f"{what}: arguments from byte {wrong[0]} on differ from the formulas")
 
 
 def described_bytes(words: list[int], size: int) -> bytes:
-    """A word's bytes, or those of a described tensor map with these seven words."""
+    """The bytes of a word, or of a described tensor map that has these seven words."""
     if size == FLOAT:
         return struct.pack("<f", struct.unpack("<d", struct.pack("<q", words[0]))[0])
     if len(words) == 1:
