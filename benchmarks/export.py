@@ -87,7 +87,8 @@ def step_calls(x: Measured, model: Model) -> Iterator[tuple[str, dict[str, Any]]
     yield "compute_swa_indices_and_lens", index_maps.windows(x)
     yield "compute_global_topk_indices_and_lens", index_maps.global_topk(x, compact=True)
     yield "qnorm_rope_and_insert", norm_rope.window_rows(x, first)
-    yield "sparse_mla_decode", sparse_attention.decode(x, first, second, model.has_window)
+    decode = sparse_attention.decode(x, first, second, model.has_window)
+    yield "sparse_mla_decode", decode | {"softmax_scale": first.head_dim**-0.5}
     yield "apply_rope", norm_rope.rope(x, inverse=True, dim=512)
 
 

@@ -459,6 +459,9 @@ static int described_condition(const cumla_library *x, const operation_entry *o,
         double numbers[3];
         const int64_t bits[3] = {got, c->least, c->most};
         memcpy(numbers, bits, sizeof numbers);
+        if (got == INT64_MIN)
+            return failed(CUMLA_NOT_SERVED, "%s: %s: got CUMLA_NO_NUMBER, expected a number from %g to %g (%s)",
+                          operation, field, numbers[1], numbers[2], text(x, r->name));
         return failed(CUMLA_NOT_SERVED, "%s: %s: got %g, expected a number from %g to %g (%s)", operation, field,
                       numbers[0], numbers[1], numbers[2], text(x, r->name));
     }
