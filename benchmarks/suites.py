@@ -28,6 +28,7 @@ import step_cases
 from cumla import __main__ as command
 from cumla.bench.rows import Suite
 from cumla.cli import bench
+from cumla.cli.options import Parser
 
 SUITES: dict[str, Suite] = {
     "indices": index_cases.index_maps,
@@ -44,8 +45,9 @@ SUITES: dict[str, Suite] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as `cumla bench`. Returns the exit status."""
-    parser = command.Parser(prog="python -m benchmarks.suites", description=(__doc__ or "").partition("\n")[0])
-    command.add_bench(parser, tuple(SUITES))
+    parser = Parser(prog="python -m benchmarks.suites")
+    bench.add_options(parser, tuple(SUITES))
+    parser.description = (__doc__ or "").partition("\n")[0]
     parser.set_defaults(run=functools.partial(bench.run, suites=SUITES))
     return command.main(argv, parser)
 

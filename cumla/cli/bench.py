@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench import plot, rows
+from ..bench import LAYOUT_NAMES, NAMES, plot, rows
 from ..bench.measure import environment
 from ..bench.problem import Sizes
+from ..dispatch.backends import BACKENDS
 from ..errors import InputError, RunError
 from ..layout import LAYOUTS
 from ..replay.options import choose_backend
@@ -24,9 +25,48 @@ from ..terminal import Progress, say
 from ..timing import limit_blas_threads
 from . import inapplicable
 from .files import check_outputs
+from .options import MAX_BATCH, MAX_HEADS, MAX_SIZE, OneOf, add_number
 
 HEADING = f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}"
 SIZES = ("--layout", "--heads", "--batch", "--tokens", "--topk", "--extra", "--context")
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str] = NAMES) -> None:
+    """Add the options of `cumla bench`. names: of the suites."""
+    parser.description = (
+        "Time the operations on this machine: inside CUDA graphs on a device, call by call on the CPU, "
+        "and FlashMLA's operations where it can be imported. Results of attention are checked first. "
+        "In a checkout `python -m benchmarks.suites` measures layers and their other operations. "
+        "Exit status 1 if --compare finds a row that is slower beyond noise."
+    )
+    parser.add_argument(
+        "suite", nargs="*", type=OneOf(names), metavar="SUITE", help=f"{', '.join(names)} (default: all of these)",
+    )  # fmt: skip
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument(
+        "--layout", choices=LAYOUT_NAMES, default="DSV4_FP8", metavar="FORMAT",
+        help=f"format of the cache: {', '.join(LAYOUT_NAMES)} (default: DSV4_FP8); with DSV41_FP8 and DSV41_FP8_SPLIT "
+        "the second cache has FP4 rows",
+    )  # fmt: skip
+    add_number(sizes, "--heads", 1, MAX_HEADS, default=64)
+    add_number(sizes, "--batch", 1, MAX_BATCH, "requests", default=[1, 32])
+    add_number(sizes, "--tokens", 1, MAX_SIZE, "tokens of insert, gather and prefill", default=[1024])
+    add_number(sizes, "--topk", 1, MAX_SIZE, "keys of the first cache", default=128)
+    add_number(
+        sizes, "--extra", 1, MAX_SIZE, "keys of V4's and V4.1's second cache, and rows that the indexer chooses",
+        default=512,
+    )  # fmt: skip
+    add_number(sizes, "--context", 64, MAX_SIZE, unit="TOKENS", default=8192)
+    sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
+    output = parser.add_argument_group("results")
+    output.add_argument("--json", metavar="FILE", help="write the rows, with versions and device; - for stdout")
+    output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
+    output.add_argument(
+        "--compare", nargs="+", metavar="FILE",
+        help="compare with the results OLD; with OLD NEW, compare the two files without measuring",
+    )  # fmt: skip
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results (needs matplotlib)")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, suites: Mapping[str, rows.Suite] = rows.SUITES) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,10 +13,26 @@ from ..dispatch import backends
 from ..errors import InputError
 from ..specs.self_test import CASES, Case, Outcome, check_case
 from ..terminal import Progress, say
+from .options import MAX_SEED, add_number
 
 NUMBER_WIDTH = len("1.2e-05 of 1.2e-05")
 CASE_WIDTH = 36
 WHOLE_NAMES = 80  # columns of a terminal that names of operations fit as they are
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compare every backend that can run here with the reference, on small random cases. "
+        "Exit status 1 if a result is beyond its bounds."
+    )
+    names = [name for name in backends.BACKENDS if name != "reference"]
+    parser.add_argument("--backend", choices=names, help="only this one")
+    add_number(parser, "--seed", 0, MAX_SEED, "of the random numbers", default=0)
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    return run(Console(), None if args.backend is None else checked(args.backend), args.seed)
 
 
 def checked(backend: str) -> str:

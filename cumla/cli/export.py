@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +13,64 @@ from rich.table import Table
 
 from ..errors import InputError, RunError
 from ..export import cubins, file_of, record_of
-from ..export.calls import Claims, calls_of
+from ..export.calls import KINDS, Claims, calls_of
 from ..export.file import read
 from ..export.header import write_runtime
 from ..export.record import ExportError, Program
 from ..kernels.cuda.device import HOPPER, LIMITS, Device
 from ..terminal import Progress, say
+from . import inapplicable
+from .options import MAX_BATCH, MAX_HEADS, MAX_SIZE, add_number
 from .served_model import Model
-
-__all__ = ["Claims", "Model", "device_of", "run"]
 
 T = TypeVar("T")
 CLUSTERS = {132: ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))}  # of an H200, as its driver answers
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a file with the compiled kernels and the launches of every call that a model's attention "
+        "needs, for the C runtime (docs: Without Python). No GPU is needed. Exit status 1 if a call's launches follow "
+        "from no formula, or the file cannot be written."
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="config.json of a DeepSeek V3.2, V4 or V4.1, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
+    )  # fmt: skip
+    add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
+    model.add_argument("--kind", choices=KINDS, default="v4", help="without --config (default: v4)")
+    add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
+    add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    device = parser.add_argument_group("device")
+    device.add_argument("--capability", metavar="X.Y", default="9.0", help="compute capability (default: 9.0)")
+    add_number(device, "--sms", 1, 1024, "SMs: 132 of an H100 SXM, H200 or GH200, 114 or 78 of other Hoppers",
+                default=132)  # fmt: skip
+    device.add_argument(
+        "--clusters", metavar="CTAS:NUMBER,...",
+        help="clusters that run at a time, by their CTAs (default: an H200's numbers for 132 SMs, else no clusters)",
+    )  # fmt: skip
+    sizes = parser.add_argument_group("sizes")
+    add_number(sizes, "--tokens", 1, 2**16, "most tokens of a step", default=4096)
+    add_number(sizes, "--requests", 1, MAX_BATCH, "most requests of a step", default=256)
+    add_number(sizes, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
+    add_number(sizes, "--context", 1, 2**20, "positions of the longest context", unit="TOKENS", default=2**17)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the file is written")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print what a file serves, and export nothing")
+    parser.add_argument("--runtime", type=Path, metavar="DIR", help="write the C runtime's sources there")
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    if args.config is None:
+        inapplicable.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
+        model = Model(args.kind, args.heads, args.topk)
+    else:
+        inapplicable.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
+        model = Model.from_config(args.config, args.ranks)
+    device = device_of(args.capability, args.sms, args.clusters)
+    claims = Claims(args.tokens, args.requests, args.block_size, args.context)
+    return run(Console(), model, device, claims, args.out, args.show, args.runtime)
 
 
 def device_of(capability: str, sms: int, clusters: str | None) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 from typing import Any
@@ -23,6 +24,20 @@ PACKAGES = (
 
 
 HEADS = (16, 32, 64, 128)  # of a rank, by which attention kernels differ
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print versions, devices and backends; for each backend that cannot run, why, and the line that installs it."
+    )
+    parser.add_argument("--capability", metavar="X.Y", help="which kernels a device of this compute capability gets")
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    if args.capability is not None:
+        return run_capability(Console(), args.capability)
+    return run(Console())
 
 
 def versions() -> dict[str, str]:

@@ -8,17 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from ..dispatch.backends import BACKENDS
 from ..errors import InputError, RunError
+from ..layers.prefill_path import PATHS
 from ..parallel import Communicator, RankError
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.models import POOL
 from ..replay.options import (
+    DEVICE_DEFAULTS,
+    FORMATS,
+    HOST_DEFAULTS,
+    INDEX_KEYS,
     LAYER_RATIOS,
+    MLA_CACHES,
     MODEL_LAYERS,
     V4_RATIOS,
     V41_CACHE_FORMATS,
@@ -36,12 +44,13 @@ from ..replay.ranks import run_on_ranks
 from ..replay.report import counted, json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize, summarize_ranks
-from ..replay.trace import Share, TraceRequest, in_order, requests_of
+from ..replay.trace import INT32_MAX, Share, TraceRequest, in_order, requests_of
 from ..terminal import Progress, say
 from ..timing import limit_blas_threads
 from . import inapplicable
 from .files import STDOUT, check_outputs
 from .info import describe_machine
+from .options import MAX_HEADS, MAX_SEED, MAX_SIZE, add_number
 
 LATENT = {
     name for model in ("v32", "glm52", "glm53", "mistral4", "hy4") for name in MODEL_LAYERS[model]
@@ -57,6 +66,114 @@ LAYERS_OF = {
 }
 
 Run = tuple[Engine, list[StepRecord], float, float]  # the seconds are of warm-up and run
+
+
+DESCRIPTION = f"""\
+Replay a trace of requests through a continuous-batching loop. Requests arrive by their timestamps, prompts are
+prefilled in chunks, running requests decode. Blocks of the cache are shared by requests with equal prefixes and
+freed at the end; a request that does not fit waits. Each step builds its metadata once and runs every layer over it.
+
+Afterwards tables show throughput, time and bandwidth by op, the use of the cache, and how far a sample of every
+step's tokens is from attention in float64: over the rows in the cache (are the kernels exact?) and over the rows
+before quantisation (what does FP8 or FP4 cost?).
+
+Q and K come from a seeded generator with the outliers of real activations. The clock is virtual: a step takes
+{STEP_MS:.0f} ms of the trace's time, and idle time is skipped, so a run can be repeated.
+
+Exit status: 0; 1 if a sample is beyond its bounds or a file cannot be written; 2 for options or a trace that
+cannot be used; 130 if interrupted.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "trace", nargs="?", type=Path, metavar="TRACE",
+        help="JSON lines, plain or gzipped, with timestamp (ms), input_length, output_length and hash_ids (one "
+        "for each 512 tokens of input; equal ids: shared prefix); default: a production trace that comes with "
+        "cumla (300 requests, Mooncake project); - for stdin",
+    )  # fmt: skip
+    load = parser.add_argument_group("load")
+    of_place = {name: _default(name) for name in ("requests", "max_len", "batch_tokens", "heads", "topk")}
+    add_number(load, "--requests", 1, INT32_MAX, "first N requests", shown=of_place["requests"])
+    add_number(
+        load, "--max-len", 2, INT32_MAX, "cut requests to this length, at most 1/16 of it output", unit="TOKENS",
+        shown=of_place["max_len"],
+    )  # fmt: skip
+    add_number(
+        load, "--max-output", 1, INT32_MAX, "cut outputs to this length", unit="TOKENS", shown="(default: uncut)"
+    )  # fmt: skip
+    add_number(
+        load, "--batch-tokens", 1, MAX_SIZE, "tokens of a step", unit="TOKENS", shown=of_place["batch_tokens"]
+    )  # fmt: skip
+    add_number(
+        load, "--cache-tokens", 1, INT32_MAX, "tokens of the cache", unit="TOKENS",
+        shown="(default: half the tokens of all requests, at least the tokens of the largest request)",
+    )  # fmt: skip
+    add_number(
+        load, "--host-pages", 1, INT32_MAX, "pages of each page group in host memory: prefixes that a full cache would "
+        "drop are swapped out to them, and in for later hits, and compared", shown="(default: none)",
+    )  # fmt: skip
+    add_number(load, "--seed", 0, MAX_SEED, "of Q and K", default=0)
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
+        help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too), "
+        "c128a (to all compressed rows of 128 tokens too), mla (dense: to all tokens), and whole layers from hidden "
+        "states to their output: v4 (one of each of the first three kinds), v32, v41 (one of each of V4.1's six "
+        "kinds, which share rows and selections), glm52 and hy4 (a layer that selects, and one that takes its "
+        "selection), glm53 (of GLM-5.3-Flash) and mistral4 (layers with and without RoPE, that share rows and "
+        "selections); default: the first three",
+    )  # fmt: skip
+    add_number(model, "--heads", 1, MAX_HEADS, "query heads", shown=of_place["heads"])
+    add_number(model, "--window", 1, MAX_SIZE, unit="TOKENS", default=128)
+    add_number(
+        model, "--topk", 1, MAX_SIZE, "rows that a token selects at c4a and in layers of models", shown=of_place["topk"]
+    )  # fmt: skip
+    model.add_argument(
+        "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
+        help=f"formats of the caches of swa, c4a, c128a and v41: first of window rows, then of compressed rows; one of "
+        f"{'; '.join(FORMATS)} (default: DSV4_FP8, of v41 {V41_LAYOUT})",
+    )  # fmt: skip
+    model.add_argument(
+        "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
+    )
+    model.add_argument(
+        "--index-keys", choices=INDEX_KEYS, default=INDEX_KEYS[0], help="of v41's layers that select (default: fp8)"
+    )
+    model.add_argument(
+        "--prefill-path",
+        choices=PATHS,
+        help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
+        "(default: the faster path for each chunk)",
+    )
+    model.add_argument(
+        "--batch-invariant", action="store_true", help="layers whose tokens have the same bits in any batch"
+    )
+    add_number(
+        model, "--ranks", 1, 64, "shard the rows of long contexts across N GPUs, or N threads on the CPU", default=1
+    )  # fmt: skip
+    model.add_argument(
+        "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all results, including each step's; - for stdout"
+    )
+    output.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page that needs no other file: steps over time, cache "
+        "occupancy, prefix hits and time by op",
+    )  # fmt: skip
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png",
+        help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
+    )  # fmt: skip
+    parser.set_defaults(run=run, needs_less="a smaller --cache-tokens, --batch-tokens or --heads needs less")
+
+
+def _default(name: str) -> str:
+    device, host = (getattr(defaults, name) for defaults in (DEVICE_DEFAULTS, HOST_DEFAULTS))
+    return f"(default: {'uncut' if device is None else device} on a device, {host} on the CPU)"
 
 
 def run(args: argparse.Namespace) -> int:

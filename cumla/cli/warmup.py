@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..dispatch import backends
 from ..dispatch.kernel_check import run_pending
-from ..errors import RunError
+from ..errors import InputError, RunError
 from ..kernels.check_results import (
     NOT_REACHED,
     RESULTS,
@@ -26,15 +29,81 @@ from ..kernels.check_results import (
 from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8
 from ..replay.engine import warm_up
-from ..replay.options import V41_RATIOS, ReplayOptions
+from ..replay.options import (
+    FORMATS,
+    V41_CACHE_FORMATS,
+    V41_LAYOUT,
+    V41_RATIOS,
+    WARM_KINDS,
+    ReplayOptions,
+    choose_backend,
+)
 from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
+from . import inapplicable, warm_capability
+from .options import MAX_BATCH, MAX_HEADS, MAX_SIZE, add_number
 from .selection_calls import Thunk, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, pooled_key_calls, sparse_calls
 
 MAX_REPLAYED_TOKENS = 512
 FOLDERS = "NUMBA_CACHE_DIR, or for CUDA CUPY_CACHE_DIR"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compile the kernels that serving needs into the caches on disk, and test each against the "
+        "reference. A later process then starts warm: it compiles, tests and waits for nothing. "
+        "Exit status 1 if a compiled kernel gives wrong results; the message names it and says what to do."
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1, GLM-5 or Hy4 model; - for stdin",
+    )  # fmt: skip
+    add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
+    model.add_argument("--kind", choices=WARM_KINDS, default="v4", help="without --config (default: v4)")
+    add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
+    add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    model.add_argument(
+        "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
+        help=f"formats of v4's or v41's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8, of v41 "
+        f"{V41_LAYOUT})",
+    )  # fmt: skip
+    model.add_argument("--batch-invariant", action="store_true", help="of a model served with batch_invariant=True")
+    add_number(parser, "--batch", 1, MAX_BATCH, "requests of a step", default=[1, 8, 32, 128])
+    add_number(parser, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
+    parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
+    parser.add_argument(
+        "--capability",
+        metavar="X.Y",
+        help="list the kernels that a device of this compute capability gets; compiles nothing, needs no such device",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    model = Model(args.kind, args.heads, args.topk)
+    if args.config is None:
+        inapplicable.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
+    else:
+        inapplicable.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
+        model = Model.from_config(args.config, args.ranks)
+    if model.kind == "mla":
+        inapplicable.refuse(args, ["--topk"], "to mla, which attends to all rows")
+    if not model.has_window:
+        inapplicable.refuse(args, ["--layout"], f"to {model.kind}, but to v4 and v41")
+    if model.kind == "v41":
+        if args.layout not in (None, *V41_CACHE_FORMATS):
+            raise InputError(f"--layout: got {args.layout} for v41, expected one of {'; '.join(V41_CACHE_FORMATS)}")
+        model = replace(model, layout=args.layout or V41_LAYOUT)
+    elif args.layout is not None:
+        model = replace(model, layout=args.layout)
+    model = replace(model, batch_invariant=args.batch_invariant)
+    if args.capability is not None:
+        inapplicable.refuse(args, ["--backend"], "with --capability, which lists kernels of cuda")
+        return warm_capability.run(Console(), model, args.batch, args.block_size, args.capability)
+    return run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
 
 def tasks(

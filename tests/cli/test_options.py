@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from cumla.__main__ import Between, ListOf, main, make_parser
+from cumla.__main__ import main, make_parser
+from cumla.cli.options import Between, ListOf
 
 INT32_MAX = 2**31 - 1
 VALUES = (
@@ -24,6 +25,8 @@ class RunError(Exception):
 
 def commands():
     (subparsers,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for parser in subparsers.choices.values():
+        parser.load()
     return subparsers.choices
 
 
