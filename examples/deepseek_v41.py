@@ -18,7 +18,7 @@ from typing import Any
 import checkpoint
 import numpy as np
 import tiny_checkpoint
-from serving import Request, Server, Stopwatch, gated_mlp, main, rms_norm
+from serving import Request, Server, Stopwatch, gated_mlp, main, product, rms_norm
 
 from cumla.models import (
     Checkpoint,
@@ -43,6 +43,7 @@ class Model:
     def __init__(
         self, folder: pathlib.Path, *, xp: Any = np, cache_format: str = "fp4", activations: str | None = None,
         longest: int = 1024, requests: int = 8, batch_tokens: int = 256, backend: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.xp, self.stopwatch = xp, Stopwatch(xp)
         config = json.loads((pathlib.Path(folder) / "config.json").read_text())
@@ -62,6 +63,7 @@ class Model:
         serving = serving_of(
             attention, num_speculative_tokens=self.block, block_size=PAGE, compressed_block_size=COMPRESSED_PAGE,
             max_num_batched_tokens=batch_tokens, max_num_seqs=requests, max_model_len=longest,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         self.builder = StepBuilder(attention.specs(), serving, backend)
         of_drafts = dataclasses.replace(
@@ -76,7 +78,7 @@ class Model:
             self.layers.append(
                 DeepseekV41Attention(
                     attention, layer, tensors, activations=self.activations, cache_format=cache_format,
-                    max_position=longest, scratch=scratch, xp=xp, backend=backend,
+                    max_position=longest, scratch=scratch, xp=xp, backend=backend, batch_invariant=batch_invariant,
                 )
             )  # fmt: skip
             owner = attention.kv_source(layer)
@@ -149,7 +151,7 @@ class Model:
         return rms_norm(x, self.weights[name], self.config["rms_norm_eps"], self.xp)
 
     def logits(self, h: Any, norm: str) -> np.ndarray:
-        logits = self.norm(h, norm) @ self.weights["lm_head.weight"].T
+        logits = product(self.norm(h, norm), self.weights["lm_head.weight"], self.xp)
         return logits if self.xp is np else logits.get()
 
 

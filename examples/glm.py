@@ -1,11 +1,12 @@
 """Toys of GLM-5.2 and of GLM-5.3-Flash, of its sparse layers alone, generate tokens.
 
-python examples/glm.py
+python examples/glm.py [--batch-invariant]
 
 GLM-5.2 has layers that select rows with an indexer, and layers that take their selection. GLM-5.3-Flash selects pools
 of tokens, and mixes residual streams by hyper-connections.
 """
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import deepseek_v32
 import numpy as np
 import tiny_checkpoint
 from seeded_weights import seeded_weights
-from serving import rms_norm
+from serving import product, rms_norm
 
 from cumla.metadata import CommonAttentionMetadata
 from cumla.models import (
@@ -53,14 +54,16 @@ class Model:
     xp, mlp, limit = np, deepseek_v32.Model.mlp, None
 
     def __init__(
-        self, config: dict[str, Any], weights: dict[str, Any], longest: int = 256, cache_format: Any = "fp8"
-    ) -> None:
+        self, config: dict[str, Any], weights: dict[str, Any], longest: int = 256, cache_format: Any = "fp8",
+        batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.weights = {"n_group": 1, "topk_group": 1, **config}, weights
         attention = config_from(config)
         specs, scratch = attention.specs(), Scratch()
         serving = serving_of(
-            attention, block_size=PAGE, max_num_batched_tokens=longest, max_num_seqs=1, max_model_len=longest
-        )
+            attention, block_size=PAGE, max_num_batched_tokens=longest, max_num_seqs=1, max_model_len=longest,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         self.builder, self.selection = StepBuilder(specs, serving), SharedSelection(specs, serving)
         self.pages = np.arange(-(-longest // PAGE), dtype=np.int32)[None]
         self.layers, self.caches = [], []
@@ -68,7 +71,7 @@ class Model:
             self.layers.append(
                 self.attention(
                     attention, spec.layer, weights, activations="float32", cache_format=cache_format,
-                    max_position=longest, scratch=scratch,
+                    max_position=longest, scratch=scratch, batch_invariant=batch_invariant,
                 )
             )  # fmt: skip
             owner = None if spec.owns_rows else self.caches[spec.row_source]
@@ -106,7 +109,7 @@ class Model:
         return h
 
     def head(self, x: np.ndarray) -> np.ndarray:
-        return x @ self.weights["lm_head.weight"].T
+        return product(x, self.weights["lm_head.weight"], self.xp)
 
 
 class Flash(Model):
@@ -145,8 +148,11 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Greedy generation with toys of GLM-5.2 and GLM-5.3-Flash.")
+    parser.add_argument("--batch-invariant", action="store_true", help="tokens that do not depend on the schedule")
+    options = parser.parse_args()
     for name, config, kind in (("GLM-5.2", TOY, Model), ("GLM-5.3-Flash", FLASH, Flash)):
-        model = kind(config, seeded_weights(shapes_of(config), 0))
+        model = kind(config, seeded_weights(shapes_of(config), 0), batch_invariant=options.batch_invariant)
         tokens, first = np.random.default_rng(0).integers(2, config["vocab_size"], 100).tolist(), 0
         for _ in range(16):
             new = model.logits(np.array(tokens[first:]), first)[-1].argmax()

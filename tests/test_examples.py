@@ -66,6 +66,10 @@ def test_example(name, capsys):
     run(name, capsys)
 
 
+def test_glm_that_is_batch_invariant(capsys):
+    run("glm.py", capsys, "--batch-invariant")
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_example_on_another_backend(name, capsys):
     run(name, capsys, *BACKENDS[name])

@@ -299,8 +299,6 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         raise InputError("--prefill-path: got rows with --ranks, expected pages: a rank has not all rows")
     if options.batch_invariant and options.prefill_path == "rows":
         raise InputError("--prefill-path: got rows with --batch-invariant, expected pages")
-    if options.ranks > 1 and options.batch_invariant:
-        raise InputError("--batch-invariant: got it with --ranks, expected one device")
     if options.ranks > 1 and options.host_pages:
         raise InputError(f"--host-pages: got {options.host_pages} with --ranks, expected one device")
     if options.topk % POOL and {"glm53"} & set(layers):

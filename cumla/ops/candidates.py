@@ -61,9 +61,6 @@ def select_candidate_blocks(
         candidate_block_size: positions of a block
         max_workspace_bytes: most device memory for the blocks' scores; at least one request's scores must fit
         workspace: uint8 [bytes] to use instead of allocating; its size is the bound
-        batch_invariant: True: one kernel scores any number of queries, so that a query's selection is the same in every
-            call. False: on a GPU the number of queries decides, and selections between scores that differ only by
-            rounding may differ
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: to write instead of allocating
 
@@ -213,6 +210,9 @@ def candidate_topk(
         topk: how many positions to select
         max_workspace_bytes: most device memory for logits; at least the logits of one request must fit
         workspace: uint8 [bytes] to use instead of allocating; its size is the bound
+        batch_invariant: True: one kernel scores any number of queries, so that a query's selection is the same in every
+            call. False: on a GPU the number of queries decides, and selections between scores that differ only by
+            rounding may differ
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: to write instead of allocating
 

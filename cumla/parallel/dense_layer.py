@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays import dlpack, streams
-from ..dispatch.call import Call
 from ..dispatch.values import check_kind
 from ..layers.dense import MLACommonImpl, Observer, not_observed
-from ..layers.products import bits_of
+from ..layers.products import batched_product, bits_of
 from ..ops.dense_cache import concat_and_cache_mla
 from .communicator import Communicator
 from .context import ContextAttention
-from .validation import check_dense_forward, refuse_batch_invariant
+from .validation import check_dense_forward
 
 
 class ShardedMLALayer:
@@ -30,7 +29,6 @@ class ShardedMLALayer:
 
     def __init__(self, layer: MLACommonImpl, comm: Communicator, *, split_heads: bool = False) -> None:
         check_kind(MLACommonImpl, layer=layer)
-        refuse_batch_invariant(layer=layer)
         self.layer, self.comm = layer, comm
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=layer.backend)
 
@@ -91,7 +89,7 @@ class ShardedMLALayer:
             self._attention.observe = lambda part: observe("decode" if part == "attend" else part)
             self._attention.dense_decode(
                 latent_q, kv_cache, block_table, cache_seqlens, scale=k_scale, softmax_scale=layer.scale,
-                max_seqlen=max_seqlen, out=latent_out,
+                batch_invariant=layer.batch_invariant, max_seqlen=max_seqlen, out=latent_out,
             )  # fmt: skip
             heads_out = result.reshape(len(q), layer.num_heads, layer.v_head_dim)
             with observe("absorb"):
@@ -100,7 +98,5 @@ class ShardedMLALayer:
 
     def _product(self, a: Any, b: Any, out: Any) -> None:
         """out = a b, batches of matrices."""
-        call = Call(self.layer.backend)
-        call.borrow("a", a)
-        with call.kernels("projection") as kernels:
-            kernels.batched_product(a, b, out)
+        layer = self.layer
+        batched_product(a, b, out, layer.backend, layer.workspace if layer.batch_invariant else None)

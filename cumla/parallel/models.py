@@ -25,7 +25,7 @@ from .communicator import Communicator
 from .context import ContextAttention
 from .rank_rows import RankRows, ShardedCompressedCache
 from .sparse_layer import ShardedSparseMLALayer
-from .validation import check_rank_rows, refuse_batch_invariant
+from .validation import check_rank_rows
 
 
 class ShardedAttention:
@@ -38,7 +38,6 @@ class ShardedAttention:
 
     def __init__(self, attention: SparseAttention, comm: Communicator) -> None:
         check_kind(SparseAttention, attention=attention)
-        refuse_batch_invariant(attention=attention)
         self.attention, self.comm = attention, comm
         self._window: ShardedSparseMLALayer | None = None
         if isinstance(attention.attended, WindowAndList):
@@ -122,5 +121,5 @@ class _RankStep(Step):
         self.context.observe = lambda part: self.observe("decode" if part == "attend" else part)
         self.context.sparse_decode(
             q, self.caches.rows, slots, lens, attn_sink=layer.sinks, layout=layer.layouts.rows,
-            softmax_scale=layer.spec.softmax_scale, out=o,
+            softmax_scale=layer.spec.softmax_scale, batch_invariant=layer.batch_invariant, out=o,
         )  # fmt: skip

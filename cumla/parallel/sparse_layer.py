@@ -20,7 +20,7 @@ from ..ops.sparse_cache import quantize_and_insert_k_cache
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .rank_rows import ShardedCompressedCache
-from .validation import check_sparse_step, refuse_batch_invariant
+from .validation import check_sparse_step
 
 
 class ShardedSparseMLALayer:
@@ -36,7 +36,6 @@ class ShardedSparseMLALayer:
         self, layer: SparseMLALayer, comm: Communicator, *, split_heads: bool = False, backend: str | None = None
     ) -> None:
         check_kind(SparseMLALayer, layer=layer)
-        refuse_batch_invariant(layer=layer)
         self.layer, self.comm, self.backend = layer, comm, backend
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=backend)
 
@@ -129,7 +128,7 @@ class ShardedSparseMLALayer:
         self._attention.sparse_decode(
             q[tokens], swa_cache, window, lens, **extra, attn_sink=self.layer.attn_sink,
             softmax_scale=self.layer.softmax_scale, layout=self.layer.layout, block_size=metadata.block_size,
-            out=out[tokens],
+            batch_invariant=self.layer.batch_invariant, out=out[tokens],
         )  # fmt: skip
 
     def _selected(self, compressed: ShardedCompressedCache, tokens: slice, metadata: DeepseekSparseSWAMetadata) -> Any:

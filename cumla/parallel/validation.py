@@ -17,7 +17,7 @@ from ..layers.dense import MLACommonImpl
 from ..layers.dense_validation import check_cache
 from ..layers.sparse import SparseMLALayer
 from ..layers.sparse_validation import check_has_c128a, check_inserted, check_rows, check_window_step, tokens_used
-from ..metadata.builder import check_current
+from ..metadata.builder import check_current, check_mode
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_columns, check_pages, check_rows_of_longest, check_window_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM
@@ -49,13 +49,6 @@ def check_rank_shard(
     check_rows_of_longest(cache_name, cache, cache.shape[1], rows)
 
 
-def refuse_batch_invariant(**layers: Any) -> None:
-    """Raise ValueError for a layer that is batch invariant: steps of ranks have no such mode yet."""
-    for name, layer in layers.items():
-        if layer.batch_invariant:
-            raise ValueError(f"{name}: got a layer with batch_invariant=True, expected False for layers of ranks")
-
-
 def check_rank_rows(
     call: Call, comm: Communicator, rows: RankRows, name: str, cache: Any, metadata: DeepseekSparseSWAMetadata,
     ratio: int,
@@ -84,6 +77,7 @@ def check_sparse_step(
     """Check the arguments of `ShardedSparseMLALayer.step`."""
     check_kind(DeepseekSparseSWAMetadata, metadata=metadata)
     check_current("metadata", metadata)
+    check_mode("metadata", metadata.config.batch_invariant, layer.batch_invariant)
     ratio = layer.compress_ratio
     has_rows = metadata.config.has_compressed_rows(ratio)
     if has_rows != (compressed is not None):

@@ -177,22 +177,36 @@ def test_sparse_prefill(device, rng, heads, dim):
     captured.check_nothing({"topk_length": 0}, {**NO_ATTENTION, "max_logits": -np.inf})
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_dense_decode(device, rng, fp8):
+@pytest.mark.thorough(when=lambda x: x.get("fp8") and x.get("batch_invariant"))
+def test_dense_decode(device, rng, fp8, batch_invariant):
     """The lengths do not decide how keys are split."""
     rows = {
         "q": of_normal(rng, ROWS, 1, HEADS, 576), "block_table": ints(rng, BLOCKS, ROWS, 20),
         "cache_seqlens": lengths(rng, 20 * BLOCK),
     }  # fmt: skip
     cache = e4m3(rng, BLOCKS, BLOCK, 576) if fp8 else of_normal(rng, BLOCKS, BLOCK, 576)
-    plan = cumla.DenseDecodePlan()
+    plan = cumla.DenseDecodePlan(batch_invariant=batch_invariant)
 
     def call(**arrays):
-        cumla.dense_mla_decode(**arrays, plan=plan)
+        cumla.dense_mla_decode(**arrays, plan=plan, batch_invariant=batch_invariant)
 
     captured = Captured(device, call, rows, {"k_cache": cache}, attention_out())
     captured.check(rng)
     captured.check_nothing({"cache_seqlens": 0}, NO_ATTENTION)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # because products are emulated
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_products(device, rng, batch_invariant):
+    others = {"weight": e4m3(rng, 70, 192), "weight_scale": np.full((1, 2), 0.01, np.float32)}
+
+    def call(**arrays):
+        cumla.fp8_block_linear(**arrays, batch_invariant=batch_invariant)
+
+    rows, out = {"x": of_normal(rng, ROWS, 192)}, {"out": np.full((ROWS, 70), 7, BF16)}
+    Captured(device, call, rows, others, out).check(rng)
 
 
 # ---- the indexer

@@ -88,6 +88,18 @@ def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
     assert (lab.get(workspace.topk_lens)[:decodes] == lab.get(lens)).all()
 
 
+def test_an_indexers_metadata_of_the_other_mode_is_refused(rng):
+    """It selects by other kernels; nothing is written."""
+    lab = Lab("cpu", on_device=False)
+    layer, given = selecting_step(rng, lab, [3, 200], [1, 2], batch_invariant=True)
+    caches = given["swa_cache"], given["compressed"].cache
+    before = [x.tobytes() for x in caches]
+    message = "compressed.indexer.metadata: got batch_invariant=True in the builder's config, expected False"
+    with pytest.raises(ValueError, match=message):
+        layer.step(**given)
+    assert [x.tobytes() for x in caches] == before
+
+
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_decodes_that_are_prefills_to_the_indexer_are_mapped(lab, rng):
     layer, given = selecting_step(rng, lab, [3, 200, 147], [1, 2, 2], num_speculative_tokens=0)

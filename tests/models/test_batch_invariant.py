@@ -1,9 +1,10 @@
 """Batch-invariant layers: a token's output has the same bits in any schedule of its request, and beside any others."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from cumla.parallel import Agreement, MemoryStore, ShardedAttention, ThreadCommunicator
 from support.family_stack import FamilyStack
 from support.lab import Lab
 from support.models import GoldenLayer, V4Layer, V32Layer
@@ -133,12 +134,20 @@ def test_layers_and_metadata_of_two_modes_are_refused():
                 layer.step(np.zeros((3, layer.spec.hidden_size), layer.activations), caches, metadata, selection)
 
 
+def test_an_indexers_metadata_of_the_other_mode_is_refused():
+    """The step's other metadata has the layer's mode."""
+    for in_mode in (False, True):
+        ours, foreign = (made("v32", batch_invariant=mode).made for mode in (in_mode, not in_mode))
+        batch, tables = ours.paged.batch([(0, 0, 3)])
+        metadata, other = ours.build(batch, tables), foreign.build(batch, tables)
+        rows = {ratio: replace(step, indexer=other.rows[ratio].indexer) for ratio, step in metadata.rows.items()}
+        before = ours.caches.rows.tobytes(), ours.caches.indexer.tobytes()
+        message = f"metadata.indexer: got batch_invariant={not in_mode} in the builder's config, expected {in_mode}"
+        with pytest.raises(ValueError, match=message):
+            ours.layer.step(ours.golden.hidden[:3], ours.caches, replace(metadata, rows=rows))
+        assert (ours.caches.rows.tobytes(), ours.caches.indexer.tobytes()) == before
+
+
 def test_activations_that_the_number_of_tokens_rounds_are_refused():
     with pytest.raises(ValueError, match="activations: got 'fp8' with batch_invariant=True, expected 'bfloat16'"):
         made("v32", activations="fp8")
-
-
-def test_a_layer_on_ranks_is_refused():
-    layer = made("v32").made.layer
-    with pytest.raises(ValueError, match="attention: got a layer with batch_invariant=True, expected False"):
-        ShardedAttention(layer, ThreadCommunicator(Agreement(MemoryStore(), 0, 1)))

@@ -6,7 +6,7 @@ import pytest
 from support.lab import Lab
 from support.operations import assert_same_bits
 
-MODELS = {"v32": "deepseek_v32", "v4": "deepseek_v4"}
+MODELS = {"v32": "deepseek_v32", "v4": "deepseek_v4", "v41": "deepseek_v41"}
 LONGEST, NEW, PROMPTS = 140, 4, 6
 
 
@@ -15,9 +15,11 @@ class Served:
 
     def __init__(self, name, folder, lab, cache_format):
         import tiny_checkpoint
+        from serving import Server
 
         module = __import__(MODELS[name])
         tiny_checkpoint.write(folder, getattr(tiny_checkpoint, name.upper()), seed=6000)
+        self.server_class = getattr(module, "DraftingServer", Server)
         self.model = module.Model(
             folder, longest=LONGEST + NEW, requests=PROMPTS, batch_tokens=512, cache_format=cache_format,
             batch_invariant=True, xp=lab.xp, backend=lab.backend,
@@ -29,11 +31,10 @@ class Served:
 
     def server(self, batch_tokens, most, share=1.0, prefix_cache=False):
         from page_cache import PageCache
-        from serving import Server
 
         needed = {name: -(-(LONGEST + NEW) // size) + 1 for name, (size, _) in self.model.groups.items()}
         pages = {name: max(needed[name], int(share * n)) for name, n in self.model.num_pages.items()}
-        server = Server(self.model, pages, batch_tokens, most)
+        server = self.server_class(self.model, pages, batch_tokens, most)
         if prefix_cache:
             server.cache = PageCache(self.model, server.pages, 0, 8)
         return server
@@ -58,7 +59,7 @@ class Served:
         return self.preempted
 
 
-CASES = [(name, cache_format) for name in MODELS for cache_format in ("float32", "fp8")]
+CASES = [(name, cache_format) for name in MODELS for cache_format in ("float32", "fp4" if name == "v41" else "fp8")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda x: " ".join(x))
@@ -67,7 +68,7 @@ def served(request, tmp_path_factory):
     return Served(name, tmp_path_factory.mktemp("served"), Lab("cpu", on_device=False), cache_format)
 
 
-@pytest.mark.thorough(when=lambda x: x.get("served") in (("v32", "fp8"), ("v4", "float32")))
+@pytest.mark.thorough(when=lambda x: x.get("served") in (("v32", "fp8"), ("v4", "float32"), ("v41", "float32")))
 def test_a_few_schedules(served, rng):
     for _ in range(2):
         served.check(rng)
@@ -77,9 +78,27 @@ def test_a_few_schedules(served, rng):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(10))
 def test_many_schedules(served, rng, part):
-    """10 of them: of two models with two formats each in 10 parts, 400."""
+    """10 of them: of three models with two formats each in 10 parts, 600."""
     for _ in range(10):
         served.check(rng)
+
+
+@pytest.mark.parametrize("name", ["Model", "Flash"])
+def test_glm_in_any_chunks(rng, name):
+    """The example without a server: each token's logits in one step, in chunks, and token by token."""
+    import glm
+    from seeded_weights import seeded_weights
+
+    config = glm.TOY if name == "Model" else glm.FLASH
+    weights, tokens = seeded_weights(glm.shapes_of(config), 0), rng.integers(2, 512, 90)
+    found = []
+    for counts in ([90], [31, 1, 40, 1, 1, 16], [1] * 90):
+        model = getattr(glm, name)(config, weights, batch_invariant=True)
+        ends = np.cumsum(counts)
+        parts = [model.logits(tokens[end - n : end], end - n) for end, n in zip(ends, counts, strict=True)]
+        found.append(np.concatenate(parts))
+    for got in found[1:]:
+        assert_same_bits(got, found[0])
 
 
 @pytest.mark.gpu
@@ -88,6 +107,6 @@ def test_schedules_on_a_device(tmp_path, rng, name):
     import cupy
 
     assert cupy.cuda.is_available()
-    on_device = Served(name, tmp_path, Lab("cuda", on_device=True), "fp8")
+    on_device = Served(name, tmp_path, Lab("cuda", on_device=True), "fp4" if name == "v41" else "fp8")
     for _ in range(25):
         on_device.check(rng)

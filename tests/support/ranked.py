@@ -24,12 +24,12 @@ INTERLEAVE = 2
 
 
 class Ranked:
-    """A golden layer whose compressed or latent rows are sharded across ranks."""
+    """A golden layer whose compressed or latent rows are sharded across ranks. options: of the layer on one device."""
 
-    def __init__(self, case, comm, requests=1, backend="cpu"):
+    def __init__(self, case, comm, requests=1, backend="cpu", **options):
         golden = GoldenLayer(case)
         self.is_v32 = golden.record["model"] == "v32"
-        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests, backend=backend)
+        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests, backend=backend, **options)
         self.layer = self.whole.layer
         self.ratio = self.layer.ratio
         self.shard = Shard(comm.rank, comm.size, INTERLEAVE)
