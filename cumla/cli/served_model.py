@@ -13,11 +13,11 @@ from ..dispatch.values import check_integers
 from ..errors import InputError
 from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, V32_NOPE_FP8, CacheLayout
 from ..models.config_validation import check_fixed, numbers_of
+from ..models.deepseek_v4 import DeepseekV4Config
+from ..models.deepseek_v32 import DeepseekV32Config
+from ..models.deepseek_v41 import DeepseekV41Config
 from ..models.glm5_next import Glm5NextConfig
 from ..models.registry import CONFIGS
-from ..models.v4_config import DeepseekV4Config
-from ..models.v32_config import DeepseekV32Config
-from ..models.v41_config import DeepseekV41Config
 from ..ops.indices import pooled_width
 from ..ops.sparse_attention import MAX_HEADS, V_DIM
 from ..replay.options import FORMATS, V41_LAYOUT

@@ -3,9 +3,9 @@
 from ..metadata.slots import STATE_BLOCK_SIZES
 from .attention import SparseAttention
 from .caches import LayerCaches
-from .deepseek_v4 import DeepseekV4Attention
-from .deepseek_v32 import DeepseekV32Attention
-from .deepseek_v41 import DeepseekV41Attention
+from .deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
+from .deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
+from .deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from .glm5_next import Glm5NextAttention, Glm5NextConfig
 from .glm_moe_dsa import GlmMoeDsaAttention, GlmMoeDsaConfig
 from .hy_v4 import HyV4Attention, HyV4Config
@@ -16,9 +16,6 @@ from .safetensors import Checkpoint
 from .scratch import Scratch
 from .shared_selection import SharedSelection, selected_tokens
 from .step import StepBuilder, StepMetadata, serving_of
-from .v4_config import DeepseekV4Config
-from .v32_config import DeepseekV32Config
-from .v41_config import DeepseekV41Config
 from .weight_shapes import expected_weights
 from .weights import ExpectedWeight
 

@@ -26,6 +26,7 @@ from ..layers.sparse import Observer, not_observed
 from ..layers.weights import BLOCK
 from .attended import FLOAT32, Chosen, OneList, WindowAndList
 from .caches import CacheFormat, KeyFormat, LayerCaches, formats_of
+from .config import AttentionConfig
 from .context import LayerContext, StepContext
 from .hidden_states import attend
 from .keys import LatentKeys, PooledKeys, TokenKeys
@@ -77,7 +78,7 @@ class SparseAttention(LayerContext):
     Other weights are stored in the type that the device multiplies: the activations' type, on the host float32.
     """
 
-    config_type: ClassVar[type]
+    config_type: ClassVar[type[AttentionConfig]]
 
     def __init__(
         self,
@@ -109,11 +110,10 @@ class SparseAttention(LayerContext):
                     raise ValueError(f"{name}: got {value}, expected None for a model other than V4.1")
                 spec = replace(spec, **{name: bool(value)})
         self.layouts = formats_of(spec, cache_format, key_format)
-        expected, block = named(config, layer, shapes_of(spec)), getattr(config, "scale_block", BLOCK)
+        expected, block = named(config, layer, shapes_of(spec)), config.scale_block
         weights = weights_of_layer(
-            weights, layer, config.names, block, getattr(config, "num_hidden_layers", None),
-            getattr(config, "model_names", {}),
-        )  # fmt: skip
+            weights, layer, config.names, block, getattr(config, "num_hidden_layers", None), config.model_names
+        )
         self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
         self.activations = check_options(
             spec,

@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..dispatch.values import check_integers, check_kind, in_float32, shown
-from ..ops.sparse_attention import MAX_HEADS
-from .rope import checked_scaling
+from ..dispatch.values import check_kind, in_float32, shown
 
-MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
 # Prefixes of the names of entries that change attention, and names with such a prefix that do not change it.
 ATTENTION = (
     "attention", "attn", "candidate", "clip_qkv", "compress", "dsa_", "dual_chunk", "full_attention", "gated_att",
@@ -132,24 +129,6 @@ def check_list(name: str, entries: Any, layers: int) -> None:
         raise TypeError(f"{name}: got {shown(entries)} of type {type(entries).__name__}, expected a list")
     if len(entries) < layers:
         raise ValueError(f"{name}: got {len(entries)} entries, expected one for each of {layers} layers")
-
-
-def check_numbers(config: Any) -> None:
-    """Raise TypeError or ValueError for a size that is not a positive integer, for more heads than attention supports,
-    for an epsilon that is not positive, or for a base of RoPE that is not above 1.
-
-    Args:
-        config: a dataclass whose integers are sizes, and whose `rope_scaling` is None or YaRN's parameters
-    """
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if field.type == "int":
-            check_integers(1, MAX_HEADS if name == "num_attention_heads" else 2**31 - 1, **{name: value})
-        elif field.type == "float":
-            number = in_float32(name, value, positive=True)
-            if name.endswith("rope_theta") and not 1 < number <= MOST_THETA:
-                raise ValueError(f"{name}: got {shown(value)}, expected more than 1 and at most {MOST_THETA:g}")
-    checked_scaling(config.rope_scaling)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:

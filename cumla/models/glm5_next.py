@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..dispatch.values import check_choice, check_integers, shown
 from ..ops.key_pools import MOST_POOLED
 from .attention import SparseAttention
-from .config_validation import (
-    Choice,
-    check_absent,
-    check_all_read,
-    check_fixed,
-    check_list,
-    check_numbers,
-    names_of,
-    numbers_of,
-)
-from .glm_moe_dsa import SELECTION, selecting_layers
+from .config import MOST_LAYERS, AttentionConfig
+from .config_validation import Choice, check_all_read, check_list, names_of, numbers_of
+from .glm_moe_dsa import SELECTION, selecting_layers, selection_of
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
-from .v4_config import MOST_LAYERS
 from .weights import V32_ATTENTION
 
-MODEL_TYPES = ("glm5_next", "glm5_next_text")
 SPARSE, LINEAR = ("indexed_attention", "full_attention"), "linear_attention"
 # Besides the fields. RoPE's entries, the widths of heads and num_key_value_heads have no effect.
 READ = (
@@ -39,7 +29,7 @@ COMPUTED = {
 
 
 @dataclass(frozen=True)
-class Glm5NextConfig:
+class Glm5NextConfig(AttentionConfig):
     """Sizes and parameters of a model's sparse attention layers, named as in transformers' configuration.
 
     Attributes:
@@ -51,11 +41,13 @@ class Glm5NextConfig:
         rms_norm_eps: also of the norms of the two latents
     """
 
+    model_types: ClassVar = ("glm5_next", "glm5_next_text")
+    foreign: ClassVar = ("o_groups", "compress_ratios", "compress_rates")
     names: ClassVar = V32_ATTENTION | {
         "indexer.kpool_gate.weight": "indexer.index_kpool_compress_gate",
         "indexer.kpool_ape": "indexer.index_kpool_compress_ape",
     }  # fmt: skip
-    published: ClassVar[dict[str, str]] = {}  # names are transformers'
+    published: ClassVar[Mapping[str, str]] = {}  # names are transformers'
     module: ClassVar = "model.language_model.layers.{}.self_attn."
     in_bfloat16: ClassVar = ("indexer.", "wkv_b.")  # in FP8 checkpoints, too
     rope_scaling: ClassVar[None] = None
@@ -75,8 +67,7 @@ class Glm5NextConfig:
     max_position_embeddings: int = 1048576
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_integers(1, MOST_LAYERS, num_hidden_layers=self.num_hidden_layers)
+        super().__post_init__()
         check_integers(2, MOST_POOLED, index_kpool=self.index_kpool)
         if self.index_topk % self.index_kpool:
             raise ValueError(
@@ -96,20 +87,7 @@ class Glm5NextConfig:
                 )
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Any:
-        """Read a config.json, or its text_config.
-
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
-        biases that cumla does not support, for layers of linear attention between a layer and the one whose selection
-        it takes, and for an entry that changes attention and is not read.
-        """
-        text = config.get("text_config") if isinstance(config, Mapping) else None
-        if isinstance(text, Mapping):
-            check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
-            config = text
-        check_fixed(config)
-        check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
-        check_absent(config, "it is of a DeepSeek V4 model", "o_groups", "compress_ratios", "compress_rates")
+    def read(cls, config: Mapping[str, Any]) -> Self:
         numbers = numbers_of(cls, config, besides=("sparse", "selecting"))
         sparse = sparse_layers(config)
         selecting = tuple(layer for layer in selecting_layers(config) if layer in sparse)
@@ -122,29 +100,20 @@ class Glm5NextConfig:
         return float(self.qk_nope_head_dim**-0.5)
 
     def specs(self) -> tuple[LayerSpec, ...]:
-        """The description of every sparse layer, except layers that predict further tokens."""
         return tuple(map(self.spec, self.sparse))
 
     def spec(self, layer: int) -> LayerSpec:
-        """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens.
-
-        Raises ValueError for a layer of linear attention.
-        """
         check_integers(0, layer=layer)
-        draft = layer >= self.num_hidden_layers
-        if not draft and layer not in self.sparse:
+        if layer < self.num_hidden_layers and layer not in self.sparse:
             raise ValueError(
                 f"layer: got {layer}, a layer of linear attention (KDA), expected a sparse one: {shown(self.sparse)}"
             )
-        own = draft or layer in self.selecting
         return LayerSpec(
             layer=layer, hidden_size=self.hidden_size, heads=self.num_attention_heads, q_rank=self.q_lora_rank,
             nope_dim=self.qk_nope_head_dim, rope_dim=0, v_dim=self.v_head_dim, softmax_scale=self.softmax_scale,
-            rows="latent", row_source=layer, selection="own" if own else "source",
-            selection_source=layer if own else max(source for source in self.selecting if source < layer),
-            keys="pools" if own else "none", pool=self.index_kpool, index_heads=self.index_n_heads,
-            topk=self.index_topk, rope_pairs="none", index_pairs="none", q_eps=self.rms_norm_eps,
-            row_eps=self.rms_norm_eps,
+            rows="latent", row_source=layer, **selection_of(self, layer, "pools"), pool=self.index_kpool,
+            index_heads=self.index_n_heads, topk=self.index_topk, rope_pairs="none", index_pairs="none",
+            q_eps=self.rms_norm_eps, row_eps=self.rms_norm_eps,
         )  # fmt: skip
 
 

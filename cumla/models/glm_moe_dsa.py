@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..dispatch.values import check_choice, check_flags, check_integers, shown
 from .attention import SparseAttention
-from .config_validation import check_fixed, check_list
+from .config import MOST_LAYERS, AttentionConfig
+from .config_validation import check_list
+from .deepseek_v32 import DeepseekV32Config
 from .layer_spec import LayerSpec
-from .v4_config import MOST_LAYERS
-from .v32_config import COMPUTED, DeepseekV32Config
 
 KINDS = {"F": True, "S": False, "full": True, "shared": False}
 SELECTION = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
-READ = (*SELECTION, "head_dim", "indexer_rope_interleave", "index_share_for_mtp_iteration")  # head_dim has no effect
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,10 @@ class GlmMoeDsaConfig(DeepseekV32Config):
         rms_norm_eps: also of the norms of the two latents
     """
 
-    published: ClassVar[dict[str, str]] = {}  # by DeepSeek's names; others have transformers' names
+    model_types: ClassVar = ("glm_moe_dsa",)
+    also_read: ClassVar = (*SELECTION, "head_dim", "index_share_for_mtp_iteration")  # head_dim has no effect
+    published: ClassVar[Mapping[str, str]] = {}  # names are transformers'
+    frequency: ClassVar = 1  # of layers that select, where a config.json does not say it
 
     qk_nope_head_dim: int = 192
     v_head_dim: int = 256
@@ -42,37 +44,34 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integers(1, MOST_LAYERS, num_hidden_layers=self.num_hidden_layers)
         check_flags(indexer_rope_interleave=self.indexer_rope_interleave)
-        if not self.selecting or self.selecting[0] != 0:
-            raise ValueError(f"selecting: got {shown(self.selecting)}, expected layer 0 first, which has no source")
+        check_selecting(self.selecting)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Any:
-        """Read a config.json.
-
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
-        biases that cumla does not support, and for an entry that changes attention and is not read.
-        """
-        check_fixed(config, model_type="glm_moe_dsa")
-        computed = {name: value for name, value in COMPUTED.items() if name not in READ}
-        return cls.from_checked(config, computed, READ, selecting=selecting_layers(config))
+    def read(cls, config: Mapping[str, Any], **fields: Any) -> Self:
+        return super().read(config, selecting=selecting_layers(config, cls.frequency))
 
     def specs(self) -> tuple[LayerSpec, ...]:
-        """The description of every layer, except layers that predict further tokens."""
-        return tuple(map(self.spec, range(self.num_hidden_layers)))
+        return AttentionConfig.specs(self)
 
     def spec(self, layer: int) -> LayerSpec:
-        """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens."""
-        check_integers(0, layer=layer)
-        found = replace(
-            super().spec(layer), index_pairs="neighbours" if self.indexer_rope_interleave else "halves",
-            q_eps=self.rms_norm_eps, row_eps=self.rms_norm_eps,
-        )  # fmt: skip
-        if layer in self.selecting or layer >= self.num_hidden_layers:
-            return found
-        source = max(selecting for selecting in self.selecting if selecting < layer)
-        return replace(found, selection="source", selection_source=source, keys="none")
+        pairs = "neighbours" if self.indexer_rope_interleave else "halves"
+        eps, selection = self.rms_norm_eps, selection_of(self, layer)
+        return replace(super().spec(layer), **selection, index_pairs=pairs, q_eps=eps, row_eps=eps)
+
+
+def selection_of(config: Any, layer: int, keys: str = "tokens") -> dict[str, Any]:
+    """Fields of a layer's description: it selects by these keys, or takes the selection of the last layer that does."""
+    if layer in config.selecting or layer >= config.num_hidden_layers:
+        return {"selection": "own", "selection_source": layer, "keys": keys}
+    source = max(selecting for selecting in config.selecting if selecting < layer)
+    return {"selection": "source", "selection_source": source, "keys": "none"}
+
+
+def check_selecting(layers: tuple[int, ...]) -> None:
+    """Raise ValueError unless the first layer selects."""
+    if not layers or layers[0] != 0:
+        raise ValueError(f"selecting: got {shown(layers)}, expected layer 0 first, which has no source")
 
 
 def selecting_layers(config: Mapping[str, Any], freq: int = 1, offset: int = 2) -> tuple[int, ...]:

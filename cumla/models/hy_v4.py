@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..dispatch.values import check_flags
 from .attention import SparseAttention
 from .config_validation import check_fixed
-from .glm_moe_dsa import READ, GlmMoeDsaConfig, selecting_layers
+from .glm_moe_dsa import GlmMoeDsaConfig
 from .layer_spec import LayerSpec
-from .v32_config import COMPUTED
 from .weights import V32_ATTENTION
 
 GATE_AND_SINK = {"learnable_sink": True, "gated_mla": True, "gating_type": "elementwise"}
-FREQUENCY = 4  # of layers that select, from layer 1 on
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,9 @@ class HyV4Config(GlmMoeDsaConfig):
         indexer_rope_interleave: the same of the indexer
     """
 
+    model_types: ClassVar = ("hy_v4",)
+    computed: ClassVar = GlmMoeDsaConfig.computed | GATE_AND_SINK
+    frequency: ClassVar = 4  # from layer 1 on
     names: ClassVar = V32_ATTENTION | {
         "attn_sink": "sinks", "learnable_sink_param": "sinks", "linear_gate.weight": "gate_proj.weight"
     }  # fmt: skip
@@ -44,14 +45,12 @@ class HyV4Config(GlmMoeDsaConfig):
         check_flags(rope_interleave=self.rope_interleave)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Any:
-        """`GlmMoeDsaConfig.from_dict` of a Hy4 model. Another gate, and a model without gate or sink, are refused."""
-        check_fixed(config, model_type="hy_v4", **GATE_AND_SINK)
-        computed = {name: value for name, value in (COMPUTED | GATE_AND_SINK).items() if name not in READ}
-        return cls.from_checked(config, computed, READ, selecting=selecting_layers(config, FREQUENCY))
+    def read(cls, config: Mapping[str, Any], **fields: Any) -> Self:
+        """Another gate, and a model without gate or sink, are refused."""
+        check_fixed(config, **GATE_AND_SINK)
+        return super().read(config)
 
     def spec(self, layer: int) -> LayerSpec:
-        """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens."""
         pairs = "neighbours" if self.rope_interleave else "halves"
         return replace(super().spec(layer), sink=True, gate=True, index_part="last", rope_pairs=pairs)
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ..dispatch.values import check_choice, check_integers, shown
 from .attention import SparseAttention
-from .config_validation import check_fixed, check_list, check_numbers, rope_of
-from .glm_moe_dsa import SELECTION, selecting_layers
-from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
-from .v4_config import MOST_LAYERS
-from .v32_config import LatentConfig
+from .config_validation import check_list, rope_of
+from .deepseek_v32 import LatentConfig
+from .glm_moe_dsa import SELECTION, check_selecting, selecting_layers, selection_of
+from .layer_spec import ROPE_DIM, LayerSpec
 from .weights import V32_ATTENTION
 
-MODEL_TYPES = ("mistral_large4", "mistral_large4_text")
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2048.0, "original_max_position_embeddings": 512,
     "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0,
-}  # fmt: skip
-READ = (*SELECTION, "head_dim")  # head_dim has no effect
-COMPUTED = {
-    "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE_DIM, "index_head_dim": INDEX_DIM, "attention_bias": False,
-    "index_kpool": 1, "rope_interleave": True, "indexer_rope_interleave": True,
 }  # fmt: skip
 EVERY = 4  # layers, of which the last has no RoPE
 PUBLISHED = {
@@ -47,6 +40,9 @@ class MistralLarge4Config(LatentConfig):
         rms_norm_eps: also of the norm of rows
     """
 
+    model_types: ClassVar = ("mistral_large4", "mistral_large4_text")
+    also_read: ClassVar = (*SELECTION, "head_dim")  # head_dim has no effect
+    computed: ClassVar = {"indexer_rope_interleave": True}
     names: ClassVar = V32_ATTENTION | PUBLISHED
     model_names: ClassVar = {"lerope.alpha": "rotary_emb.alpha"}  # of a weight that all layers share
     published: ClassVar = {
@@ -71,14 +67,12 @@ class MistralLarge4Config(LatentConfig):
     rope_scaling: Mapping[str, Any] | None = field(default_factory=lambda: dict(YARN))
 
     def __post_init__(self) -> None:
-        check_numbers(self)
-        check_integers(1, MOST_LAYERS, num_hidden_layers=self.num_hidden_layers)
+        super().__post_init__()
         factors = {name: (self.rope_scaling or {}).get(name) for name in ("attention_factor", "mscale_all_dim")}
         for (name, value), fixed in zip(factors.items(), (1, 0), strict=True):
             if (value if value is not None else fixed) != fixed:
                 raise ValueError(f"rope_scaling.{name}: got {shown(value)}, expected {fixed}")
-        if not self.selecting or self.selecting[0] != 0:
-            raise ValueError(f"selecting: got {shown(self.selecting)}, expected layer 0 first, which has no source")
+        check_selecting(self.selecting)
         for name in ("no_rope_layers", "kv_source_layers"):
             check_list(name, getattr(self, name), self.num_hidden_layers)
         for layer in range(self.num_hidden_layers):
@@ -94,24 +88,11 @@ class MistralLarge4Config(LatentConfig):
                 )
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Any:
-        """Read a config.json, or its text_config.
-
-        Raises TypeError or ValueError for the configuration of another model, for missing entries, for sizes and
-        biases that cumla does not support, and for an entry that changes attention and is not read.
-        """
-        text = config.get("text_config") if isinstance(config, Mapping) else None
-        if isinstance(text, Mapping):
-            check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
-            config = text
-        check_fixed(config)
-        check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
+    def read(cls, config: Mapping[str, Any], **fields: Any) -> Self:
         selecting, layers = selecting_layers(config), config["num_hidden_layers"]
-        if rope_of(config) is None:
-            config = {**config, "rope_parameters": YARN}
-        elif (rope_of(config) or {}).get("attention_factor") is None:
-            name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-            config = {**config, name: {**config[name], "attention_factor": 1.0}}
+        rope = rope_of(config) or YARN
+        if rope.get("attention_factor") is None:
+            rope = {**rope, "attention_factor": 1.0}
         lists = {"no_rope_layers": [int((layer + 1) % EVERY != 0) for layer in range(layers)]}
         lists["kv_source_layers"] = list(range(layers))
         for name in lists:
@@ -119,33 +100,22 @@ class MistralLarge4Config(LatentConfig):
                 check_list(name, config[name], layers)
                 lists[name] = config[name]
         tuples = {name: tuple(entries[:layers]) for name, entries in lists.items()}
-        return cls.from_checked(config, COMPUTED, READ, selecting=selecting, **tuples)
-
-    @property
-    def softmax_scale(self) -> float:
-        return float((self.qk_nope_head_dim + ROPE_DIM) ** -0.5)
-
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """The description of every layer."""
-        return tuple(map(self.spec, range(self.num_hidden_layers)))
+        return super().read({**config, "rope_parameters": rope, "rope_scaling": None}, selecting=selecting, **tuples)
 
     def spec(self, layer: int) -> LayerSpec:
-        """The description of a layer. Raises ValueError for a draft layer, whose attention is dense."""
         check_integers(0, layer=layer)
         if layer >= self.num_hidden_layers:
             raise ValueError(
                 f"layer: got {layer}, expected at most {self.num_hidden_layers - 1}: the attention of Mistral's draft "
                 "layers (mtp_dspark) is dense, and is not served"
             )
-        rotates, own = bool(self.no_rope_layers[layer]), layer in self.selecting
+        rotates = bool(self.no_rope_layers[layer])
         pairs, rope_dim = ("neighbours", ROPE_DIM) if rotates else ("none", 0)
         return LayerSpec(
             layer=layer, hidden_size=self.hidden_size, heads=self.num_attention_heads,
             nope_dim=self.qk_nope_head_dim + ROPE_DIM - rope_dim, rope_dim=rope_dim, v_dim=self.v_head_dim,
             softmax_scale=self.softmax_scale, rows="latent", row_source=self.kv_source_layers[layer],
-            selection="own" if own else "source",
-            selection_source=layer if own else max(source for source in self.selecting if source < layer),
-            keys="tokens" if own else "none", index_heads=self.index_n_heads, topk=self.index_topk,
+            **selection_of(self, layer), index_heads=self.index_n_heads, topk=self.index_topk,
             index_queries="hidden", index_pairs=pairs, index_part="first", rope_pairs=pairs,
             rope_theta=self.rope_theta, rope_scaling=self.rope_scaling, learned_rope=rotates, position_scale=True,
             row_eps=self.rms_norm_eps,

@@ -1,4 +1,4 @@
-"""The models whose attention layers cumla has, by the model_type of their config.json. A model is one line."""
+"""The models whose attention layers cumla has, by the model_type of their config.json."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ from .attention import SparseAttention
 from .deepseek_v4 import DeepseekV4Attention
 from .deepseek_v32 import DeepseekV32Attention
 from .deepseek_v41 import DeepseekV41Attention
-from .glm5_next import MODEL_TYPES as GLM5_NEXT
 from .glm5_next import Glm5NextAttention
 from .glm_moe_dsa import GlmMoeDsaAttention
 from .hy_v4 import HyV4Attention
-from .mistral_large4 import MODEL_TYPES as MISTRAL_LARGE4
 from .mistral_large4 import MistralLarge4Attention
-from .v41_config import MODEL_TYPES
 
+ATTENTION = (
+    DeepseekV32Attention, DeepseekV4Attention, DeepseekV41Attention, GlmMoeDsaAttention, Glm5NextAttention,
+    HyV4Attention, MistralLarge4Attention,
+)  # fmt: skip
 MODELS: dict[str, type[SparseAttention]] = {
-    "deepseek_v32": DeepseekV32Attention,
-    "deepseek_v4": DeepseekV4Attention,
-    **dict.fromkeys(MODEL_TYPES, DeepseekV41Attention),
-    "glm_moe_dsa": GlmMoeDsaAttention,
-    **dict.fromkeys(GLM5_NEXT, Glm5NextAttention),
-    "hy_v4": HyV4Attention,
-    **dict.fromkeys(MISTRAL_LARGE4, MistralLarge4Attention),
+    model_type: attention for attention in ATTENTION for model_type in attention.config_type.model_types
 }
 CONFIGS: dict[str, Any] = {name: attention.config_type for name, attention in MODELS.items()}
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..dispatch.values import check_integers, shown
-from ..layers.weights import BLOCK
 from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
 from .weights import FLOAT8, ExpectedWeight
 
@@ -40,10 +39,9 @@ def expected_weights(config: Any, layer: int, *, rank: int = 0, ranks: int = 1) 
                 raise ValueError(f"ranks: got {ranks}, expected a divisor of {count} {name}")
         own = shapes_of(replace(spec, heads=spec.heads // ranks, o_groups=spec.o_groups // ranks))
         found = {name: part_of(weight, own[name], rank) for name, weight in found.items()}
-    published = getattr(config, "published", None)
-    if published is None:
+    if config.published is None:
         return found
-    return {published.get(name, weight.transformers): weight for name, weight in found.items()}
+    return {config.published.get(name, weight.transformers): weight for name, weight in found.items()}
 
 
 def part_of(weight: ExpectedWeight, shape: tuple[int, ...], rank: int) -> ExpectedWeight:
@@ -59,23 +57,20 @@ def named(config: Any, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
     """Weights of these shapes with a model's names and types, by DeepSeek's names.
 
     Args:
-        config: has `names`, and optionally `model_names`, `published`, `module`, `draft_module`, `in_bfloat16` and
-            `scale_block`
+        config: an AttentionConfig
     """
-    module, drafts = getattr(config, "module", "layers.{}.attn.").format(layer), getattr(config, "draft_module", None)
-    if drafts is not None and layer >= config.num_hidden_layers:
-        module = drafts.format(layer - config.num_hidden_layers)
-    wide, block = getattr(config, "in_bfloat16", ()), getattr(config, "scale_block", BLOCK)
+    module, wide = config.module.format(layer), config.in_bfloat16
+    if config.draft_module is not None and layer >= config.num_hidden_layers:
+        module = config.draft_module.format(layer - config.num_hidden_layers)
     found = {}
     for name, shape in shapes.items():
-        model_names = getattr(config, "model_names", {})
-        transformers = {**config.names, **model_names}[name]
-        within = name if module.endswith(".attn.") else getattr(config, "published", {}).get(name, transformers)
-        weight = ExpectedWeight(shape, transformers, tensor=name if name in model_names else module + within)
+        transformers = {**config.names, **config.model_names}[name]
+        within = name if module.endswith(".attn.") else (config.published or {}).get(name, transformers)
+        weight = ExpectedWeight(shape, transformers, tensor=name if name in config.model_names else module + within)
         if name.endswith(FLOAT32) and not name.startswith(wide):
             weight = replace(weight, dtype="float32")
         elif len(shape) == 2 and not name.startswith((*WIDE, *wide)):
-            weight = replace(weight, dtype=FLOAT8, block=block)
+            weight = replace(weight, dtype=FLOAT8, block=config.scale_block)
         found[name] = weight
     return found
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.test_weight_tables import weight_tables
 
-from cumla.models.config_validation import MOST_THETA
+from cumla.models import config_from
+from cumla.models.config import MOST_THETA
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
 from cumla.models.deepseek_v41 import DeepseekV41Config
@@ -19,6 +21,11 @@ MAIN = {"rope_type": "default", "rope_theta": 777.0}
 
 def ratios(second):
     return {"layer_types": None, "compress_ratios": [4, second, 4, 4]}
+
+
+def table_of(config, ratio, positions):
+    """Cosines and sines of the first layer of this ratio."""
+    return config.spec(config.compress_ratios.index(ratio)).cos_sin_table(positions)
 
 
 def yarn(**numbers):
@@ -267,7 +274,7 @@ def test_entries_that_say_the_same_twice():
 def test_the_ramp_of_v41_is_rounded_whatever_truncate_says(ratio):
     """The published code always rounds the ramp."""
     tables = [
-        DeepseekV41Config.from_dict(V41 | {"rope_scaling": YARN | truncate}).cos_sin_table(ratio, 99)
+        table_of(DeepseekV41Config.from_dict(V41 | {"rope_scaling": YARN | truncate}), ratio, 99)
         for truncate in ({}, {"truncate": True}, {"truncate": False})
     ]
     assert np.abs(tables[0] - cos_sin_table(64, 160000.0, 99, YARN | {"truncate": False})).max() > 0.01
@@ -295,7 +302,7 @@ def test_whatever_is_read_makes_tables_of_numbers(numbers, theta, ratio):
     """Any values within the limits: no overflow, no NaN."""
     numbers["beta_fast"] = max(numbers["beta_fast"], numbers["beta_slow"])
     changes = {"rope_parameters": {"rope_type": "yarn", **numbers}, "compress_rope_theta": theta}
-    assert np.isfinite(DeepseekV4Config.from_dict(V4 | changes).cos_sin_table(ratio, 3)).all()
+    assert np.isfinite(table_of(DeepseekV4Config.from_dict(V4 | changes), ratio, 3)).all()
     changes = {"rope_scaling": {"rope_type": "yarn", **numbers}, "rope_theta": theta}
     config = DeepseekV32Config.from_dict(V32 | changes)
     assert np.isfinite(cos_sin_table(64, config.rope_theta, 3, config.rope_scaling)).all()
@@ -314,10 +321,10 @@ def test_the_published_form_has_no_factor_on_cosines_and_the_other_what_it_says(
     flat = DeepseekV4Config.from_dict(V4 | {"rope_parameters": YARN})
     nested = DeepseekV4Config.from_dict(V4 | {"rope_parameters": {"main": MAIN, "compress": YARN}})
     assert nested.rope_theta == 777.0
-    first = flat.cos_sin_table(4, 2), nested.cos_sin_table(4, 2)
+    first = table_of(flat, 4, 2), table_of(nested, 4, 2)
     np.testing.assert_allclose(first[0][0, 0], 1, rtol=1e-7)
     np.testing.assert_allclose(first[1][0, 0], 1 + 0.1 * np.log(16), rtol=1e-7)
-    np.testing.assert_array_equal(nested.cos_sin_table(1, 4), cos_sin_table(64, 777.0, 4))
+    np.testing.assert_array_equal(table_of(nested, 1, 4), cos_sin_table(64, 777.0, 4))
 
 
 @pytest.mark.parametrize(
@@ -340,6 +347,15 @@ def test_the_ramp_may_begin_between_two_pairs(truncate):
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": truncate}
     table = cos_sin_table(64, 1e4, 2, yarn | {"attention_factor": 1.0})
     np.testing.assert_allclose(np.arctan2(table[1, 32:], table[1, :32])[PAIRS], FREQUENCIES[truncate], rtol=1e-6)
+
+
+@pytest.mark.parametrize("config", weight_tables.CONFIGS.values(), ids=weight_tables.CONFIGS)
+def test_the_text_model_of_any_model(config):
+    """Its entries count; the entries around them must not contradict them."""
+    around = {"model_type": config["model_type"], "text_config": config}
+    assert config_from(around) == config_from(config)
+    with pytest.raises(ValueError, match="num_key_value_heads: got 77, expected "):
+        config_from(around | {"num_key_value_heads": 77})
 
 
 def test_norms_of_v32s_latents_have_an_epsilon_of_their_own():

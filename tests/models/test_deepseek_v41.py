@@ -11,7 +11,6 @@ from seeded_weights import seeded_weights
 from cumla.layers import selection
 from cumla.layers.weights import BlockQuantizedWeight
 from cumla.models import DeepseekV41Attention, DeepseekV41Config, LayerCaches, StepBuilder, serving_of
-from cumla.models.v41_config import mode_of
 from cumla.ops.candidates import candidate_topk
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import GOLDEN, Stack, check_outputs, check_picks, golden_arrays
@@ -199,7 +198,7 @@ def test_a_draft_layer_attends_within_its_block(number):
 def test_modes_of_the_published_model():
     """V4.1-Flash: four layers own rows, eight select, layer 20 selects the candidates of the last four."""
     config = flash()
-    modes = [mode_of(config, layer) for layer in range(43)]
+    modes = [config.spec(layer).mode for layer in range(43)]
     assert [layer for layer, mode in enumerate(modes) if mode == "full"] == [2, 8, 14, 20]
     assert [layer for layer, mode in enumerate(modes) if mode == "reindex"] == [24, 28, 32, 36]
     assert (

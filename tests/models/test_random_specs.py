@@ -25,6 +25,7 @@ from cumla.models import (
     expected_weights,
     serving_of,
 )
+from cumla.models.config import AttentionConfig
 from cumla.models.layer_spec import CHOICES
 
 BASE = LayerSpec(
@@ -59,14 +60,14 @@ QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclasses.dataclass(frozen=True)
-class ByHand:
+class ByHand(AttentionConfig):
     """A configuration of one described layer."""
 
     described: LayerSpec
     names = MistralLarge4Config.names | HyV4Config.names | Glm5NextConfig.names
     model_names = MistralLarge4Config.model_names
     published = HyV4Config.published
-    max_position_embeddings = 64
+    max_position_embeddings, rope_scaling = 64, None
 
     def spec(self, layer):
         return self.described

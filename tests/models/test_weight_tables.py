@@ -42,7 +42,7 @@ def test_a_checkpoint_under_published_names_is_read(name, front):
             for number, w in enumerate(expected.values())
         }
         found = weights_of_layer(tensors, layer, config.names, first_draft=getattr(config, "num_hidden_layers", None),
-                                  model_names=getattr(config, "model_names", {}))  # fmt: skip
+                                  model_names=config.model_names)  # fmt: skip
         assert dict(found) == {w.transformers: number for number, w in enumerate(expected.values())}
 
 

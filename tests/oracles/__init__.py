@@ -26,7 +26,7 @@ def layer_of(config, number, weights, longest):
         weights: by published or transformers' names within the attention module
         longest: positions of RoPE's table
     """
-    published, own = getattr(config, "published", {}), {}
+    published, own = config.published or {}, {}
     for name, weight in named(config, number, shapes_of(config.spec(number))).items():
         names = (published.get(name, name), name, weight.transformers)
         own[name] = next(weights[found] for found in names if found in weights)

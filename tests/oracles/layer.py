@@ -48,7 +48,7 @@ class Layer:
 
     def table(self, longest):
         """Cosines and sines [longest, 64] of positions."""
-        return self.config.cos_sin_table(longest)
+        return self.config.spec(self.number).cos_sin_table(longest)
 
     @property
     def scale(self):

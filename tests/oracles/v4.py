@@ -2,8 +2,17 @@
 
 import numpy as np
 
+from cumla.models.rope import cos_sin_table
+
 from .layer import LATENT, Layer, Rules
 from .selection import best, scores
+
+
+def window_table(config, has_compressed, longest):
+    """Cosines and sines of a layer with a window; with compressed rows, its base and scaling are others."""
+    if has_compressed:
+        return cos_sin_table(64, config.compress_rope_theta, longest, config.rope_scaling)
+    return cos_sin_table(64, config.rope_theta, longest)
 
 
 class V4(Layer):
@@ -16,7 +25,7 @@ class V4(Layer):
         return self.config.compress_ratios[self.number]
 
     def table(self, longest):
-        return self.config.cos_sin_table(self.ratio, longest)
+        return window_table(self.config, self.ratio > 1, longest)
 
     def pooled(self, x, prefix=""):
         """The complete rows of a request, [T // ratio, 512]; the indexer's keys, [T // ratio, 128], by "indexer."."""

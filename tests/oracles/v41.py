@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cumla.models.v41_config import mode_of
-
 from .layer import LATENT, Layer, Rules
 from .selection import best, best_of_blocks, margin, scores
+from .v4 import window_table
 
 
 @dataclass
@@ -34,11 +33,11 @@ class V41(Layer):
     rules = Rules(row="wkv", is_latent=False, norms_heads=False, has_sinks=True, index_rope={}, eps=None)
 
     def __init__(self, config, number, *arguments):
-        self.ratio, self.mode = config.ratio(number), mode_of(config, number)
+        self.ratio, self.mode = config.ratio(number), config.spec(number).mode
         super().__init__(config, number, *arguments)
 
     def table(self, longest):
-        return self.config.cos_sin_table(self.ratio, longest)
+        return window_table(self.config, self.ratio > 0, longest)
 
     def pooled_input(self, x):
         """The compressor's projections: [T, 1024] at ratio 2, [T, 512] at ratio 1."""
