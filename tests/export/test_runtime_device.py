@@ -39,7 +39,7 @@ def random_call(call, device, seed, lab=ON_DEVICE, copies=2):
     return [Placed(lab, arguments, gaps) for _ in range(copies)]
 
 
-@pytest.mark.parametrize("kind", runtime.MODELS)
+@pytest.mark.parametrize("kind", [x if x == "v4" else pytest.param(x, marks=pytest.mark.slow) for x in runtime.MODELS])
 def test_calls_with_values_are_served(kind):
     """The arguments of the tests below: without a device, on libcuda's stand-in."""
     place = runtime.folder()
