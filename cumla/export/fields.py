@@ -25,7 +25,7 @@ PAIRS = {"slots": ("slots", "slot_lens")}  # arguments of two arrays
 NOT_FIELDS = {"workspace", "backend", "stream", "out", "lse", "plan", "early_release", "max_workspace_bytes"}
 ANY_NUMBER = ("softmax_scale", "eps")
 # Codes of arguments that are names.
-CHOICES = {"q_format": ("fp8", "mxfp4", "mxfp4_rows"), "precision": ("fp8",)}
+CHOICES = {"q_format": ("fp8", "mxfp4", "mxfp4_rows"), "precision": ("fp8",), "kv_cache_dtype": ("auto", "fp8")}
 
 
 class Parameter(NamedTuple):

@@ -39,7 +39,7 @@ TABLES = {
     "programs": "<QQ",  # place among the bytes, size
     "bytes": "",
 }
-EQUAL, RANGE, AT_LEAST, NUMBER = range(4)  # kinds of conditions; a number's ends are float64
+EQUAL, RANGE, AT_LEAST, NUMBER, PRODUCT = range(5)  # kinds of conditions; a number's ends are float64
 
 
 class Writer:
@@ -89,7 +89,7 @@ class Writer:
     def record(self, operation: int, record: Record) -> tuple[int, ...]:
         conditions = []
         for x in record.conditions:
-            kind = RANGE if x.word is None else AT_LEAST if x.at_least else EQUAL
+            kind = RANGE if x.word is None else PRODUCT if x.is_product else AT_LEAST if x.at_least else EQUAL
             word = NONE if x.word is None else self.word(x.word)
             least, most = x.least, x.most
             if x.is_number:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dispatch.dry_run import dry_running
+from ..kernels.cuda.dense_attention import LOG2_E
 from ..kernels.cuda.device import Device
 from ..kernels.cuda.launch import Launch
 from ..kernels.cuda.tma import MapWord
@@ -28,12 +29,22 @@ MOST_STEPS = 1 << 12  # a sample's stride exceeds the packed stride by fewer ste
 LEAST_SAMPLES = 24  # of a sequence of kernels
 TRIES = 3  # of random strides
 LEAST_NUMBER, MOST_NUMBER = 2.0**-100, 2.0**20  # scales and epsilons that a file serves
-FLOAT = 0x104  # size of a part that is a float64 field as float32
+FLOAT, FLOAT_LOG2_E = 0x104, 0x204  # sizes of a part that is a float64 field as float32, or the field times log2(e)
+FACTORS = {FLOAT: 1.0, FLOAT_LOG2_E: LOG2_E}
 CHECKED = 64  # calls that a record is checked against in addition to those that it was found from
 
 
 class ExportError(ValueError):
     """Launches that no record describes."""
+
+
+class Limit(NamedTuple):
+    """The product of two fields of a call, by name, is from `least` to `most`."""
+
+    first: str
+    second: str
+    least: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class ExportedCall:
         ranges: fields of Size that vary: the first and the last value
         by: the field of Size of which every value is recorded: it decides kernels and grids
         arguments: the call's arguments at a size, results included
+        limits: of products of two fields: what others may have other kernels
     """
 
     fields: OperationFields
@@ -55,6 +67,7 @@ class ExportedCall:
     ranges: Mapping[str, tuple[int, int]]
     by: str
     arguments: Callable[[Size], dict[str, Any]]
+    limits: tuple[Limit, ...] = ()
 
 
 class Program(NamedTuple):
@@ -98,12 +111,14 @@ class RecordedLaunch(NamedTuple):
 
 class Condition(NamedTuple):
     """What a field must be: equal to a word, at least the word, or, without one, from least to most; and a multiple. A
-    number is a float64 from LEAST_NUMBER to MOST_NUMBER."""
+    number is a float64 from LEAST_NUMBER to MOST_NUMBER. With is_product, the word, a product of two fields, is from
+    least to most."""
 
     field: int
     word: Word | None
     at_least: bool = False
     is_number: bool = False
+    is_product: bool = False
     least: int = 0
     most: int = 0
     multiple: int = 1
@@ -226,8 +241,8 @@ def check(record: Record, sample: Sample) -> None:
 
 def described_bytes(words: list[int], size: int) -> bytes:
     """The bytes of a word, or of a described tensor map that has these seven words."""
-    if size == FLOAT:
-        return struct.pack("<f", struct.unpack("<d", struct.pack("<q", words[0]))[0])
+    if size in FACTORS:
+        return struct.pack("<f", struct.unpack("<d", struct.pack("<q", words[0]))[0] * FACTORS[size])
     if len(words) == 1:
         return (words[0] & ((1 << 8 * size) - 1)).to_bytes(size, "little")
     address, row, rows, pages, row_stride, page_bytes, box = words
@@ -395,7 +410,7 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
         if code in "fd":
             number = _number(values, fields)
             if number is not None:
-                parts.append(Part(offset, FLOAT, (number,)))
+                parts.append(Part(offset, number[0], (number[1],)))
             elif len(set(values)) > 1:
                 raise ExportError(f"{what}: argument {index} is a fraction that differs")
             else:
@@ -413,11 +428,13 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
     )  # fmt: skip
 
 
-def _number(values: list[float], fields: Fields) -> Word | None:
-    """The float64 field that these values are, as float32."""
+def _number(values: list[float], fields: Fields) -> tuple[int, Word] | None:
+    """The size of the part and the float64 field that these values are, as float32."""
     for field in fields.numbers:
-        if (fields.values[:, field].copy().view(np.float64).astype(np.float32) == np.array(values, np.float32)).all():
-            return Word(field, scale=1)
+        numbers = fields.values[:, field].copy().view(np.float64)
+        for size, factor in FACTORS.items():
+            if ((numbers * factor).astype(np.float32) == np.array(values, np.float32)).all():
+                return size, Word(field, scale=1)
     return None
 
 
@@ -468,7 +485,16 @@ def _conditions(call: ExportedCall, fields: Fields) -> tuple[Condition, ...]:
             conditions.append(Condition(i, None, most=MOST_FIELD_STRIDE, multiple=multiple))
         else:
             conditions.append(Condition(i, None, least=int(values.min()), most=int(values.max())))
-    return tuple(conditions)
+    return (*conditions, *(_product(call, limit, fields.values) for limit in call.limits))
+
+
+def _product(call: ExportedCall, limit: Limit, values: Samples) -> Condition:
+    first, second = (call.fields.names.index(name) for name in limit[:2])
+    products = values[:, first] * values[:, second]
+    if products.min() < limit.least or products.max() > limit.most:
+        raise ExportError(f"{call.name}: {limit.first} * {limit.second} is {products.min()} to {products.max()}")
+    word = Word(first, second, scale=1)
+    return Condition(first, word, is_product=True, least=limit.least, most=limit.most)
 
 
 MOST_ADDRESS, MOST_FIELD_STRIDE = (1 << 62), (1 << 40) - 1

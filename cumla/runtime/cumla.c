@@ -19,6 +19,8 @@
 #define MAP_BYTES 128            /* of a tensor map */
 #define MAP_WORDS 7              /* of its description */
 #define FLOAT_PART 0x104         /* a float64 field, as float32 */
+#define LOG2_PART 0x204          /* the same, times log2(e) */
+#define LOG2_E 1.4426950408889634
 #define MOST_BOX 256
 #define MOST_AXIS 0xFFFFFFFFll
 #define MOST_GRID 0x7FFFFFFFll
@@ -58,7 +60,7 @@ static const size_t ENTRY_BYTES[TABLES] = {
     sizeof(cluster_entry), sizeof(operation_entry), 4, 4, sizeof(record_entry), sizeof(condition_entry),
     sizeof(segment_entry), sizeof(sequence_entry), sizeof(launch_entry), sizeof(part_entry), 4, sizeof(word_entry),
     sizeof(run_entry), sizeof(function_entry), sizeof(program_entry), 1};
-enum condition_kind { EQUAL, RANGE, AT_LEAST, NUMBER };
+enum condition_kind { EQUAL, RANGE, AT_LEAST, NUMBER, PRODUCT };
 
 /* ---- the driver: what is used of cuda.h */
 
@@ -174,7 +176,7 @@ static bool is_launch(const cumla_library *x, const launch_entry *l, uint32_t fi
     if (!is_word(x, l->shared, fields)) return false;
     for (uint32_t i = 0; i < l->parts; i++) {
         const part_entry *p = ENTRY(x, PARTS, part_entry, l->part + i);
-        uint32_t bytes = p->bytes == FLOAT_PART ? sizeof(float) : p->bytes;
+        uint32_t bytes = p->bytes == FLOAT_PART || p->bytes == LOG2_PART ? sizeof(float) : p->bytes;
         if (p->offset > l->argument_bytes || bytes > l->argument_bytes - p->offset ||
             !(bytes == MAP_BYTES ? p->words == MAP_WORDS : p->words == 1 && bytes <= 8) || !within(x, PART_WORDS, p->word, p->words))
             return false;
@@ -193,8 +195,8 @@ static bool is_record(const cumla_library *x, uint32_t index) {
     if (!is_word(x, r->by, fields)) return false;
     for (uint32_t i = 0; i < r->conditions; i++) {
         const condition_entry *c = ENTRY(x, CONDITIONS, condition_entry, r->condition + i);
-        if (c->field >= fields || c->kind > NUMBER || !c->multiple) return false;
-        if ((c->kind == EQUAL || c->kind == AT_LEAST) && !is_word(x, c->word, fields)) return false;
+        if (c->field >= fields || c->kind > PRODUCT || !c->multiple) return false;
+        if (c->kind != RANGE && c->kind != NUMBER && !is_word(x, c->word, fields)) return false;
     }
     for (uint32_t i = 0; i < r->segments; i++) {
         const segment_entry *s = ENTRY(x, SEGMENTS, segment_entry, r->segment + i);
@@ -429,7 +431,10 @@ static uint32_t unmet(const cumla_library *x, const record_entry *r, const int64
             met = value >= c->least && value <= c->most && !((uint64_t)value % c->multiple);
         else if (c->kind == EQUAL)
             met = value == evaluated(x, c->word, fields, *by);
-        else
+        else if (c->kind == PRODUCT) {
+            value = evaluated(x, c->word, fields, *by);
+            met = value >= c->least && value <= c->most;
+        } else
             met = workspace == c->field || value >= evaluated(x, c->word, fields, *by);
         if (!met) return i + 1;
     }
@@ -455,6 +460,14 @@ static int described_condition(const cumla_library *x, const operation_entry *o,
     if (c->kind == AT_LEAST)
         return failed(CUMLA_NOT_SERVED, "%s: %s: got %lld, expected at least %lld (%s)", operation, field, (long long)got,
                       (long long)evaluated(x, c->word, fields, by), text(x, r->name));
+    if (c->kind == PRODUCT) {
+        const word_entry *w = ENTRY(x, WORDS, word_entry, c->word);
+        uint32_t second = w->second < o->words ? w->second : c->field;
+        return failed(CUMLA_NOT_SERVED, "%s: %s * %s: got %lld, expected %lld to %lld (%s)", operation, field,
+                      text(x, number(x, FIELD_NAMES, o->field_name + second)),
+                      (long long)evaluated(x, c->word, fields, by), (long long)c->least, (long long)c->most,
+                      text(x, r->name));
+    }
     if (c->kind == NUMBER) {
         double numbers[3];
         const int64_t bits[3] = {got, c->least, c->most};
@@ -522,10 +535,10 @@ static int launch(const cumla_library *x, const launch_entry *l, const int64_t *
             words[j] = evaluated(x, number(x, PART_WORDS, p->word + j), fields, by);
         if (p->bytes == MAP_BYTES)
             encode_map(x, words, arguments + p->offset);
-        else if (p->bytes == FLOAT_PART) {
+        else if (p->bytes == FLOAT_PART || p->bytes == LOG2_PART) {
             double number;
             memcpy(&number, words, sizeof number);
-            const float rounded = (float)number;
+            const float rounded = (float)(p->bytes == LOG2_PART ? number * LOG2_E : number);
             memcpy(arguments + p->offset, &rounded, sizeof rounded);
         } else
             memcpy(arguments + p->offset, words, p->bytes); /* little-endian: the low bytes are first */

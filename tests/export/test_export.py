@@ -7,11 +7,14 @@ import pytest
 
 import cumla
 from cumla.__main__ import main
+from cumla.cli.served_model import Model
 from cumla.errors import InputError
 from cumla.export import file_of, recorded
+from cumla.export.calls import Claims, calls_of
 from cumla.export.compiled import MISCOMPILING, cubin, nvrtc
 from cumla.export.file import read
 from cumla.export.header import OPERATIONS, header
+from cumla.export.record import ExportError, Limit
 from cumla.specs import SPECS
 from cumla.specs.indexer_topk import over_pages
 from cumla.specs.inputs import TINY, Inputs
@@ -118,7 +121,14 @@ def test_a_file_of_something_else(tmp_path, capsys):
     assert "is damaged" in error_line(capsys, ["export", "--show", tmp_path / "x"])
 
 
-def test_a_model_that_has_no_calls(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "num_attention_heads": 128}')
-    line = error_line(capsys, ["export", "--config", tmp_path / "config.json", "--out", tmp_path / "x"])
-    assert "mla" in line
+def test_a_model_that_has_no_calls():
+    with pytest.raises(ValueError, match="got attention of kind glm5_next, expected one of v4, v41, v32, mla"):
+        next(calls_of(Model("glm5_next", 8, 2048), Claims(), runtime.H200))
+
+
+def test_launches_beyond_a_call_s_limits_are_an_error():
+    """A limit that the recorded sizes exceed would serve launches that nothing checked."""
+    call = runtime.calls("v4")[0]
+    limit = Limit("k.shape[0]", "k.strides[0]", 0, 1)
+    with pytest.raises(ExportError, match=r"k.shape\[0\] \* k.strides\[0\] is [0-9]+ to"):
+        recorded([replace(call, limits=(limit,))], runtime.H200)

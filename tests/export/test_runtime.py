@@ -36,15 +36,7 @@ def sample(name, seed=0, **sizes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_are_those_of_python(kind):
-    with_file = Runtime(runtime.file(kind))
-    assert with_file.status == OK, with_file.message
-    for number, call in enumerate(runtime.calls(kind)):
-        sampler = Sampler(call, H200, np.random.default_rng(1000 + number))
-        for _ in range(30):
-            made = sampler.sample(sampler.sizes())
-            assert with_file.call(call.fields.spec.name, made.values) == OK, with_file.message
-            assert with_file.launches() == words_of(made.launches), call.name
-    with_file.close()
+    runtime.assert_launches_are_those_of_python(runtime.calls(kind), Runtime(runtime.file(kind))).close()
 
 
 def test_a_plan_serves_the_layers_of_a_step():

@@ -9,18 +9,21 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cumla.cli.served_model import Model
 from cumla.export import file_of, recorded
 from cumla.export.calls import Claims, calls_of
 from cumla.export.header import number_of, write_runtime
+from cumla.export.record import Sampler
 from cumla.kernels.cuda.device import LIMITS, Device
 from cumla.replay.options import V41_LAYOUT
 
 HERE = Path(__file__).parents[1] / "export"
 H200 = Device(LIMITS[90], 132, True, ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17)))
-MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048), "v41": Model("v41", 64, 512, layout=V41_LAYOUT)}
+MODELS = {"v4": Model("v4", 64, 512), "v32": Model("v32", 64, 2048), "v41": Model("v41", 64, 512, layout=V41_LAYOUT),
+          "mla": Model("mla", 16, 0)}  # fmt: skip
 CLAIMS = Claims(tokens=24, decodes=12, context=4096)
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-Werror")
 STREAM = 0x5EA
@@ -72,6 +75,28 @@ def calls(kind):
 @functools.cache
 def records(kind):
     return tuple(recorded(calls(kind), H200))
+
+
+@functools.cache
+def some(kind, *names, **sizes):
+    """The calls of these names, of a model of this kind and claims of these sizes."""
+    found = calls_of(MODELS[kind], Claims(**{"tokens": 8, "decodes": 4, "context": 1024, **sizes}), H200)
+    chosen = tuple(x for x in found if x.name in names)
+    assert len(chosen) == len(names), [x.name for x in chosen]
+    return chosen
+
+
+def assert_launches_are_those_of_python(calls, with_file=None, samples=30):
+    """Compare the runtime's launches of random sizes with Python's, by a file of the calls. Returns the runtime."""
+    with_file = with_file or Runtime(file_of(recorded(calls, H200), H200, without_code))
+    assert with_file.status == 0, with_file.message
+    for number, call in enumerate(calls):
+        sampler = Sampler(call, H200, np.random.default_rng(1000 + number))
+        for _ in range(samples):
+            made = sampler.sample(sampler.sizes())
+            assert with_file.call(call.fields.spec.name, made.values) == 0, with_file.message
+            assert with_file.launches() == words_of(made.launches), call.name
+    return with_file
 
 
 def without_code(programs, capability):
