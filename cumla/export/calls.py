@@ -23,7 +23,7 @@ from .maker import LEAST_COLUMNS, RESULTS, Claims, Maker, Model, fields_of, with
 from .record import ExportedCall
 from .unread import Rings, Unread
 
-__all__ = ["RESULTS", "Claims", "Model", "calls_of", "fields_of"]
+__all__ = ["KINDS", "RESULTS", "Claims", "Model", "calls_of", "fields_of"]
 
 KINDS = ("v4", "v41", "v32", "mla")  # of attention, as cumla/cli/served_model.py has them
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,62 +19,63 @@ from .record import ExportedCall, Limit
 from .unread import LEAST_PAGES
 
 MOST_DENSE_PAGES = 1 << 18
-CACHES = {"bfloat16": np.dtype(BFLOAT16), "e4m3": np.dtype(np.uint8)}
+CACHES = BFLOAT, E4M3 = "bfloat16", "e4m3"
 
 
 class DenseCalls(Maker):
     """Calls of layers that attend to all rows before a token."""
 
     def all(self) -> Iterator[ExportedCall]:
-        for name, dtype in CACHES.items():
-            yield self.insert(name, dtype)
-            yield self.gather(name, dtype)
+        for name in CACHES:
+            yield self.insert(name)
+            yield self.gather(name)
             for least, most in self.columns():
                 for tokens in self.next_n:
-                    yield from self.decodes(name, dtype, tokens, least, most)
+                    yield from self.decodes(name, tokens, least, most)
         yield from self.prompts()
         arguments = functools.partial(sparse_attention.merge, dim=dense_attention.V, dtype=BFLOAT16)
         yield self.call("merge_attn_states", "bfloat16", "tokens", arguments)
 
-    def insert(self, name: str, dtype: np.dtype[Any]) -> ExportedCall:
+    def insert(self, name: str) -> ExportedCall:
         def arguments(x: Served) -> dict[str, Any]:
             return {
                 "kv_c": x.rows(x.size.rows, dense_cache.KV_C_DIM), "k_pe": x.rows(x.size.rows, dense_cache.K_PE_DIM),
-                "kv_cache": self.cache(x, dtype), "slot_mapping": x.slots(x.size.rows),
-                "kv_cache_dtype": "auto" if name == "bfloat16" else "fp8", "scale": self.scale(name),
+                "kv_cache": self.cache(x, name), "slot_mapping": x.slots(x.size.rows),
+                "kv_cache_dtype": "fp8" if name == E4M3 else "auto", "scale": self.scale(x, name),
             }  # fmt: skip
 
         return self.call("concat_and_cache_mla", name, "rows", arguments, "pages")
 
-    def gather(self, name: str, dtype: np.dtype[Any]) -> ExportedCall:
+    def gather(self, name: str) -> ExportedCall:
         def arguments(x: Served) -> dict[str, Any]:
-            requests, dim = x.size.requests, MLA_BF16.head_dim
+            size = x.size
             return {
-                "src_cache": self.cache(x, dtype), "dst": x.rows(x.size.keys, dim),
-                "block_table": x.table(requests, x.size.context), "cu_seq_lens": np.empty(requests + 1, np.int32),
-                "batch_size": requests, "seq_starts": np.empty(requests, np.int32), "scale": self.scale(name),
+                "src_cache": self.cache(x, name), "dst": x.unwritten(size.keys, MLA_BF16.head_dim),
+                "block_table": x.table(size.requests, size.context), "cu_seq_lens": starts(x, size.keys),
+                "batch_size": size.requests, "seq_starts": x.used(size.context, size.requests),
+                "scale": self.scale(x, name),
             }  # fmt: skip
 
         return self.call("gather_cache", name, "requests", arguments, "pages", "context", "keys")
 
-    def decodes(self, name: str, dtype: np.dtype[Any], tokens: int, least: int, most: int) -> Iterator[ExportedCall]:
+    def decodes(self, name: str, tokens: int, least: int, most: int) -> Iterator[ExportedCall]:
         """Decodes over a block table of `least` to `most` columns."""
         page, sizes = self.claims.block_size, f"{least} pages" if least == most else f"{least} to {most} pages"
         what = f"{name}, {tokens} tokens a request, {sizes}"
-        limits = (Limit("k_cache.shape[0]", "k_cache.strides[0]", 0, HOPPER_CACHE_BYTES),) if name != "e4m3" else ()
+        limits = (Limit("k_cache.shape[0]", "k_cache.strides[0]", 0, HOPPER_CACHE_BYTES),) if name == BFLOAT else ()
         ranges = {"context": (least * page, most * page), "pages": (LEAST_PAGES, MOST_DENSE_PAGES)}
-        arguments = functools.partial(self.decode, name=name, dtype=dtype, tokens=tokens)
+        arguments = functools.partial(self.decode, name=name, tokens=tokens)
         for kind, each in ((what, arguments), (f"{what}, planned", functools.partial(with_plan, arguments))):
             yield self.call(
                 "dense_mla_decode", kind, "requests", each, "pages", "context", limits=limits, most=ranges,
             )  # fmt: skip
 
-    def decode(self, x: Served, name: str, dtype: np.dtype[Any], tokens: int) -> dict[str, Any]:
+    def decode(self, x: Served, name: str, tokens: int) -> dict[str, Any]:
         size = x.size
         return {
-            "q": x.queries(size.requests, tokens, size.heads, MLA_BF16.head_dim), "k_cache": self.cache(x, dtype),
-            "block_table": x.table(size.requests, size.context), "cache_seqlens": np.empty(size.requests, np.int32),
-            "scale": self.scale(name), "causal": bool(size.pages % 2),  # a flag that kernels are given
+            "q": x.queries(size.requests, tokens, size.heads, MLA_BF16.head_dim), "k_cache": self.cache(x, name),
+            "block_table": x.table(size.requests, size.context), "cache_seqlens": x.cached(),
+            "scale": self.scale(x, name), "causal": bool(size.pages % 2),  # a flag that kernels are given
         }  # fmt: skip
 
     def columns(self) -> Iterator[tuple[int, int]]:
@@ -104,17 +106,21 @@ class DenseCalls(Maker):
 
     def prompt(self, x: Served, dtype: np.dtype[Any], accumulate: bool) -> dict[str, Any]:
         size, (nope, rope, v) = x.size, (dense_attention.NOPE, dense_attention.ROPE, dense_attention.V)
-        tokens, keys, heads, starts = size.tokens, size.keys, size.heads, size.requests + 1
+        tokens, keys, heads = size.tokens, size.keys, size.heads
         return {
-            "q": np.empty((tokens, heads, nope + rope), BFLOAT16), "k": np.empty((keys, heads, nope), BFLOAT16),
-            "v": np.empty((keys, heads, v), BFLOAT16), "k_pe": np.empty((keys, rope), BFLOAT16),
-            "cu_seqlens_q": np.empty(starts, np.int32), "cu_seqlens_k": np.empty(starts, np.int32),
-            "causal": not accumulate, "accumulate": accumulate, "out": np.empty((tokens, heads, v), dtype),
+            "q": x.queries(tokens, heads, nope + rope), "k": x.keys(keys, heads, nope), "v": x.keys(keys, heads, v),
+            "k_pe": x.keys(keys, rope), "cu_seqlens_q": starts(x, tokens), "cu_seqlens_k": starts(x, keys),
+            "causal": not accumulate, "accumulate": accumulate, "out": x.unwritten(tokens, heads, v, dtype=dtype),
         }  # fmt: skip
 
-    def cache(self, x: Served, dtype: np.dtype[Any]) -> Any:
-        page = np.empty((1, x.size.block_size, MLA_BF16.head_dim), dtype)
-        return np.broadcast_to(page, (x.size.pages, *page.shape[1:]))
+    def cache(self, x: Served, name: str) -> Any:
+        pages = x.size.pages, x.size.block_size, MLA_BF16.head_dim
+        return x.e4m3(*pages, end=0x70) if name == E4M3 else x.keys(*pages)
 
-    def scale(self, name: str) -> Any:
-        return np.empty(1, np.float32) if name == "e4m3" else None
+    def scale(self, x: Served, name: str) -> Any:
+        return x.scales(1) if name == E4M3 else None
+
+
+def starts(x: Served, rows: int) -> Any:
+    """Starts of the requests among these rows."""
+    return x.starts(replace(x.size, tokens=rows).query_lens)

@@ -153,16 +153,19 @@ class Arena:
         """Arrays of the next sample begin."""
         self._at = int(self._rng.integers(1, 1 << 24)) * ALIGNMENT
 
-    def array(self, like: Any, steps: tuple[int, ...]) -> np.ndarray:
+    def array(self, like: Any, steps: tuple[int, ...], odd: bool = False) -> np.ndarray:
         """A fake array of the shape and dtype of `like`.
 
-        steps: bytes for each axis: the axis has a random stride that is a multiple of them; 0: the packed stride
+        Args:
+            steps: bytes for each axis: the axis has a random stride that is a multiple of them; 0: the packed stride
+            odd: the stride is an odd multiple
         """
         shape, item = like.shape, like.dtype.itemsize
         strides, stride = [0] * len(shape), item
         for axis in reversed(range(len(shape))):
             if steps[axis]:
-                stride = (-(-stride // steps[axis]) + int(self._rng.integers(0, MOST_STEPS))) * steps[axis]
+                multiple = -(-stride // steps[axis]) + int(self._rng.integers(0, MOST_STEPS))
+                stride = (multiple | odd) * steps[axis]
             strides[axis] = stride
             stride *= max(shape[axis], 1)
         size = stride
@@ -293,11 +296,13 @@ class Sampler:
         numbers = {x.name: float(self.rng.uniform(LEAST_NUMBER, 1)) for x in self.call.fields.parameters if x.is_any}
         return {**arguments, **numbers}
 
-    def placed(self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The arguments with fake arrays."""
+    def placed(
+        self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]], odd: bool = False
+    ) -> dict[str, Any]:
+        """The arguments with fake arrays. odd: strides are odd multiples of the steps."""
         self.arena.renewed()
         return {
-            name: self.arena.array(x, steps.get(name, (0,) * x.ndim)) if isinstance(x, np.ndarray) else x
+            name: self.arena.array(x, steps.get(name, (0,) * x.ndim), odd) if isinstance(x, np.ndarray) else x
             for name, x in arguments.items()
         }  # fmt: skip
 
@@ -331,9 +336,12 @@ class Sampler:
         return 0
 
     def _takes(self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]], packed: Any) -> bool:
-        """Whether random strides give the kernels of packed arrays."""
+        """Whether strides of these multiples give the kernels of packed arrays: an odd one, and random ones."""
         try:
-            return all(_sequence(self.launches(self.placed(arguments, steps))) == packed for _ in range(TRIES))
+            return all(
+                _sequence(self.launches(self.placed(arguments, steps, odd=number == 0))) == packed
+                for number in range(TRIES)
+            )
         except (ValueError, TypeError):
             return False
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dispatch.call import BFLOAT16
 from ..specs.inputs import Size
 from ..specs.served import Served
 
@@ -19,7 +20,13 @@ class Unread(Served):
         super().__init__("reference", size, shared)
 
     def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def e4m3(self, *shape: int, end: int = 0x7F) -> Any:
+        return self.filled(0, shape, np.uint8)
+
+    def unwritten(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        return self.filled(0, shape, dtype)
 
     def states(self, *shape: int) -> Any:
         """Pages of states, of any number."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cumla.export import recorded
-from cumla.export.record import ExportError
+from cumla.export.record import ExportError, Sampler
 from cumla.export.words import Fields, Word, found
 from support import runtime
 
@@ -80,3 +80,11 @@ def test_launches_that_follow_from_nothing_are_an_error():
     odd = Odd(call.fields.spec, (), False)
     with pytest.raises(ExportError, match="follows from no f"):
         recorded([dataclasses.replace(call, fields=odd, arguments=arguments)], runtime.H200)
+
+
+def test_strides_that_calls_may_have_do_not_depend_on_chance():
+    """Random strides of 2 bytes' multiples were aligned by chance, and then the export claimed any."""
+    call = next(x for x in runtime.calls("v4") if x.name == "apply_rope inverse")
+    found = [Sampler(call, runtime.H200, np.random.default_rng(seed)).steps for seed in range(300)]
+    assert all(steps == found[0] for steps in found)
+    assert found[0]["x"] == (16, 16, 0)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 
-from cumla.export import calls as exported
+from cumla.export import calls, maker
 from cumla.export.fields import PLANNED
 from cumla.export.header import number_of
 from cumla.specs.inputs import Inputs, Step
@@ -19,7 +19,7 @@ GAPS = 4  # most 16 bytes between rows
 
 
 class Real(Inputs):
-    """Inputs of any size, on the host, with the shapes of `exported.Unread` and `exported.Rings`."""
+    """Inputs of any size, on the host, with the shapes that cumla/export/unread.py gives."""
 
     def __init__(self, rng, size, shared):
         super().__init__("reference", size)
@@ -56,12 +56,12 @@ class Real(Inputs):
 def drawn(sampler, rng):
     """Arguments of a random call, on the host; results contain the sentinel, a workspace zeros."""
     call, size = sampler.call, sampler.sizes()
-    most = {"pages": MOST_PAGES, "context": max(MOST_CONTEXT, size.block_size)}
+    most = {"pages": MOST_PAGES, "context": max(MOST_CONTEXT, size.block_size), "keys": MOST_CONTEXT}
     size = dataclasses.replace(
         size, **{name: min(getattr(size, name), end) for name, end in most.items() if name in call.ranges}
     )
     real = functools.partial(Real, rng)
-    with mock.patch.multiple(exported, Unread=real, Rings=real):
+    with mock.patch.multiple(calls, Unread=real, Rings=real), mock.patch.object(maker, "Unread", real):
         arguments = call.arguments(size)
     for name in call.fields.results:
         arguments[name].view(np.uint8)[...] = SENTINEL
