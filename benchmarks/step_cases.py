@@ -11,12 +11,12 @@ import numpy as np
 
 from cumla.arrays.memory import to_host
 from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes, problem_of
-from cumla.bench.sparse import WINDOWED
+from cumla.bench.sparse import WINDOWED, Decode
 from cumla.dispatch.call import BFLOAT16
 from cumla.kernels.types.metadata import C128A_RATIO
 from cumla.layers.dense import MLACommonImpl
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
-from cumla.layout import DSV4_FP8, MLA_BF16
+from cumla.layout import DSV4_FP8, MLA_BF16, V32_FP8
 from cumla.metadata import (
     CommonAttentionMetadata,
     DeepseekSparseSWAMetadataBuilder,
@@ -31,6 +31,7 @@ from cumla.specs.dense_attention import NOPE, ROPE, V
 PAGE = 256  # positions of a page of a compressed cache
 SPARSE = {1: "window", 4: "C4A", C128A_RATIO: "C128A"}
 SETS = 4
+V32_TOPK = 2048  # rows that V3.2's indexer selects
 
 
 def batch_of(
@@ -62,6 +63,15 @@ def layers(sizes: Sizes) -> Iterator[Problem]:
         calls = dense_layer_calls(sizes, sizes.heads, [1] * batch, [sizes.context] * batch)
         config = f"dense h{sizes.heads} b{batch} of {sizes.context}"
         yield Problem("layer", config, {"cumla": ("cupy", calls)}, moved, flop)
+
+
+def invariant(sizes: Sizes) -> Iterator[Decode | Problem]:
+    """Batch-invariant decodes and, with equal inputs, decodes by default: attention alone, and steps of layers."""
+    for batch in sizes.batch:
+        window_and_rows = Decode(DSV4_FP8, sizes.heads, batch, 1, sizes.topk, sizes.extra, lengths=True)
+        for case in (window_and_rows, Decode(V32_FP8, sizes.heads, batch, 1, V32_TOPK, lengths=True)):
+            yield replace(case, beside_invariant=True)
+    yield from invariant_layers(sizes)
 
 
 def invariant_layers(sizes: Sizes) -> Iterator[Problem]:

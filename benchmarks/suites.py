@@ -9,7 +9,7 @@ merge       the merge of partial attention
 metadata    window metadata of a step
 products    products of FP8 weights and few tokens, at V4 Flash's sizes
 layers      a step of decodes of each kind of attention layer, between its projections
-invariant   the same of batch-invariant sparse layers, and by default
+invariant   batch-invariant decodes, and decodes by default: sparse attention alone, and steps of sparse layers
 frameworks  host time of a call by the framework of its arrays
 """
 
@@ -38,7 +38,7 @@ SUITES: dict[str, Suite] = {
     "metadata": step_cases.metadata,
     "products": product_cases.products,
     "layers": step_cases.layers,
-    "invariant": step_cases.invariant_layers,
+    "invariant": step_cases.invariant,
     "frameworks": framework_calls.frameworks,
 }
 

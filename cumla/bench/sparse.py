@@ -55,6 +55,7 @@ class Decode:
         slots: rows of each cache; None: the number of the sizes
         beside_portable: the portable kernel is measured as well
         beside_ordinary: the call that ends in an ordinary launch is measured as well
+        beside_invariant: the batch-invariant call is measured as well
     """
 
     layout: CacheLayout
@@ -70,6 +71,7 @@ class Decode:
     slots: int | None = None
     beside_portable: bool = False
     beside_ordinary: bool = False
+    beside_invariant: bool = False
 
     op: ClassVar[str] = "sparse_mla_decode"
 
@@ -101,6 +103,9 @@ class Decode:
         if self.beside_ordinary and sizes.backend == "cuda":
             calls = [functools.partial(x.cumla, "cuda", early_release=False) for x in sets]
             problem.impls["early_release=False"] = "cupy", calls
+        if self.beside_invariant:
+            calls = [functools.partial(x.cumla, sizes.backend, batch_invariant=True) for x in sets]
+            problem.impls["batch_invariant=True"] = "cupy", calls
         return problem
 
     def inputs(self, sizes: Sizes, seed: int) -> DecodeInputs:
@@ -132,6 +137,7 @@ class DecodeInputs:
         self.row_bytes = sum(n * x.token_bytes for n, x in zip(counts, case.layouts, strict=True))
         self.outputs = SPECS[case.op].new_results(x, self.arguments)
         self.plans: dict[str, cumla.DecodePlan] = collections.defaultdict(cumla.DecodePlan)  # by backend
+        self.invariant_plan = cumla.DecodePlan(batch_invariant=True)
 
     def portable(self) -> Any:
         """By the kernel of other devices."""
@@ -140,11 +146,12 @@ class DecodeInputs:
         with forced("portable"):
             return self.cumla("cuda", "portable")
 
-    def cumla(self, backend: str, plan: str | None = None, early_release: bool = True) -> Any:
-        plans = self.plans[plan or backend]
-        cumla.sparse_mla_decode(
-            **self.arguments, **self.outputs, plan=plans, early_release=early_release, backend=backend
-        )
+    def cumla(
+        self, backend: str, plan: str | None = None, early_release: bool = True, batch_invariant: bool = False
+    ) -> Any:
+        arguments = {**self.arguments, "batch_invariant": batch_invariant}
+        plans = self.invariant_plan if batch_invariant else self.plans[plan or backend]
+        cumla.sparse_mla_decode(**arguments, **self.outputs, plan=plans, early_release=early_release, backend=backend)
         return self.outputs["out"]
 
     def flash_mla(self) -> Any:

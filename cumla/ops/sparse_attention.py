@@ -72,8 +72,9 @@ def sparse_mla_decode(
             sink. With +inf out is 0
         softmax_scale: 1 / sqrt(d) if None; NaN and infinity are errors
         plan: a DecodePlan that the layers of a step share; None: the call computes one
-        batch_invariant: True: a token's result is bit-identical in every batch. The keys of a token are then never
-            split, which makes small batches slower; a plan must be created with batch_invariant=True. False: on a GPU
+        batch_invariant: True: a token's result is bit-identical in every batch. The keys of a token are then split by
+            its own lists alone, into two halves or not at all, which makes small batches slower; a plan must be created
+            with batch_invariant=True. False: on a GPU
             the split of keys depends on the batch, and results of a token in two batches may differ within the same
             bounds as from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)

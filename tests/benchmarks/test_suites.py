@@ -49,8 +49,14 @@ def test_layers_of_each_kind_and_format(layout, name, capsys):
 
 def test_batch_invariant_layers_beside_the_default(capsys):
     found = run(capsys, "invariant", *TINY)
-    assert {row["op"] for row in found} == {"batch-invariant layer"}
-    assert [row["impl"] for row in found] == 3 * ["cumla", "default"]
+    layers = [row["impl"] for row in found if row["op"] == "batch-invariant layer"]
+    assert layers == 3 * ["cumla", "default"]
+    attention = [row for row in found if row["op"] == "sparse_mla_decode"]
+    assert [row["impl"] for row in attention] == 2 * ["cumla", "batch_invariant=True"]
+    assert {row["config"] for row in attention} == {
+        "DSV4_FP8 h2 b1 s1 16+512, lengths", "V32_FP8 h2 b1 s1 2048, lengths",
+    }  # fmt: skip
+    assert len(found) == len(layers) + len(attention)
 
 
 def test_frameworks_are_rows_of_their_own():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cumla
 from support.family_stack import FamilyStack
 from support.lab import Lab
 from support.models import GoldenLayer, V4Layer, V32Layer
@@ -117,6 +118,40 @@ def test_any_schedule_on_the_reference(rng, model):
 def test_any_schedule_on_a_device(device, rng, model):
     longest, schedules = (40, 1) if device.emulated else (None, 3)
     check(model, rng, schedules, longest, longest or 60, backend="cuda", lab=device, **FP8)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_lists_have_their_lengths_in_any_schedule(rng, monkeypatch, model):
+    """On a GPU the lengths of a token's lists decide how its keys are split."""
+    seen, attend = [], cumla.sparse_mla_decode
+
+    def recorded(q, *arguments, topk_length, extra_topk_length=None, **keywords):
+        lens = [x.copy() for x in (topk_length, extra_topk_length) if x is not None]
+        seen.append(np.stack(np.broadcast_arrays(*lens, np.zeros(len(q), np.int32))[: len(lens)], axis=-1))
+        return attend(q, *arguments, topk_length=topk_length, extra_topk_length=extra_topk_length, **keywords)
+
+    for module in ("sparse", "selected_attention"):
+        monkeypatch.setattr(f"cumla.layers.{module}.sparse_mla_decode", recorded)
+    run, found = made(model), []
+    run.lengths = [min(length, 40) for length in run.lengths]
+    for steps in (prompts(run.lengths), list(scheduled(rng, run.lengths, 20))):
+        lens = {}
+        for step in steps:
+            seen.clear()
+            run.step(step)
+            tokens = [(request, position) for request, first, count in step for position in range(first, first + count)]
+            calls = iter(seen)
+            layers = []
+            for part in calls:  # a layer attends in one call or several
+                parts = [part]
+                while sum(map(len, parts)) < len(tokens):
+                    parts.append(next(calls))
+                layers.append(np.concatenate(parts)[: len(tokens)])
+            for i, token in enumerate(tokens):
+                lens[token] = [layer[i].tolist() for layer in layers]
+        found.append(lens)
+    assert found[0] == found[1]
+    assert any(any(any(x) for x in lists) for lists in found[0].values())
 
 
 def test_layers_and_metadata_of_two_modes_are_refused():

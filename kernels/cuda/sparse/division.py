@@ -36,6 +36,22 @@ class Division(NamedTuple):
 
 
 UNDIVIDED = Division(0, False, False)
+INVARIANT_PARTS = 2  # splits of every tile of a batch-invariant call, whose lists have selected rows
+
+
+def invariant(tiles: int, has_selection: bool, clusters: tuple[tuple[int, int], ...]) -> Division | None:
+    """The division of a batch-invariant call among clusters, which must not depend on the batch, or None.
+
+    A cluster divides the blocks of its tile evenly, so the splits follow from the tile's own lists. There are more
+    clusters than run at a time if there are many tiles.
+
+    Args:
+        has_selection: whether lists have selected rows; a window alone is too short to be split
+        clusters: as of `divide`
+    """
+    if not has_selection or not dict(clusters).get(INVARIANT_PARTS):
+        return None
+    return Division(tiles * INVARIANT_PARTS, False, False, INVARIANT_PARTS, cluster=True)
 
 
 class Costs(NamedTuple):

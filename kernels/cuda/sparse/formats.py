@@ -21,6 +21,7 @@ Formats = tuple[CacheLayout, CacheLayout]  # formats of the first and second lis
 SLICE = 64  # values of a row that the kernels multiply at a time
 # Formats of csrc/sm90/decode: e4m3 or e2m1 values with a tail of one slice or none, or bfloat16 in tiles of 64 heads.
 HOPPER_BF16 = (DSV4_BF16, MLA_BF16)
+LATENT = (V32_FP8, V32_NOPE_FP8, MLA_BF16)  # formats whose first list is a selection; of others it is a window
 HOPPER = (DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, *HOPPER_BF16)
 
 

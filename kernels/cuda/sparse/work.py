@@ -16,7 +16,7 @@ from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
 from .division import COSTS, UNDIVIDED, Costs, Division
-from .formats import Formats
+from .formats import LATENT, Formats
 
 HEADS = 64  # heads of a tile; some kernels' tiles have fewer
 BLOCK, SPLITS_AT = (constant("common/sparse/work.cuh", name) for name in ("BLOCK", "SPLITS_AT"))
@@ -151,6 +151,11 @@ class AttentionCall(NamedTuple):
         return int(self.q.shape[0]) * int(self.q.shape[1]) * self.groups
 
     @property
+    def has_selection(self) -> bool:
+        """Whether lists have selected rows, in addition to a window or without one."""
+        return len(self.segments) > 1 or self.formats[0] in LATENT
+
+    @property
     def ragged(self) -> bool:
         """Whether lists may have fewer keys than their width."""
         return any(segment.lengths is not None for segment in self.segments)
@@ -219,7 +224,11 @@ def divide(
     costs: Costs = COSTS,
     clusters: tuple[tuple[int, int], ...] = (),
 ) -> Division:
-    """The division of a call over at most `max_ranges` CTAs."""
+    """The division of a call over at most `max_ranges` CTAs. Without may_split it does not depend on the batch's lists."""
+    if not may_split:
+        fixed = dividing.invariant(work.tiles, work.has_selection, clusters)
+        if fixed is not None:
+            return fixed
     return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_split, max_ranges, costs, clusters)[0]
 
 
@@ -244,7 +253,8 @@ def memory_for(plan: DecodePlan, work: AttentionCall, division: Division, captur
     device = work.q.device.id
     # The size is independent of the tiles' height. Buffers are taken from the workspace in a fixed order: more tiles
     # use more of the same memory.
-    workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
+    with_parts = 0 if division.cluster else division.ranges
+    workspace, rows = plan.workspace, max(with_parts * work.tile_heads, device_sms(device) * HEADS)
     is_bounded = workspace.memory is not None
     tiles, split = work.tiles if is_bounded else max(work.tiles, LEAST_TILES), division.split or is_bounded
     sizes = _sizes(tiles, rows)
