@@ -224,7 +224,7 @@ def divide(
     costs: Costs = COSTS,
     clusters: tuple[tuple[int, int], ...] = (),
 ) -> Division:
-    """The division of a call over at most `max_ranges` CTAs. Without may_split it does not depend on the batch's lists."""
+    """The division of a call over at most `max_ranges` CTAs. Without may_split no tile's splits depend on the batch."""
     if not may_split:
         fixed = dividing.invariant(work.tiles, work.has_selection, clusters)
         if fixed is not None:
