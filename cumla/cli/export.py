@@ -16,6 +16,7 @@ from ..export import cubins, file_of, record_of
 from ..export.calls import KINDS, Claims, calls_of
 from ..export.file import read
 from ..export.header import write_runtime
+from ..export.library import self_test
 from ..export.record import ExportError, Program
 from ..kernels.cuda.device import HOPPER, LIMITS, Device
 from ..terminal import Progress, say
@@ -31,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write a file with the compiled kernels and the launches of every call that a model's attention "
         "needs, for the C runtime (docs: Without Python). No GPU is needed. Exit status 1 if a call's launches follow "
-        "from no formula, or the file cannot be written."
+        "from no formula, the file cannot be written, or a result of --test differs."
     )
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -57,6 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(sizes, "--context", 1, 2**20, "positions of the longest context", unit="TOKENS", default=2**17)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the file is written")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print what a file serves, and export nothing")
+    parser.add_argument(
+        "--test", type=Path, metavar="FILE",
+        help="run a small call of every kernel of a file on the device, by the C runtime, which cc compiles",
+    )  # fmt: skip
     parser.add_argument("--runtime", type=Path, metavar="DIR", help="write the C runtime's sources there")
     parser.set_defaults(run=command)
 
@@ -70,7 +75,7 @@ def command(args: argparse.Namespace) -> int:
         model = Model.from_config(args.config, args.ranks)
     device = device_of(args.capability, args.sms, args.clusters)
     claims = Claims(args.tokens, args.requests, args.block_size, args.context)
-    return run(Console(), model, device, claims, args.out, args.show, args.runtime)
+    return run(Console(), model, device, claims, args.out, args.show, args.runtime, args.test)
 
 
 def device_of(capability: str, sms: int, clusters: str | None) -> Device:
@@ -96,11 +101,11 @@ def _clusters(text: str) -> tuple[tuple[int, int], ...]:
 
 def run(
     console: Console, model: Model, device: Device, claims: Claims, out: Path | None, show: Path | None,
-    runtime: Path | None,
+    runtime: Path | None, test: Path | None = None,
 ) -> int:  # fmt: skip
     """Returns 0; raises InputError or RunError."""
-    if out is None and show is None and runtime is None:
-        raise InputError("--out, --show, --runtime: got none of them, expected at least one")
+    if out is None and show is None and runtime is None and test is None:
+        raise InputError("--out, --show, --test, --runtime: got none of them, expected at least one")
     if runtime is not None:
         for path in _written(lambda: write_runtime(runtime), runtime):
             say(console, f"wrote {path}")
@@ -108,6 +113,11 @@ def run(
         print_file(console, show)
     if out is not None:
         export(console, model, device, claims, out)
+    if test is not None:
+        try:
+            say(console, f"{test}: {self_test(test)} calls, all results within their bounds")
+        except (InputError, RunError) as error:
+            raise type(error)(f"--test: {error}") from None
     return 0
 
 

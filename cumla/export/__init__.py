@@ -12,6 +12,7 @@ from .compiled import cubins
 from .file import Writer
 from .header import OPERATIONS, abi
 from .record import ExportedCall, Program, Record, record_of
+from .self_test import cases_of
 
 CompileAll = Callable[[list[Program], int], dict[Program, bytes]]
 __all__ = ["cubins", "file_of", "record_of", "recorded"]
@@ -31,4 +32,6 @@ def file_of(records: Iterable[Record], device: Device, compile_all: CompileAll =
     writer, records = Writer(), list(records)
     for number, fields in enumerate(OPERATIONS):
         writer.operation(number, fields, [x for x in records if x.call.fields is fields])
+    for case in cases_of(records):
+        writer.case(OPERATIONS.index(case.call.fields), case)
     return writer.file(abi(), device, compile_all(writer.programs, device.limits.capability))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,10 @@ from ..ops.indexer_topk import CANDIDATE_BLOCK
 from ..specs import candidates, compressor, indexer, latents, norm_rope, sparse_attention, sparse_cache
 from ..specs import indexer_topk as topk_inputs
 from ..specs import indices as index_maps
-from ..specs.served import Served
 from .dense_calls import DenseCalls
 from .maker import LEAST_COLUMNS, RESULTS, Claims, Maker, Model, fields_of, with_plan
 from .record import ExportedCall
-from .unread import Rings, Unread
+from .unread import Unread
 
 __all__ = ["KINDS", "RESULTS", "Claims", "Model", "calls_of", "fields_of"]
 
@@ -78,14 +76,14 @@ class SparseCalls(Maker):
         inverse = functools.partial(norm_rope.rope, inverse=True, dim=512)
         yield self.call("apply_rope", "inverse", "rows", inverse, "context")
 
-    def compress(self, x: Served, index_keys: CacheLayout | None, ratio: int) -> dict[str, Any]:
+    def compress(self, x: Unread, index_keys: CacheLayout | None, ratio: int) -> dict[str, Any]:
         """A step of a compressor; its table has columns for any context."""
         arguments = compressor.compress(x, self.model.formats[1], index_keys, ratio)
         columns = -(-x.size.context // STATE_BLOCK_SIZES[ratio])
-        return arguments | {"state_block_table": np.empty((x.size.requests, columns), np.int32)}
+        return arguments | {"state_block_table": x.widened(arguments["state_block_table"], columns)}
 
-    def latents(self, x: Served, ratio: int) -> dict[str, Any]:
-        return latents.compress(Rings(x.size, x.shared), ratio=ratio, dtype=BFLOAT16)
+    def latents(self, x: Unread, ratio: int) -> dict[str, Any]:
+        return latents.compress(x.in_rings(), ratio=ratio, dtype=BFLOAT16)
 
     def selections(self) -> Iterator[ExportedCall]:
         """Index queries, and selections of decodes. A record has one number of a block table's columns, a power of two:
@@ -147,8 +145,8 @@ class SparseCalls(Maker):
                 planned = functools.partial(with_plan, arguments)
                 yield self.call("sparse_mla_decode", f"{name}, planned", "requests", planned, "pages")
 
-    def decode(self, x: Served, tokens: int, compressed: CacheLayout | None) -> dict[str, Any]:
-        x = Unread(replace(x.size, tokens=x.size.requests * tokens), x.shared)
+    def decode(self, x: Unread, tokens: int, compressed: CacheLayout | None) -> dict[str, Any]:
+        x = x.resized(tokens=x.size.requests * tokens)
         return sparse_attention.decode(x, self.model.formats[0], compressed, self.model.has_window)
 
     def merges(self) -> Iterator[ExportedCall]:

@@ -14,9 +14,10 @@ from typing import Any
 from ..kernels.cuda.device import Device
 from .fields import OperationFields
 from .record import LEAST_NUMBER, MOST_NUMBER, Function, Program, Record, RecordedLaunch
+from .self_test import Case
 from .words import Word
 
-MAGIC, VERSION = b"CUMLA\0\r\n", 1
+MAGIC, VERSION = b"CUMLA\0\r\n", 2
 HEADER = struct.Struct("<8sIIQQIIII")  # magic, version, ABI, bytes, checksum, capability, SMs, 0, tables
 TABLE = struct.Struct("<QQ")  # offset, count
 NONE = 0xFFFFFFFF
@@ -37,6 +38,10 @@ TABLES = {
     "runs": "<qqq",  # start, value, slope
     "functions": "<IIII",  # program, name, shared bytes, 0
     "programs": "<QQ",  # place among the bytes, size
+    "cases": "<IIIIIIIIQ",  # operation, name, first word, first fill, fills, first check, checks, 0, bytes of memory
+    "case_words": "<q",
+    "fills": "<IIIIQ",  # field of the address, place and bytes of what is repeated, 0, bytes
+    "checks": "<IIIIQQddd",  # fill, place, elements, most beyond; first, stride; absolute, relative, cosine
     "bytes": "",
 }
 EQUAL, RANGE, AT_LEAST, NUMBER, PRODUCT = range(5)  # kinds of conditions; a number's ends are float64
@@ -112,6 +117,17 @@ class Writer:
             self.function(x.function, x.most_shared), *map(self.word, x.grid), *x.block, self.word(x.shared_bytes),
             int(x.overlap), self.place(x.template), len(x.template), *self.add("parts", parts), 0,
         )  # fmt: skip
+
+    def case(self, operation: int, case: Case) -> None:
+        words, _ = self.add("case_words", [(x,) for x in case.words])
+        fills = self.add("fills", [(x.field, self.place(x.block), len(x.block), 0, x.bytes) for x in case.fills])
+        checks = []
+        for x in case.checks:
+            place = self.place(x.want.tobytes())
+            bound = float(x.bound.absolute), x.bound.relative, float(x.bound.cosine)
+            checks.append((x.fill, place, len(x.want), x.most, x.first, x.stride, *bound))
+        row = operation, self.text(case.name), words, *fills, *self.add("checks", checks), 0, case.bytes
+        self.add("cases", [row])
 
     def function(self, function: Function, most_shared: int) -> int:
         if function not in self._functions:

@@ -19,7 +19,7 @@ from .fields import PAIRS, PLANNED, OperationFields
 from .record import ExportedCall, Limit
 from .unread import LEAST_PAGES, MOST_PAGES, Unread
 
-Arguments = Callable[[Served], dict[str, Any]]
+Arguments = Callable[[Any], dict[str, Any]]
 # Names of the results of operations whose results are one tuple.
 RESULTS = {
     "compute_swa_indices_and_lens": ("swa_indices", "swa_lens"),
@@ -117,9 +117,11 @@ class Maker:
         )  # fmt: skip
 
     def arguments(
-        self, spec: OperationSpec, fields: OperationFields, arguments: Arguments, size: Size
-    ) -> dict[str, Any]:
-        given = arguments(Unread(size, self.shared))
+        self, spec: OperationSpec, fields: OperationFields, arguments: Arguments, size: Size,
+        inputs: Callable[[Size, dict[Any, Any]], Any] = Unread,
+    ) -> dict[str, Any]:  # fmt: skip
+        """inputs: a size and what calls share -> the arrays"""
+        given = arguments(inputs(size, self.shared))
         results = spec.results(given)
         given = {**{x.name: ANY for x in fields.parameters if x.is_any}, **with_pairs(given)}
         for name, result in zip(fields.results, results, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ class Unread(Served):
 
     def __init__(self, size: Size, shared: dict[Any, Any]) -> None:
         super().__init__("reference", size, shared)
+
+    def resized(self, **sizes: int) -> Unread:
+        return type(self)(replace(self.size, **sizes), self.shared)  # type: ignore[arg-type]
+
+    def in_rings(self) -> Rings:
+        """The same, with states in a ring for each request."""
+        return Rings(self.size, self.shared)
+
+    def widened(self, table: Any, columns: int) -> Any:
+        """A table with these columns."""
+        return np.empty((len(table), columns), table.dtype)
 
     def filled(self, value: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.broadcast_to(np.zeros((), dtype), shape)

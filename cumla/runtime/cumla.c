@@ -2,6 +2,7 @@
 #include "cumla.h"
 
 #include <dlfcn.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -24,6 +25,8 @@
 #define MOST_BOX 256
 #define MOST_AXIS 0xFFFFFFFFll
 #define MOST_GRID 0x7FFFFFFFll
+#define MOST_SELF_TEST (1ull << 40)
+#define SELF_TEST_ALIGNMENT 256
 
 /* ---- the file: structs as in cumla/export/file.py */
 
@@ -45,6 +48,13 @@ typedef struct {
 typedef struct { int64_t start, value, slope; } run_entry;
 typedef struct { uint32_t program, name, shared, zero; } function_entry;
 typedef struct { uint64_t at, bytes; } program_entry;
+typedef struct { uint32_t operation, name, word, fill, fills, check, checks, zero; uint64_t bytes; } case_entry;
+typedef struct { uint32_t field, place, period, zero; uint64_t bytes; } fill_entry;
+typedef struct {
+    uint32_t fill, place, count, most;
+    uint64_t first, stride;
+    double absolute, relative, cosine;
+} check_entry;
 
 typedef struct {
     char magic[8];
@@ -55,11 +65,13 @@ typedef struct {
 typedef struct { uint64_t offset, count; } table_entry;
 
 enum table { CLUSTERS, OPERATIONS, ARRAYS, FIELD_NAMES, RECORDS, CONDITIONS, SEGMENTS, SEQUENCES, LAUNCHES, PARTS, PART_WORDS,
-             WORDS, RUNS, FUNCTIONS, PROGRAMS, BYTES, TABLES };
+             WORDS, RUNS, FUNCTIONS, PROGRAMS, CASES, CASE_WORDS, FILLS, CHECKS, BYTES, TABLES };
 static const size_t ENTRY_BYTES[TABLES] = {
     sizeof(cluster_entry), sizeof(operation_entry), 4, 4, sizeof(record_entry), sizeof(condition_entry),
     sizeof(segment_entry), sizeof(sequence_entry), sizeof(launch_entry), sizeof(part_entry), 4, sizeof(word_entry),
-    sizeof(run_entry), sizeof(function_entry), sizeof(program_entry), 1};
+    sizeof(run_entry), sizeof(function_entry), sizeof(program_entry), sizeof(case_entry), 8, sizeof(fill_entry),
+    sizeof(check_entry), 1};
+static const uint8_t TYPE_BYTES[] = {0, 1, 1, 1, 4, 8, 2, 2, 4, 1, 4, 2}; /* by cumla_type */
 enum condition_kind { EQUAL, RANGE, AT_LEAST, NUMBER, PRODUCT };
 
 /* ---- the driver: what is used of cuda.h */
@@ -92,6 +104,10 @@ typedef struct {
     int (*encode)(void *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *, const uint32_t *,
                   int, int, int, int);
     int (*memset)(uint64_t, unsigned char, size_t, void *);
+    int (*to_device)(uint64_t, const void *, size_t, void *);
+    int (*to_host)(void *, uint64_t, size_t, void *);
+    int (*synchronize)(void *);
+    int (*is_capturing)(void *, int *);
     int (*error)(int, const char **);
 } driver;
 
@@ -209,6 +225,35 @@ static bool is_record(const cumla_library *x, uint32_t index) {
     return true;
 }
 
+/* Whether a check compares elements of its array, which has these bytes and elements of this type. */
+static bool is_check(const cumla_library *x, const check_entry *c, uint64_t bytes, int64_t type) {
+    if (type < CUMLA_UINT8 || type > CUMLA_UINT16 || type == CUMLA_FLOAT16 || type == CUMLA_E4M3) return false;
+    const uint64_t elements = bytes / TYPE_BYTES[type];
+    return c->count && c->stride && c->first < elements && (c->count - 1) <= (elements - 1 - c->first) / c->stride &&
+           within(x, BYTES, c->place, (uint64_t)c->count * TYPE_BYTES[type]);
+}
+
+static bool is_case(const cumla_library *x, const case_entry *c) {
+    if (c->operation >= x->counts[OPERATIONS] || !is_text(x, c->name) || c->bytes > MOST_SELF_TEST) return false;
+    const operation_entry *o = ENTRY(x, OPERATIONS, operation_entry, c->operation);
+    if (!within(x, CASE_WORDS, c->word, o->words) || !within(x, FILLS, c->fill, c->fills) || !within(x, CHECKS, c->check, c->checks))
+        return false;
+    const int64_t *words = ENTRY(x, CASE_WORDS, int64_t, c->word);
+    for (uint32_t i = 0; i < c->fills; i++) {
+        const fill_entry *f = ENTRY(x, FILLS, fill_entry, c->fill + i);
+        if (f->field + sizeof(cumla_array) / 8 > o->words || !f->period || !within(x, BYTES, f->place, f->period)) return false;
+        const uint64_t at = (uint64_t)words[f->field];
+        if (at > c->bytes || f->bytes > c->bytes - at) return false;
+    }
+    for (uint32_t i = 0; i < c->checks; i++) {
+        const check_entry *k = ENTRY(x, CHECKS, check_entry, c->check + i);
+        if (k->fill >= c->fills) return false;
+        const fill_entry *f = ENTRY(x, FILLS, fill_entry, c->fill + k->fill);
+        if (!is_check(x, k, f->bytes, words[f->field + 1])) return false;
+    }
+    return true;
+}
+
 static bool has_valid_tables(const cumla_library *x) {
     for (uint64_t i = 0; i < x->counts[OPERATIONS]; i++) {
         const operation_entry *o = ENTRY(x, OPERATIONS, operation_entry, i);
@@ -235,6 +280,8 @@ static bool has_valid_tables(const cumla_library *x) {
         const program_entry *p = ENTRY(x, PROGRAMS, program_entry, i);
         if (!within(x, BYTES, p->at, p->bytes) || !p->bytes) return false;
     }
+    for (uint64_t i = 0; i < x->counts[CASES]; i++)
+        if (!is_case(x, ENTRY(x, CASES, case_entry, i))) return false;
     return true;
 }
 
@@ -244,8 +291,8 @@ static int read_tables(cumla_library *x, size_t bytes) {
     if (*(const unsigned char *)&one != 1) return failed(CUMLA_BAD_FILE, "file: is little-endian, this machine is not");
     if (bytes < sizeof *h || memcmp(h->magic, "CUMLA\0\r\n", 8))
         return failed(CUMLA_BAD_FILE, "file: was not written by cumla export");
-    if (h->version != 1 || h->abi != CUMLA_ABI || h->tables != TABLES)
-        return failed(CUMLA_BAD_FILE, "file: version %u, structs %08x; this source has version 1, structs %08x: export "
+    if (h->version != 2 || h->abi != CUMLA_ABI || h->tables != TABLES)
+        return failed(CUMLA_BAD_FILE, "file: version %u, structs %08x; this source has version 2, structs %08x: export "
                       "the file and the runtime with one version of cumla", h->version, h->abi, CUMLA_ABI);
     size_t first = sizeof *h + TABLES * sizeof(table_entry);
     if (h->bytes != bytes || bytes < first)
@@ -277,6 +324,8 @@ static int find_driver(cumla_library *x) {
         {"cuModuleGetFunction", &x->cuda.get_function}, {"cuFuncSetAttribute", &x->cuda.set_attribute},
         {"cuLaunchKernelEx", &x->cuda.launch}, {"cuOccupancyMaxActiveClusters", &x->cuda.most_clusters},
         {"cuTensorMapEncodeTiled", &x->cuda.encode}, {"cuMemsetD8Async", &x->cuda.memset},
+        {"cuMemcpyHtoDAsync_v2", &x->cuda.to_device}, {"cuMemcpyDtoHAsync_v2", &x->cuda.to_host},
+        {"cuStreamSynchronize", &x->cuda.synchronize}, {"cuStreamIsCapturing", &x->cuda.is_capturing},
         {"cuGetErrorName", &x->cuda.error}};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         void *found = dlsym(x->libcuda, functions[i].name);
@@ -618,4 +667,133 @@ int cumla_workspace_init(const cumla_library *x, uint64_t data, size_t bytes, vo
     if (!x || !data) return failed(CUMLA_WRONG_STRUCT, "library or data: got NULL");
     ASK(x, "cuMemsetD8Async", memset, data, 0, bytes, stream);
     return CUMLA_OK;
+}
+
+/* ---- self-test: calls of the file, whose results it has */
+
+int cumla_self_test_bytes(const cumla_library *x, uint64_t *needed) {
+    *needed = 0;
+    if (!x) return failed(CUMLA_WRONG_STRUCT, "library: got NULL");
+    for (uint64_t i = 0; i < x->counts[CASES]; i++) {
+        const case_entry *c = ENTRY(x, CASES, case_entry, i);
+        if (c->bytes > *needed) *needed = c->bytes;
+    }
+    return CUMLA_OK;
+}
+
+/* Writes an array: what the file has of it, repeated. */
+static int write_array(const cumla_library *x, const fill_entry *f, uint64_t data, void *stream) {
+    const unsigned char *block = x->tables[BYTES] + f->place;
+    if (!f->bytes) return CUMLA_OK;
+    if (f->period == 1) {
+        ASK(x, "cuMemsetD8Async", memset, data, *block, f->bytes, stream);
+        return CUMLA_OK;
+    }
+    unsigned char *all = malloc(f->bytes);
+    if (!all) return failed(CUMLA_NO_MEMORY, "self-test: no memory for %llu bytes", (unsigned long long)f->bytes);
+    for (uint64_t at = 0; at < f->bytes; at += f->period)
+        memcpy(all + at, block, f->bytes - at < f->period ? f->bytes - at : f->period);
+    int error = x->cuda.to_device(data, all, f->bytes, stream);
+    if (!error) error = x->cuda.synchronize(stream); /* before the host's memory is free */
+    free(all);
+    return error ? refused(&x->cuda, "cuMemcpyHtoDAsync", error) : CUMLA_OK;
+}
+
+static double element(const unsigned char *data, int64_t type) {
+    uint8_t byte = *data;
+    uint16_t half;
+    uint32_t word;
+    int32_t integer;
+    int64_t large;
+    float real;
+    switch (type) {
+        case CUMLA_INT8: return (int8_t)byte;
+        case CUMLA_UINT16: memcpy(&half, data, 2); return half;
+        case CUMLA_INT32: memcpy(&integer, data, 4); return integer;
+        case CUMLA_UINT32: memcpy(&word, data, 4); return word;
+        case CUMLA_INT64: memcpy(&large, data, 8); return (double)large;
+        case CUMLA_FLOAT32: memcpy(&real, data, 4); return real;
+        case CUMLA_BFLOAT16:
+            memcpy(&half, data, 2);
+            word = (uint32_t)half << 16;
+            memcpy(&real, &word, 4);
+            return real;
+        default: return byte;
+    }
+}
+
+/* Compares results with the file's. `got` begins with the first of them. */
+static int compare(const cumla_library *x, const case_entry *c, const check_entry *k, const unsigned char *got) {
+    const operation_entry *o = ENTRY(x, OPERATIONS, operation_entry, c->operation);
+    const uint32_t field = ENTRY(x, FILLS, fill_entry, c->fill + k->fill)->field;
+    const int64_t type = ENTRY(x, CASE_WORDS, int64_t, c->word)[field + 1];
+    const char *array = text(x, number(x, FIELD_NAMES, o->field_name + field));
+    const int length = (int)strcspn(array, ".");
+    const unsigned char *wanted = x->tables[BYTES] + k->place;
+    double products = 0, squares = 0;
+    uint32_t beyond = 0;
+    for (uint32_t i = 0; i < k->count; i++) {
+        const double found = element(got + i * k->stride * TYPE_BYTES[type], type);
+        const double want = element(wanted + (size_t)i * TYPE_BYTES[type], type);
+        const double most = k->absolute + k->relative * fabs(want);
+        if (isfinite(want) && isfinite(found)) products += found * want, squares += found * found + want * want;
+        if (found == want || (isnan(found) && isnan(want))) continue;
+        if (!(isfinite(want) && fabs(found - want) <= most) && ++beyond > k->most)
+            return failed(CUMLA_WRONG_RESULT, "%s: %.*s[%llu]: got %.9g, expected %.9g within %.3g", text(x, c->name),
+                          length, array, (unsigned long long)(k->first + i * k->stride), found, want, most);
+    }
+    const double distance = squares > 0 ? 1 - 2 * products / squares : 0;
+    if (distance > k->cosine)
+        return failed(CUMLA_WRONG_RESULT, "%s: %.*s: got a cosine distance of %.3g, expected at most %.3g",
+                      text(x, c->name), length, array, distance, k->cosine);
+    return CUMLA_OK;
+}
+
+static int check_results(const cumla_library *x, const case_entry *c, const check_entry *k, uint64_t memory, void *stream) {
+    const uint32_t field = ENTRY(x, FILLS, fill_entry, c->fill + k->fill)->field;
+    const int64_t *words = ENTRY(x, CASE_WORDS, int64_t, c->word);
+    const uint64_t size = TYPE_BYTES[words[field + 1]], bytes = ((k->count - 1) * k->stride + 1) * size;
+    unsigned char *got = malloc(bytes);
+    if (!got) return failed(CUMLA_NO_MEMORY, "self-test: no memory for %llu bytes", (unsigned long long)bytes);
+    int error = x->cuda.to_host(got, memory + (uint64_t)words[field] + k->first * size, bytes, stream);
+    if (!error) error = x->cuda.synchronize(stream);
+    int status = error ? refused(&x->cuda, "cuMemcpyDtoHAsync", error) : compare(x, c, k, got);
+    free(got);
+    return status;
+}
+
+static int run_case(const cumla_library *x, const case_entry *c, int64_t *words, uint64_t memory, void *stream) {
+    const operation_entry *o = ENTRY(x, OPERATIONS, operation_entry, c->operation);
+    memcpy(words, ENTRY(x, CASE_WORDS, int64_t, c->word), 8 * (size_t)o->words);
+    int status = CUMLA_OK;
+    for (uint32_t i = 0; i < c->fills && !status; i++) {
+        const fill_entry *f = ENTRY(x, FILLS, fill_entry, c->fill + i);
+        words[f->field] = (int64_t)(memory + (uint64_t)words[f->field]);
+        status = write_array(x, f, (uint64_t)words[f->field], stream);
+    }
+    if (!status) status = cumla_call(x, c->operation, words, 8 * (size_t)o->words, stream, 0);
+    for (uint32_t i = 0; i < c->checks && !status; i++)
+        status = check_results(x, c, ENTRY(x, CHECKS, check_entry, c->check + i), memory, stream);
+    return status;
+}
+
+int cumla_self_test(const cumla_library *x, uint64_t memory, size_t bytes, void *stream, uint32_t *calls) {
+    uint64_t needed;
+    int status = cumla_self_test_bytes(x, &needed), capturing = 0;
+    if (calls) *calls = 0;
+    if (status) return status;
+    if (!memory || memory % SELF_TEST_ALIGNMENT || bytes < needed)
+        return failed(CUMLA_WRONG_STRUCT, "memory: got %zu bytes at 0x%llx, expected %llu at a multiple of %d", bytes,
+                      (unsigned long long)memory, (unsigned long long)needed, SELF_TEST_ALIGNMENT);
+    ASK(x, "cuStreamIsCapturing", is_capturing, stream, &capturing);
+    if (capturing) return failed(CUMLA_NOT_SERVED, "stream: got one that is captured, expected one that runs calls");
+    for (uint64_t i = 0; i < x->counts[CASES] && !status; i++) {
+        const case_entry *c = ENTRY(x, CASES, case_entry, i);
+        int64_t *words = malloc(8 * (size_t)ENTRY(x, OPERATIONS, operation_entry, c->operation)->words + 8);
+        if (!words) return failed(CUMLA_NO_MEMORY, "self-test: no memory for a call");
+        status = run_case(x, c, words, memory, stream);
+        free(words);
+        if (!status && calls) ++*calls;
+    }
+    return status;
 }

@@ -41,7 +41,9 @@ enum cumla_status {
     CUMLA_BAD_FILE,      /* not written by cumla export, damaged, or of another version than this source */
     CUMLA_WRONG_DEVICE,  /* the file has no kernels for this device */
     CUMLA_WRONG_STRUCT,  /* another size than this source has */
-    CUMLA_NOT_SERVED     /* the file serves no such call: the message names a field */
+    CUMLA_NOT_SERVED,    /* the file serves no such call: the message names a field */
+    CUMLA_WRONG_RESULT,  /* a kernel's result differs from the file's: the message names the call, array and element */
+    CUMLA_NO_MEMORY      /* the host has too little, of a self-test */
 };
 
 /* Flags of a call. */
@@ -72,6 +74,13 @@ int cumla_workspace(const cumla_library *library, uint32_t operation, const void
                     uint64_t *needed);
 /* Set a workspace to zero, on this stream. */
 int cumla_workspace_init(const cumla_library *library, uint64_t data, size_t bytes, void *stream);
+
+/* Device memory that the self-test needs. */
+int cumla_self_test_bytes(const cumla_library *library, uint64_t *needed);
+/* Run a small call of every kernel of the file, and compare the results with the file's, each within its bound. The
+ * device memory is the caller's, at a multiple of 256. Allocates host memory and waits for the stream, which must not
+ * be captured. Stops at the first result that differs. *calls, unless NULL: how many calls were right. */
+int cumla_self_test(const cumla_library *library, uint64_t memory, size_t bytes, void *stream, uint32_t *calls);
 
 #ifdef __cplusplus
 }

@@ -101,7 +101,7 @@ def test_the_command_writes_the_runtime_and_shows_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--out, --show, --runtime: got none of them"),
+        ([], "--out, --show, --test, --runtime: got none of them"),
         (["--out", "x", "--capability", "9.9"], "--capability: got 9.9, expected one of"),
         (["--out", "x", "--clusters", "2-66"], "--clusters: got '2-66', expected CTAS:NUMBER"),
         (["--out", "x", "--ranks", "2"], "--ranks"),

@@ -141,7 +141,7 @@ def test_a_device_that_is_not_in_the_file(variable, value, message):
         (lambda x: x[:100], "its header says"),
         (lambda x: b"", "was not written by cumla export"),
         (lambda x: b"PK" + x[2:], "was not written by cumla export"),
-        (lambda x: x[:8] + struct.pack("<I", 2) + x[12:], "version 2"),
+        (lambda x: x[:8] + struct.pack("<I", 3) + x[12:], "version 3"),
         (lambda x: x[:12] + struct.pack("<I", 7) + x[16:], "structs 00000007"),
         (lambda x: x[:-1] + bytes([x[-1] ^ 1]), "the checksum is wrong"),
     ],

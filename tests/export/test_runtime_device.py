@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from cumla.dispatch.dry_run import dry_running
-from cumla.errors import InputError
+from cumla.errors import InputError, RunError
 from cumla.export import cubins, file_of, recorded
 from cumla.export.calls import calls_of, fields_of
 from cumla.export.compiled import nvrtc
 from cumla.export.fields import PLANNED
+from cumla.export.file import HEADER, TABLE, TABLES, checksum, read
+from cumla.export.library import self_test
 from cumla.export.record import Sampler
 from cumla.kernels.cuda.device import described
 from cumla.layout import DSV4_FP8
@@ -153,6 +155,25 @@ def test_a_captured_call(kind, operation):
         cupy.cuda.Device().synchronize()
         of_c.assert_same(of_python)
         of_c.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", runtime.MODELS)
+def test_the_self_test(kind, tmp_path):
+    """Each kernel's results are the reference's, within bounds; a changed result in the file is found."""
+    path, data = tmp_path / "file", file(kind)
+    path.write_bytes(data)
+    tables = read(path)
+    assert self_test(path) == len(tables["cases"])
+    damaged = bytearray(data)
+    last = tables["checks"][-1]
+    place = HEADER.size + TABLE.size * list(TABLES).index("bytes")
+    (start, _) = TABLE.unpack_from(data, place)
+    damaged[start + last[1] + 1] ^= 0x40  # bits of an element
+    damaged[24:32] = checksum(bytes(damaged[HEADER.size :])).to_bytes(8, "little")
+    path.write_bytes(damaged)
+    with pytest.raises(RunError, match=r"\[\d+\]: got .*, expected"):
+        self_test(path)
 
 
 @pytest.mark.gpu

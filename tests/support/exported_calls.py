@@ -4,11 +4,9 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-from unittest import mock
 
 import numpy as np
 
-from cumla.export import calls, maker
 from cumla.export.fields import PLANNED
 from cumla.export.header import number_of
 from cumla.specs.inputs import Inputs, Step
@@ -24,6 +22,15 @@ class Real(Inputs):
     def __init__(self, rng, size, shared):
         super().__init__("reference", size)
         self.rng, self.shared = rng, shared
+
+    def resized(self, **sizes):
+        return Real(self.rng, dataclasses.replace(self.size, **sizes), self.shared)
+
+    def in_rings(self):
+        return self
+
+    def widened(self, table, columns):
+        return self.put(self.rng.integers(-1, self.size.pages, (len(table), columns)), np.int32)
 
     @functools.cached_property
     def step(self):
@@ -61,8 +68,7 @@ def drawn(sampler, rng):
         size, **{name: min(getattr(size, name), end) for name, end in most.items() if name in call.ranges}
     )
     real = functools.partial(Real, rng)
-    with mock.patch.multiple(calls, Unread=real, Rings=real), mock.patch.object(maker, "Unread", real):
-        arguments = call.arguments(size)
+    arguments = call.arguments(size, real)
     for name in call.fields.results:
         arguments[name].view(np.uint8)[...] = SENTINEL
     if "workspace" in arguments:
