@@ -210,6 +210,8 @@ class LayerSpec:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected 'none', as rope_dim is 0")
         if self.rope_dim and self.rope_pairs == "none":
             raise ValueError(f"rope_pairs: got 'none', expected pairs, as rope_dim is {self.rope_dim}")
+        if self.position_scale and self.nope_dim % 2:
+            raise ValueError(f"nope_dim: got {self.nope_dim}, expected an even number, as position_scale is True")
         if self.o_groups and self.heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.heads} heads")
 
