@@ -76,10 +76,10 @@ def test_a_few_schedules(served, rng):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(2))
 def test_many_schedules(served, rng, part):
-    """10 of them: of three models with two formats each in 10 parts, 600."""
-    for _ in range(10):
+    """15 of them: of three models with two formats each in two parts, 180."""
+    for _ in range(15):
         served.check(rng)
 
 
