@@ -1,8 +1,9 @@
 """Every program of csrc/ that tests compile: file, macros and target.
 
-All variants of a file are compiled for the oldest target and for Hopper, one for each other target. Where options are
-independent, or targets equivalent, they alternate: outputs of a top-k; sm_86 and sm_89; numbers of heads of portable
-attention for targets with equal shared memory.
+All variants of a file are compiled for Hopper, of a file for older devices for the oldest target; every second variant
+for the other of these two targets; one for each further target. Where options are independent, or targets equivalent,
+they alternate: outputs of a top-k; sm_86 and sm_89; numbers of heads of portable attention for targets with equal
+shared memory.
 """
 
 import cumla
@@ -438,8 +439,10 @@ def is_its_turn(number, file, macros, target):
     if target not in ("sm_80", "sm_90a"):
         return False
     output = macros.get("OUTPUT")
-    variant = sum(other.get("OUTPUT") == output for _, other in SOURCES[:number])
-    return output not in OUTPUTS or OUTPUTS[(variant + (target == "sm_80")) % 2] == output
+    if output in OUTPUTS:
+        variant = sum(other.get("OUTPUT") == output for _, other in SOURCES[:number])
+        return OUTPUTS[(variant + (target == "sm_80")) % 2] == output
+    return number % 2 == 0 or target == ("sm_80" if file.startswith("sm80/") else "sm_90a")
 
 
 COMPILATIONS = [
