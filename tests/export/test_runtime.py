@@ -175,26 +175,26 @@ def test_threads_share_a_library(opened):
     assert not failures
 
 
-def calls_file(path):
-    """Calls of V4's file, for fuzz.c."""
+def calls_file(path, kind):
+    """Calls of a model's file, for fuzz.c."""
     words = []
-    for number, call in enumerate(runtime.calls("v4")):
+    for number, call in enumerate(runtime.calls(kind)):
         sampler = Sampler(call, H200, np.random.default_rng(number))
         made = sampler.sample(sampler.sizes())
         words += [runtime.number_of(call.fields.spec.name), len(made.values), *made.values]
     path.write_bytes(struct.pack(f"<{len(words)}q", *words))
-    return len(runtime.calls("v4"))
+    return len(runtime.calls(kind))
 
 
-@pytest.mark.parametrize("mutations", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_damaged_files_and_calls_with_sanitizers(tmp_path, mutations):
+@pytest.mark.parametrize(("kind", "mutations"), [("v4", 300), pytest.param("v32", 5_000, marks=pytest.mark.slow)])
+def test_damaged_files_and_calls_with_sanitizers(tmp_path, kind, mutations):
     place = runtime.folder()
     runtime.built(
         "-fsanitize=address,undefined", "-fno-sanitize-recover=all", runtime.libcuda(place), "-I", place, "-o",
         tmp_path / "fuzz", runtime.HERE / "fuzz.c", place / "cumla.c", "-ldl",
     )  # fmt: skip
-    (tmp_path / "file").write_bytes(runtime.file("v4"))
-    count = calls_file(tmp_path / "calls")
+    (tmp_path / "file").write_bytes(runtime.file(kind))
+    count = calls_file(tmp_path / "calls", kind)
     done = subprocess.run(
         [tmp_path / "fuzz", tmp_path / "file", tmp_path / "calls", str(mutations)], capture_output=True, text=True,
         env={"ASAN_OPTIONS": "detect_leaks=0"},
