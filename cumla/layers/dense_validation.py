@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..dispatch.call import BYTES, INT32, SLOTS, Call, without_middle_axis
 from ..dispatch.formats import pages_of
-from ..kernels.types.plan import Workspace
 from ..layout import plain_rows
 from ..metadata.builder import check_mode
 from ..metadata.mla import MLACommonMetadata
 from ..metadata.validation import check_pages
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM, VALUE_TYPES, checked_scale
 from ..ops.sparse_attention import check_heads
-from .sparse_validation import check_rows
-
-
-class DenseLayer(Protocol):
-    """The attributes of an `MLACommonImpl` that the checks read."""
-
-    backend: str | None
-    num_heads: int
-    head_size: int
-    qk_head_dim: int
-    v_head_dim: int
-    kv_cache_dtype: str
-    workspace: Workspace
-    batch_invariant: bool
-    W_UV: Any
+from .sparse_validation import check_array, check_rows
 
 
 def check_forward(
-    layer: DenseLayer,
+    layer: Any,
     q: Any,
     k_c_normed: Any,
     k_pe: Any,
@@ -43,7 +28,7 @@ def check_forward(
     k_scale: Any,
     stream: Any,
 ) -> None:
-    """Raise TypeError or ValueError for arguments of `MLACommonImpl.forward` that do not fit together."""
+    """Raise TypeError or ValueError for arguments of the `forward` of an MLACommonImpl that do not fit together."""
     if not hasattr(layer, "W_UV"):
         raise ValueError("kv_b_proj: not processed, expected process_weights_after_loading to be called first")
     if not isinstance(metadata, MLACommonMetadata):
@@ -60,10 +45,10 @@ def check_forward(
     call.check_place("kv_b_proj", layer.W_UV)
     layer.workspace.check_place(native)
     same, used = (native.dtype,), metadata.num_decode_tokens + metadata.num_prefill_tokens
-    kv_c = call.array("k_c_normed", k_c_normed, same, ("tokens", KV_C_DIM))
+    check_rows("q", native, used, "tokens")
+    check_array(call, "k_c_normed", k_c_normed, same, ("tokens", KV_C_DIM), used)
     rope = call.checked(without_middle_axis(call.borrow("k_pe", k_pe)), same, (-1, K_PE_DIM))
-    for name, rows in (("q", native), ("k_c_normed", kv_c), ("k_pe", rope)):
-        check_rows(name, rows, used, "tokens")
+    check_rows("k_pe", rope, used, "tokens")
     cache = check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
     prefills = metadata.prefill_metadata
     reads = metadata.num_decode_tokens or (
@@ -84,7 +69,7 @@ def check_forward(
 
 
 def check_cache(
-    call: Call, layer: DenseLayer, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any, block_size: int | None = None
+    call: Call, layer: Any, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any, block_size: int | None = None
 ) -> Any:
     """The borrowed cache, checked; its pages must have block_size tokens if that is not None."""
     cache = call.borrow("kv_cache", kv_cache, writable=True)
@@ -107,10 +92,17 @@ def check_cache(
     return native
 
 
-def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, used: int, dtype: np.dtype[Any]) -> None:
+def check_metadata(call: Call, layer: Any, metadata: MLACommonMetadata, used: int, dtype: np.dtype[Any]) -> None:
     """Check the metadata that the step reads. It may come from a builder, a captured graph's state or the caller."""
-    slots = call.array("attn_metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
-    check_rows("attn_metadata.slot_mapping", slots, used, "entries")
+
+    def check(name: str, value: Any, shape: tuple[int, ...], needed: int, of: str = "requests") -> None:
+        check_array(call, f"attn_metadata.{name}", value, SLOTS if name == "slot_mapping" else INT32, shape, needed, of)
+
+    def check_tables(part: MLACommonMetadata, requests: int) -> None:
+        check("block_tables", part.block_tables, (-1, -1), requests)
+        check("seq_lens_tensor", part.seq_lens_tensor, (-1,), requests)
+
+    check("slot_mapping", metadata.slot_mapping, (-1,), used, "entries")
     decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
     if decodes is not None:
         if not metadata.num_decodes and len(metadata.block_tables):
@@ -121,28 +113,20 @@ def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, u
                 f"attn_metadata: got {metadata.num_decode_tokens} decode tokens before prefills, expected {query_len} "
                 f"for each of {metadata.num_decodes} decodes"
             )
-        requests = attending // query_len
-        for name, shape in (("block_tables", (-1, -1)), ("seq_lens_tensor", (-1,))):
-            array = call.array(f"attn_metadata.{name}", getattr(decodes, name), INT32, shape)
-            check_rows(f"attn_metadata.{name}", array, requests, "requests")
+        check_tables(decodes, attending // query_len)
     if prefills is None:
         return
     requests = prefills.num_prefills
-    starts = call.array("attn_metadata.query_start_loc", prefills.query_start_loc, INT32, (-1,))
-    check_rows("attn_metadata.query_start_loc", starts, requests + 1, "entries")
+    check("query_start_loc", prefills.query_start_loc, (-1,), requests + 1, "entries")
     if layer.batch_invariant:
-        for name, shape in (("block_tables", (-1, -1)), ("seq_lens_tensor", (-1,))):
-            array = call.array(f"attn_metadata.{name}", getattr(prefills, name), INT32, shape)
-            check_rows(f"attn_metadata.{name}", array, requests, "requests")
+        check_tables(prefills, requests)
         return
     chunks = prefills.context_chunk_seq_tot or []
     if not chunks:
         return
-    table = call.array("attn_metadata.block_tables", prefills.block_tables, INT32, (-1, -1))
-    check_rows("attn_metadata.block_tables", table, requests, "requests")
+    check("block_tables", prefills.block_tables, (-1, -1), requests)
     for name, columns in (("context_chunk_starts", requests), ("context_chunk_cu_seq_lens", requests + 1)):
-        array = call.array(f"attn_metadata.{name}", getattr(prefills, name), INT32, (-1, columns))
-        check_rows(f"attn_metadata.{name}", array, len(chunks), "chunks")
+        check(name, getattr(prefills, name), (-1, columns), len(chunks), "chunks")
     workspace = metadata.context_chunk_workspace
     if workspace is None:
         raise ValueError(

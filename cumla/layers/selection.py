@@ -138,12 +138,11 @@ def select_rows(
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     most = MOST_SCORE_BYTES if most_score_bytes is None else most_score_bytes
-    run = _Run(inputs, q, weights, out, memory, backend, candidates, most, pool)
+    run = _Run(inputs, q, weights, positions, token_to_req, block_table, out, memory, backend, candidates, most, pool)
     if decodes:
-        is_valid = None if slots is None else is_valid_token[:decodes]
-        run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
+        run.decode(decodes, slots, None if slots is None else is_valid_token[:decodes])
     if metadata.batch_invariant:
-        run.prefill_by_token(slice(decodes, len(out)), positions, token_to_req, block_table)
+        run.prefill_by_token(decodes, len(out))
         return
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
     written = decodes  # tokens whose selection is written without the fill below
@@ -151,14 +150,12 @@ def select_rows(
         if chunk.token_start == written:
             written = chunk.token_end
     if written < len(out):
-        out[written:] = -1
-        if candidates is not None and candidates.written:
-            candidates.blocks[written : len(out)] = -1
+        run.select_none(slice(written, len(out)))
     keys: tuple[Any, Any] | None = None
     for chunk in chunks:
         # If all rows are candidates, they are scored together: the keys are then read once and not for each token.
         if candidates is not None and candidates.limit(chunk):
-            run.prefill_among_candidates(chunk, positions, token_to_req, block_table)
+            run.prefill_by_token(chunk.token_start, chunk.token_end)
             continue
         if keys is None or not chunk.skip_kv_gather:
             keys = run.gather(chunk)
@@ -172,6 +169,9 @@ class _Run:
     inputs: IndexerInputs
     q: Any
     weights: Any
+    positions: Any
+    token_to_req: Any
+    block_table: Any
     out: Any
     memory: Memory
     backend: str | None
@@ -179,46 +179,35 @@ class _Run:
     most_score_bytes: int
     pool: int
 
-    def decode(
-        self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
-    ) -> None:
-        decode, tokens = self.inputs.metadata.decode, len(positions)
+    def decode(self, tokens: int, slots: tuple[Any, Any] | None, is_valid_token: Any) -> None:
+        """Select for the step's first tokens."""
+        decode = self.inputs.metadata.decode
         if decode is None:  # all tokens of the step are padding
-            self._select_none(slice(0, tokens), slots)
+            self.select_none(slice(tokens), slots)
             return
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
-        each = lens.shape[1] if lens.ndim == 2 else 1
-        schedule = decode.schedule_metadata
+        each, schedule = lens.shape[1] if lens.ndim == 2 else 1, decode.schedule_metadata
         if not decode.packed:  # decodes of different lengths: each token is a separate entry
-            lens, each, schedule = (positions + 1).astype(np.int32) // self.inputs.metadata.compress_ratio, 1, None
-            table = block_table[token_to_req]
+            each, schedule = 1, None
+            lens, table = self.entries(slice(tokens))
         entries = min(len(lens), tokens // each)
         taken = entries * each
-        if entries < len(lens):
-            lens, table = lens[:entries], table[:entries]
         if taken < tokens:
-            self._select_none(slice(taken, tokens), slots)
+            self.select_none(slice(taken, tokens), slots)
             if slots is not None:
                 slots, is_valid_token = (slots[0][:taken], slots[1][:taken]), is_valid_token[:taken]
-        of_decodes = taken * row_bytes_of(self.candidates, table.shape[1] * self.inputs.cache.shape[1])
-        q = self.q[:taken].reshape(-1, each, *self.q.shape[1:])
-        if self.candidates is None or self.candidates.written:
-            pools = {"pool": self.pool, "positions": positions[:taken]} if slots is not None and self.pool > 1 else {}
-            indexer_topk(
-                q, self.inputs.cache, self.weights[:taken], self.out.shape[1], context_lens=lens, block_table=table,
-                schedule_metadata=schedule, layout=self.inputs.layout, out=self.out[:taken], slots=slots,
-                is_valid_token=is_valid_token, **pools, **self._written(slice(0, taken)), backend=self.backend,
-                workspace=self._scores(of_decodes),
-            )  # fmt: skip
-            return
-        self._among_candidates(q, slice(0, taken), lens, table, of_decodes)
-        if slots is not None and taken:
+        options = {"schedule_metadata": schedule, "slots": slots, "is_valid_token": is_valid_token}
+        if slots is not None and self.pool > 1:
+            options |= {"pool": self.pool, "positions": self.positions[:taken]}
+        among_candidates = self.candidates is not None and not self.candidates.written
+        self.over_pages(slice(taken), lens[:entries], table[:entries], each, **{} if among_candidates else options)
+        if among_candidates and slots is not None and taken:
             compute_global_topk_indices_and_lens(
-                self.out[:taken], token_to_req[:taken], block_table, self.inputs.cache.shape[1], is_valid_token,
-                compact=True, out=slots, backend=self.backend,
+                self.out[:taken], self.token_to_req[:taken], self.block_table, self.inputs.cache.shape[1],
+                is_valid_token, compact=True, out=slots, backend=self.backend,
             )  # fmt: skip
 
-    def _select_none(self, padding: slice, slots: tuple[Any, Any] | None) -> None:
+    def select_none(self, padding: slice, slots: tuple[Any, Any] | None = None) -> None:
         """Write that padding tokens select no rows and no blocks."""
         self.out[padding] = -1
         if self.candidates is not None and self.candidates.written:
@@ -227,40 +216,40 @@ class _Run:
             slots[0][padding] = -1
             slots[1][padding] = 0
 
-    def prefill_among_candidates(
-        self, chunk: DeepseekV32IndexerPrefillChunkMetadata, positions: Any, token_to_req: Any, block_table: Any
-    ) -> None:
-        """Select for the chunk's tokens among their candidates: each token is an entry with a block table."""
-        ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
-        for start in range(chunk.token_start, chunk.token_end, step):
-            tokens = slice(start, min(start + step, chunk.token_end))
-            lens, table = (positions[tokens] + 1).astype(np.int32) // ratio, block_table[token_to_req[tokens]]
-            self._among_candidates(self.q[tokens][:, None], tokens, lens, table)
+    def prefill_by_token(self, first: int, end: int) -> None:
+        """Select for prefills' tokens as for decodes of one token."""
+        step = max(1, TABLE_BYTES // max(4 * self.block_table.shape[1], 1))
+        for start in range(first, end, step):
+            tokens = slice(start, min(start + step, end))
+            self.over_pages(tokens, *self.entries(tokens), together=self.inputs.metadata.batch_invariant)
 
-    def prefill_by_token(self, prefills: slice, positions: Any, token_to_req: Any, block_table: Any) -> None:
-        """Select for prefills' tokens, each an entry with a block table, as decodes are."""
-        ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
-        row_bytes = row_bytes_of(self.candidates, block_table.shape[1] * self.inputs.cache.shape[1])
-        for start in range(prefills.start, prefills.stop, step):
-            tokens = slice(start, min(start + step, prefills.stop))
-            lens, table = (positions[tokens] + 1).astype(np.int32) // ratio, block_table[token_to_req[tokens]]
-            q, of_all = self.q[tokens][:, None], (tokens.stop - start) * row_bytes
-            if self.candidates is not None and not self.candidates.written:
-                self._among_candidates(q, tokens, lens, table, of_all)
-                continue
-            indexer_topk(
-                q, self.inputs.cache, self.weights[tokens], self.out.shape[1], context_lens=lens, block_table=table,
-                layout=self.inputs.layout, out=self.out[tokens], **self._written(tokens), backend=self.backend,
-                workspace=self._scores(of_all),
-            )  # fmt: skip
+    def entries(self, tokens: slice) -> tuple[Any, Any]:
+        """The rows that each token sees, and its block table."""
+        lens = (self.positions[tokens] + 1).astype(np.int32) // self.inputs.metadata.compress_ratio
+        return lens, self.block_table[self.token_to_req[tokens]]
 
-    def _among_candidates(self, q: Any, tokens: slice, lens: Any, table: Any, of_decodes: int = 0) -> None:
-        assert self.candidates is not None
+    def over_pages(
+        self, tokens: slice, lens: Any, table: Any, each: int = 1, together: bool = True, **options: Any
+    ) -> None:  # fmt: skip
+        """Select for entries of `each` tokens, from pages of keys.
+
+        Args:
+            together: whether memory for the scores of all tokens at once is asked for
+            options: further arguments of indexer_topk
+        """
+        inputs, candidates, q = self.inputs, self.candidates, self.q[tokens]
+        of_all = len(q) * row_bytes_of(candidates, table.shape[1] * inputs.cache.shape[1]) if together else 0
+        arguments = q.reshape(-1, each, *q.shape[1:]), inputs.cache, self.weights[tokens]
+        options |= {
+            "layout": inputs.layout, "out": self.out[tokens], "workspace": self._scores(of_all), "backend": self.backend
+        }  # fmt: skip
+        if candidates is None or candidates.written:
+            options |= self._written(tokens)
+            indexer_topk(*arguments, self.out.shape[1], context_lens=lens, block_table=table, **options)
+            return
         candidate_topk(
-            q, self.inputs.cache, self.weights[tokens], self.candidates.blocks[tokens], self.out.shape[1], lens, table,
-            candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[tokens],
-            batch_invariant=self.inputs.metadata.batch_invariant, backend=self.backend,
-            workspace=self._scores(of_decodes),
+            *arguments, candidates.blocks[tokens], self.out.shape[1], lens, table,
+            candidate_block_size=candidates.size, batch_invariant=inputs.metadata.batch_invariant, **options,
         )  # fmt: skip
 
     def _written(self, tokens: slice) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The operations also check their arguments, but only after the step has written i
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_integers
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8
 from ..metadata.batch import host_integers
 from ..metadata.builder import check_current, check_mode
 from ..metadata.indexer import DeepseekV32IndexerMetadata
@@ -27,29 +27,11 @@ from .selection import IndexerInputs, score_bytes
 from .step_arguments import CompressedCache, LayerWorkspace
 
 INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
-
-
-class SparseLayer(Protocol):
-    """The attributes of a `SparseMLALayer` that the checks read."""
-
-    @property
-    def compress_ratio(self) -> int: ...
-    @property
-    def index_topk(self) -> int: ...
-    @property
-    def attn_sink(self) -> Any: ...
-    @property
-    def softmax_scale(self) -> float | None: ...
-    @property
-    def layout(self) -> CacheLayout: ...
-    @property
-    def compressed_layout(self) -> CacheLayout: ...
-    @property
-    def batch_invariant(self) -> bool: ...
+DECODE_SLOTS = {"decode_slots": "arrays", "decode_lens": "arrays"}
 
 
 def check_step(
-    layer: SparseLayer,
+    layer: Any,
     q: Any,
     k: Any,
     swa_cache: Any,
@@ -60,7 +42,7 @@ def check_step(
     backend: str | None,
     stream: Any,
 ) -> None:
-    """Raise TypeError or ValueError for arguments of `SparseMLALayer.step` that do not fit together.
+    """Raise TypeError or ValueError for arguments of the `step` of `layer`, a SparseMLALayer, that do not fit together.
 
     Arguments on a device whose key was already validated are not checked again.
     """
@@ -109,7 +91,7 @@ def check_step(
 
 
 def check_window_step(
-    call: Call, layer: SparseLayer, q: Any, k: Any, swa_cache: Any, metadata: DeepseekSparseSWAMetadata, used: int,
+    call: Call, layer: Any, q: Any, k: Any, swa_cache: Any, metadata: DeepseekSparseSWAMetadata, used: int,
     head_ranks: int = 1,
 ) -> Any:  # fmt: skip
     """Check the arguments that layers of every ratio have. Returns q, borrowed, with one of head_ranks ranks' heads."""
@@ -124,18 +106,17 @@ def check_window_step(
     for name, dtype in (("q", q.dtype.name), ("layout", layer.layout.value_type)):
         call.check_float32(name, dtype)
     if k is not None:
-        check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
+        check_array(call, "k", k, BF16, (-1, V_DIM), used)
     checked_pages(call, "swa_cache", swa_cache, layer.layout, metadata.block_size)
     call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))
     scale_or_default(layer.softmax_scale, V_DIM)
     call.array("metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
     num_reqs = metadata.num_decodes + metadata.num_prefills
     for name, shape in (("block_table", (-1, -1)), ("seq_lens", (-1,)), ("query_start_loc", (-1,))):
-        array = call.array(f"metadata.{name}", getattr(metadata, name), INT32, shape)
-        check_rows(f"metadata.{name}", array, num_reqs + (name == "query_start_loc"), "entries")
+        needed = num_reqs + (name == "query_start_loc")
+        check_array(call, f"metadata.{name}", getattr(metadata, name), INT32, shape, needed, "entries")
     for name, dtypes in (("token_to_req_indices", INT32), ("is_valid_token", BOOL), ("positions", INT32)):
-        array = call.array(f"metadata.{name}", getattr(metadata, name), dtypes, (-1,))
-        check_rows(f"metadata.{name}", array, used, "tokens")
+        check_array(call, f"metadata.{name}", getattr(metadata, name), dtypes, (-1,), used)
     return q
 
 
@@ -150,16 +131,8 @@ def key_parts_of(compressed: CompressedCache) -> list[Any]:
     if not isinstance(inputs.metadata, DeepseekV32IndexerMetadata):
         got = type(inputs.metadata).__name__
         raise TypeError(f"compressed.indexer.metadata: got {got}, expected DeepseekV32IndexerMetadata")
-    return [
-        *key_parts,
-        inputs.q,
-        inputs.weights,
-        inputs.cache,
-        inputs.k,
-        inputs.layout.name,
-        inputs.metadata.compress_ratio,
-        inputs.metadata.batch_invariant,
-    ]
+    key_parts += inputs.q, inputs.weights, inputs.cache, inputs.k, inputs.layout.name
+    return [*key_parts, inputs.metadata.compress_ratio, inputs.metadata.batch_invariant]
 
 
 def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
@@ -174,13 +147,13 @@ def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
 
 
 def check_compressed(
-    call: Call, layer: SparseLayer, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
+    call: Call, layer: Any, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
 ) -> int:
     """Check the compressed cache. Returns the number of columns of topk_indices to map, 0 without them."""
     ratio = layer.compress_ratio
     pages = checked_pages(call, "compressed.cache", compressed.cache, layer.compressed_layout)
-    table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
-    check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
+    requests = metadata.num_decodes + metadata.num_prefills
+    table = check_array(call, "compressed.block_table", compressed.block_table, INT32, (-1, -1), requests, "requests")
     positions = metadata.config.compressed_block_size
     rows = pages.block_size if compressed.cache.shape[1] else 0  # pages without tokens count as no pages
     if rows * ratio != positions:
@@ -190,33 +163,34 @@ def check_compressed(
         )
     check_columns("compressed.block_table", table, pages.block_size, metadata.longest // ratio)
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
-    if ratio != C128A_RATIO:
-        if compressed.indexer is not None:
-            for name in ("topk_indices", "decode_slots", "decode_lens"):
-                if getattr(compressed, name) is not None:
-                    raise ValueError(f"compressed.{name}: got an array and an indexer, expected only one of the two")
-            of_config = compressed.indexer.metadata.batch_invariant
-            check_mode("compressed.indexer.metadata", of_config, layer.batch_invariant)
-            check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
-            return layer.index_topk
-        if compressed.topk_indices is None:
-            raise TypeError(
-                f"compressed.topk_indices: got None, expected int32 [num_tokens, topk] at compress_ratio {ratio}"
-            )
-        topk_indices = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
-        check_rows("compressed.topk_indices", topk_indices, used, "tokens")
-        if check_decode_slots(call, compressed, metadata.num_decode_tokens):
-            return 0
-        return int(topk_indices.shape[1])
+    if ratio == C128A_RATIO:
+        for name, got in {"indexer": "one", "topk_indices": "an array", **DECODE_SLOTS}.items():
+            if getattr(compressed, name) is not None:
+                raise ValueError(
+                    f"compressed.{name}: got {got}, expected None at compress_ratio 128: all rows are taken"
+                )
+        check_has_c128a(metadata)
+        return 0
     if compressed.indexer is not None:
-        raise ValueError("compressed.indexer: got one, expected None at compress_ratio 128: all rows are taken")
-    if compressed.topk_indices is not None:
-        raise ValueError(
-            "compressed.topk_indices: got an array, expected None at compress_ratio 128: all rows are taken"
+        for name in ("topk_indices", *DECODE_SLOTS):
+            if getattr(compressed, name) is not None:
+                raise ValueError(f"compressed.{name}: got an array and an indexer, expected only one of the two")
+        of_config = compressed.indexer.metadata.batch_invariant
+        check_mode("compressed.indexer.metadata", of_config, layer.batch_invariant)
+        check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
+        return int(layer.index_topk)
+    if compressed.topk_indices is None:
+        raise TypeError(
+            f"compressed.topk_indices: got None, expected int32 [num_tokens, topk] at compress_ratio {ratio}"
         )
-    if compressed.decode_slots is not None or compressed.decode_lens is not None:
-        raise ValueError("compressed.decode_slots: got arrays, expected None at compress_ratio 128: all rows are taken")
-    check_has_c128a(metadata)
+    topk_indices = check_array(call, "compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1), used)
+    if (compressed.decode_slots is None) != (compressed.decode_lens is None):
+        raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
+    if compressed.decode_slots is None:
+        return int(topk_indices.shape[1])
+    for name, shape in (("decode_slots", (-1, -1)), ("decode_lens", (-1,))):
+        value = getattr(compressed, name)
+        check_array(call, f"compressed.{name}", value, INT32, shape, metadata.num_decode_tokens)
     return 0
 
 
@@ -226,19 +200,6 @@ def check_has_c128a(metadata: DeepseekSparseSWAMetadata) -> None:
         raise ValueError(
             "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
         )
-
-
-def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:
-    """Check the slots of the rows that decodes select. Returns whether `compressed` has them."""
-    has_slots = compressed.decode_slots is not None
-    if has_slots != (compressed.decode_lens is not None):
-        raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
-    if has_slots:
-        slots = call.array("compressed.decode_slots", compressed.decode_slots, INT32, (-1, -1))
-        check_rows("compressed.decode_slots", slots, tokens, "tokens")
-        lens = call.array("compressed.decode_lens", compressed.decode_lens, INT32, (-1,))
-        check_rows("compressed.decode_lens", lens, tokens, "tokens")
-    return has_slots
 
 
 def check_indexer(
@@ -252,10 +213,8 @@ def check_indexer(
     quantized = inputs.layout.num_scales > 0
     value_type = "uint8" if quantized else inputs.layout.value_type
     dtype = np.dtype(getattr(ml_dtypes, value_type, value_type))
-    q = call.array("compressed.indexer.q", inputs.q, (dtype,), (-1, "index_heads", INDEXER_FP8.head_dim))
-    check_rows("compressed.indexer.q", q, used, "tokens")
-    weights = call.array("compressed.indexer.weights", inputs.weights, FLOAT32, (-1, "index_heads"))
-    check_rows("compressed.indexer.weights", weights, used, "tokens")
+    for name, dtypes, last in (("q", (dtype,), (INDEXER_FP8.head_dim,)), ("weights", FLOAT32, ())):
+        check_array(call, f"compressed.indexer.{name}", getattr(inputs, name), dtypes, (-1, "index_heads", *last), used)
     checked_pages(
         call, "compressed.indexer.cache", inputs.cache, inputs.layout, block_size, writable=inputs.k is not None
     )
@@ -268,28 +227,24 @@ def check_indexer(
 
 def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
     """Check a workspace for `tokens` decode tokens and topk_indices with `columns` columns."""
-    lse = call.array("workspace.lse", workspace.lse, FLOAT32, (-1, "h", 1), writable=True)
-    check_rows("workspace.lse", lse, tokens, "tokens")
+    check_array(call, "workspace.lse", workspace.lse, FLOAT32, (-1, "h", 1), tokens, writable=True)
     if not columns:
         return
     if workspace.topk_indices is None or workspace.topk_lens is None:
         raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer that selects rows")
     name = "workspace.topk_indices"
-    indices = call.array(name, workspace.topk_indices, INT32, (-1, -1), writable=True)
-    check_rows(name, indices, tokens, "tokens")
+    indices = check_array(call, name, workspace.topk_indices, INT32, (-1, -1), tokens, writable=True)
     if indices.shape[1] < columns:
         raise ValueError(f"{name}: got {indices.shape[1]} columns, expected {columns}, as compressed.topk_indices has")
-    lens = call.array("workspace.topk_lens", workspace.topk_lens, INT32, (-1,), writable=True)
-    check_rows("workspace.topk_lens", lens, tokens, "tokens")
+    check_array(call, "workspace.topk_lens", workspace.topk_lens, INT32, (-1,), tokens, writable=True)
 
 
 def check_selection_memory(
     call: Call, workspace: LayerWorkspace, inputs: IndexerInputs, tokens: int, topk: int
 ) -> None:
     """Check the workspace's memory for the selection, where there is any."""
-    selected = call.optional("workspace.selected", workspace.selected, INT32, (-1, topk), writable=True)
-    if selected is not None:
-        check_rows("workspace.selected", selected, tokens, "tokens")
+    if workspace.selected is not None:
+        check_array(call, "workspace.selected", workspace.selected, INT32, (-1, topk), tokens, writable=True)
     scores = call.optional("workspace.scores", workspace.scores, (np.dtype(np.uint8),), (-1,), writable=True)
     if scores is not None and len(scores) < score_bytes(inputs):
         raise ValueError(
@@ -310,6 +265,16 @@ def check_inserted(
             f"compressed.slot_mapping: got {len(slots)} entries, expected {len(rows)}, one for each row of {name} "
             "(-1 skips it)"
         )
+
+
+def check_array(
+    call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Any, needed: int, of: str = "tokens",
+    writable: bool = False,
+) -> Any:  # fmt: skip
+    """`Call.array` of at least as many tokens (or what `of` says) as the metadata needs."""
+    array = call.array(name, value, dtypes, shape, writable)
+    check_rows(name, array, needed, of)
+    return array
 
 
 def check_rows(name: str, array: Any, needed: int, of: str) -> None:

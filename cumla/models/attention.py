@@ -34,7 +34,7 @@ from .layer_spec import LATENT
 from .output_projection import GroupedOutput, HeadOutput
 from .pooled import Compressors, Latents
 from .products import compute_type, in_groups, multiply, width
-from .queries import HiddenQueries, LatentQueries, WindowQueries, head_factors
+from .queries import HiddenQueries, LatentQueries, WindowQueries
 from .rows import LatentRows, NoRows, WindowRows
 from .scratch import Scratch
 from .selection import Indexer
@@ -161,8 +161,7 @@ class SparseAttention(LayerContext):
         wide = () if self.pooled is None else self.pooled.wide
         if spec.selects:
             wide = (*wide, "indexer.weights_proj")
-            factors = head_factors(get, "indexer.") if spec.position_scale else {}
-            self.indexer = Indexer(spec, self.layouts.indexer, self.scratch, self.backend, factors)
+            self.indexer = Indexer(self, get)
         self.wide = self.matrix(get, *wide, rounds=False) if wide else None
 
     @property
@@ -263,7 +262,7 @@ class Step(StepContext):
             side.join()
             with self.observe("select"):
                 weights = None if wide is None else wide[:, -layer.spec.index_heads :]
-                inputs = layer.indexer.queries(index_q, weights, self.metadata.positions, layer.index_cos_sin)
+                inputs = layer.indexer.queries(self, index_q, weights)
             with side.branch():  # after the scores, concurrently with the selection
                 q = self.finish(projected, kv)
             with self.observe("select"):
@@ -312,37 +311,28 @@ class Step(StepContext):
 
     def select(self, q: Any, weights: Any) -> Chosen:
         """Select rows by the indexer's queries and weights."""
-        layer, tokens, shared = self.layer, self.metadata.tokens, self.selection
-        chosen, decodes = self.memory(len(q)), tokens.num_decode_tokens if self.maps_slots else 0
-        assert self.rows.indexer is not None
-        layer.indexer.select(
-            q, weights, self.caches.indexer, self.rows.indexer, tokens.positions, tokens.token_to_req_indices,
-            self.rows.block_table, (chosen.slots[:decodes], chosen.lens[:decodes]) if decodes else None,
-            tokens.is_valid_token, chosen.topk_indices, None if shared is None else shared.candidates(layer.spec),
-        )  # fmt: skip
-        if shared is not None:
-            shared.note(layer.spec, self.metadata)
-        return chosen._replace(mapped=decodes)
+        layer, chosen = self.layer, self.memory()
+        layer.indexer.select(self, q, weights, chosen)
+        if self.selection is not None:
+            self.selection.note(layer.spec, self.metadata)
+        return chosen
 
     def chosen(self, topk_indices: Any) -> Chosen:
         """The rows that are given, or that another layer selected."""
-        tokens = len(self.metadata.positions)
         if topk_indices is not None:  # rows, also of a layer with pooled keys
-            return self.arrays(tokens, *2 * topk_indices.shape[1:])._replace(topk_indices=topk_indices)
-        if self.layer.spec.selection != "source":
-            return Chosen(None, None, None, 0)
-        decodes = self.metadata.tokens.num_decode_tokens if self.maps_slots else 0
-        return self.memory(tokens)._replace(mapped=decodes)
+            return self.arrays(*2 * topk_indices.shape[1:])._replace(topk_indices=topk_indices)
+        return self.memory() if self.layer.spec.selection == "source" else Chosen(None, None, None, 0)
 
-    def memory(self, tokens: int) -> Chosen:
-        """Memory for the rows that tokens select."""
+    def memory(self) -> Chosen:
+        """Memory for the rows that tokens select, and for the slots of decodes."""
         shared, spec = self.selection, self.layer.spec
-        if shared is None:
-            return self.arrays(tokens, spec.selected_keys, spec.listed_rows)._replace(pool=spec.pool)
-        return Chosen(shared.topk_indices[:tokens], shared.slots[:tokens], shared.lens[:tokens], 0, spec.pool)
+        found = self.arrays(spec.selected_keys, spec.listed_rows) if shared is None else shared.arrays
+        indices, slots, lens = (array[: len(self.metadata.positions)] for array in found[:3])
+        decodes = self.metadata.tokens.num_decode_tokens if self.maps_slots else 0
+        return Chosen(indices, slots, lens, decodes, spec.pool)
 
-    def arrays(self, tokens: int, keys: int, rows: int) -> Chosen:
-        widths = {"topk_indices": keys, "slots": rows}
+    def arrays(self, keys: int, rows: int) -> Chosen:
+        tokens, widths = len(self.metadata.positions), {"topk_indices": keys, "slots": rows}
         indices, slots = (self.array(name, (tokens, width), np.int32) for name, width in widths.items())
         return Chosen(indices, slots, self.array("lens", (tokens,), np.int32), 0)
 

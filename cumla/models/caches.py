@@ -112,6 +112,27 @@ class Ring(NamedTuple):
         return cls(capacity, 2 * INDEX_DIM, dtype, (spec.pool - 1, 2 * INDEX_DIM))
 
 
+def paged_caches(
+    spec: LayerSpec, layouts: Formats, block_size: int, compressed_block_size: int
+) -> dict[str, tuple[CacheLayout, int]]:
+    """The paged caches that a layer reads: their formats, and rows of a page."""
+    found, name, layout, rows = {}, "rows", layouts.rows, block_size
+    if spec.rows == "window":
+        found["window"] = layouts.rows, block_size
+        name, layout, rows = "compressed", layouts.compressed, compressed_block_size // max(spec.ratio, 1)
+    if spec.ratio:
+        found[name] = layout, rows
+    if spec.selects:
+        found["indexer"] = layouts.indexer, keys_of_page(spec, rows)
+    return found
+
+
+def states_of(spec: LayerSpec) -> dict[str, int]:
+    """The caches of a layer's unfinished compressed rows: the values of a position."""
+    states = (("state", LATENT), ("indexer_state", INDEX_DIM))[: 1 + spec.selects]
+    return {name: (4 if spec.overlap else 2) * dim for name, dim in states} if spec.pooling == "compressor" else {}
+
+
 def keys_of_page(spec: LayerSpec, page_rows: int) -> int:
     """Index keys of a page with page_rows rows. Raises ValueError unless a page has whole pools."""
     if page_rows % spec.pool:
@@ -197,24 +218,19 @@ class LayerCaches:
             if spec.owns_keys or not (shares and group in ("rows", "compressed")):
                 check_integers(1, **{f"blocks[{group!r}]": blocks.get(group, 0)})
         found: dict[str, Any] = {}
-        table, page_rows = "rows", serving.block_size  # of selected rows
-        if spec.rows == "window":
-            found["window"] = allocate(layouts.rows, blocks["window"], serving.block_size, xp)
-            table, page_rows = "compressed", serving.compressed_block_size // max(spec.ratio, 1)
-        if shares:
-            assert owner is not None
-            found |= {"rows": owner.rows, "compressed": owner.compressed}
-            found["indexer"] = owner.indexer if spec.rows == "window" else None
-        elif spec.ratio:
-            layout = layouts.rows if table == "rows" else layouts.compressed
-            found[table] = allocate(layout, blocks[table], page_rows, xp)
-        if spec.owns_keys:
-            found["indexer"] = allocate(layouts.indexer, blocks[table], keys_of_page(spec, page_rows), xp)
-        if spec.pooling == "compressor":
+        if owner is not None:
+            names = ("compressed", "indexer") if spec.rows == "window" else ("rows",)
+            found = {name: getattr(owner, name) for name in names}
+        owns = {"window": True, "rows": not shares, "compressed": not shares, "indexer": spec.owns_keys}
+        paged = paged_caches(spec, layouts, serving.block_size, serving.compressed_block_size)
+        for name, (layout, rows) in paged.items():
+            if owns[name]:
+                group = "rows" if spec.rows == "latent" else "window" if name == "window" else "compressed"
+                found[name] = allocate(layout, blocks[group], rows, xp)
+        if states := states_of(spec):
             block = state_block_size or STATE_BLOCK_SIZES[spec.ratio]
-            for name, dim in (("state", LATENT), ("indexer_state", INDEX_DIM))[: 1 + spec.selects]:
-                shape = blocks[f"states{spec.ratio}"], block, (4 if spec.overlap else 2) * dim
-                found[name] = xp.zeros(shape, np.float32)
+            pages = blocks[f"states{spec.ratio}"]
+            found |= {name: xp.zeros((pages, block, values), np.float32) for name, values in states.items()}
         elif "rings" in spec.groups():
             rings, ring = blocks["rings"], Ring.of(spec, layouts, serving.num_speculative_tokens)
             found["ring"] = xp.zeros((rings, ring.capacity, ring.values), ring.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ..ops.linear import by_group
 from ..ops.norm_rope import apply_rope, inverse_rope_and_quantize
@@ -19,7 +19,6 @@ from .products import (
     rounds,
     rows_of,
 )
-from .scratch import Scratch
 from .weights import WeightReader
 
 
@@ -45,60 +44,32 @@ class HeadOutput:
 
 
 class GroupedOutput:
-    """`project_output` with a layer's weights."""
+    """Inverse RoPE, then o_a [groups, o_rank, heads / groups * 512], and o_b [hidden_size, groups * o_rank]."""
 
     low = ()
 
     def __init__(self, layer: LayerContext, get: WeightReader, kv_b: None) -> None:
         self.o_a, self.o_b = in_groups(layer.matrix(get, "wo_a"), layer.spec.o_groups), layer.matrix(get, "wo_b")
-        self.backend, self.scratch, self.activations = layer.backend, layer.scratch, layer.activations
-        self.cos_sin, self.blocks = layer.cos_sin, layer.blocks
 
     def run(self, step: StepContext, o: Any, out: Any, gate: None) -> None:
-        project_output(self, o, step.metadata.positions, out)
+        """Write out [T, hidden_size]. Inverse RoPE is applied in place to o [T, heads, 512], attention's output.
 
-
-class OutputLayer(Protocol):
-    """The attributes of a V4 or V4.1 attention layer that the projection reads.
-
-    Attributes:
-        o_a: [groups, o_lora_rank, heads / groups * 512]
-        o_b: [hidden_size, groups * o_lora_rank]
-    """
-
-    backend: str | None
-    blocks: Scratch | None
-    scratch: Scratch
-    activations: Any
-    cos_sin: Any
-    o_a: Any
-    o_b: Any
-
-
-def project_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
-    """Write out [T, hidden_size]. Inverse RoPE is applied in place to o [T, heads, 512], attention's output."""
-    groups, rank, width = layer.o_a.shape
-    if rounds(layer.o_a, len(o)):
-        project_rounded_output(layer, o, positions, out)
-        return
-    apply_rope(o, positions, layer.cos_sin, inverse=True, out=o, backend=layer.backend)
-    grouped = layer.scratch.shaped("o_low_rank", (len(o), groups, rank), layer.activations, layer.cos_sin)
-    by_group = flat(o).reshape(len(o), groups, width).transpose(1, 0, 2)
-    multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), layer.backend, layer.blocks)
-    multiply(flat(grouped), layer.o_b, out, layer.backend, layer.blocks)
-
-
-def project_rounded_output(layer: OutputLayer, o: Any, positions: Any, out: Any) -> None:
-    """`project_output` with activations in FP8; the first product writes FP8 if the second reads it, where possible."""
-    groups, rank, width = layer.o_a.shape
-    tokens, scratch, backend = len(o), layer.scratch, layer.backend
-    x = memory_of_rounded((groups, tokens, width), scratch, o)
-    inverse_rope_and_quantize(o, positions, layer.cos_sin, groups, is_ue8m0=True, out=x, backend=backend)
-    if rounds(layer.o_b, tokens):
-        low = memory_of_rounded((groups, tokens, rank), scratch, o, "o_low_rank")
-        if fp8_product(x, layer.o_a, low.values, backend, low.scales):
-            multiply_rounded(low.as_one_group(), layer.o_b, by_group(out), o.dtype, backend)
+        With activations in FP8 the first product writes FP8 if the second reads it, where possible.
+        """
+        layer, positions, (groups, rank, width) = step.layer, step.metadata.positions, self.o_a.shape
+        backend, grouped = layer.backend, step.array("o_low_rank", (len(o), groups, rank))
+        if not rounds(self.o_a, len(o)):
+            apply_rope(o, positions, layer.cos_sin, inverse=True, out=o, backend=backend)
+            by_groups = flat(o).reshape(len(o), groups, width).transpose(1, 0, 2)
+            multiply_groups(by_groups, self.o_a, grouped.transpose(1, 0, 2), backend, layer.blocks)
+            multiply(flat(grouped), self.o_b, out, backend, layer.blocks)
             return
-    grouped = scratch.shaped("o_low_rank", (tokens, groups, rank), layer.activations, layer.cos_sin)
-    multiply_rounded(x, layer.o_a, grouped.transpose(1, 0, 2), o.dtype, backend)
-    multiply(flat(grouped), layer.o_b, out, backend)
+        x = memory_of_rounded((groups, len(o), width), layer.scratch, o)
+        inverse_rope_and_quantize(o, positions, layer.cos_sin, groups, is_ue8m0=True, out=x, backend=backend)
+        if rounds(self.o_b, len(o)):
+            low = memory_of_rounded((groups, len(o), rank), layer.scratch, o, "o_low_rank")
+            if fp8_product(x, self.o_a, low.values, backend, low.scales):
+                multiply_rounded(low.as_one_group(), self.o_b, by_group(out), o.dtype, backend)
+                return
+        multiply_rounded(x, self.o_a, grouped.transpose(1, 0, 2), o.dtype, backend)
+        multiply(flat(grouped), self.o_b, out, backend)

@@ -6,90 +6,61 @@ from typing import Any
 
 import numpy as np
 
-from ..layers.selection import Candidates, IndexerInputs, select_rows
-from ..layout import INDEXER_MXFP4, CacheLayout
-from ..metadata.indexer import DeepseekV32IndexerMetadata
+from ..layers.selection import IndexerInputs, select_rows
+from ..layout import INDEXER_MXFP4
 from ..ops.indexer import fused_indexer_q_rope_quant
 from ..ops.indexer_topk import WORKSPACE_BYTES
+from .attended import FLOAT32, Chosen
 from .caches import PLAIN_DTYPES
-from .layer_spec import LayerSpec
-from .scratch import Scratch
-
-FLOAT32 = np.dtype(np.float32)
+from .context import LayerContext, StepContext
+from .queries import head_factors
+from .weights import WeightReader
 
 
 class Indexer:
     """The indexer of a layer, without its projections.
 
-    Args:
-        spec: of the layer
-        layout: of the cache of keys: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32. Queries are e4m3 for the
-            first two, for MXFP4 keys with values rounded to MXFP4; otherwise they have the keys' type
-        factors: SSMax's arguments of fused_indexer_q_rope_quant; empty without SSMax
+    Queries are e4m3 for INDEXER_FP8 and INDEXER_MXFP4 keys, for MXFP4 with values rounded to MXFP4; otherwise they have
+    the keys' type.
     """
 
-    def __init__(
-        self, spec: LayerSpec, layout: CacheLayout, scratch: Scratch, backend: str | None, factors: dict[str, Any]
-    ) -> None:
-        self.factors = factors
-        self.layout, self.scratch, self.backend = layout, scratch, backend
-        self.rope_first, self.is_neox = spec.index_part == "first", spec.index_pairs == "halves"
-        self.pool, self.hadamard = spec.pool, spec.keys == "pools"
+    def __init__(self, layer: LayerContext, get: WeightReader) -> None:
+        self.factors = head_factors(get, "indexer.") if layer.spec.position_scale else {}
         # Keys of compressed rows: contexts of a million positions.
-        self.most_score_bytes = WORKSPACE_BYTES if spec.keys == "latents" else None
+        self.most_score_bytes = WORKSPACE_BYTES if layer.spec.keys == "latents" else None
 
-    def select(
-        self,
-        q: Any,
-        weights: Any,
-        k_cache: Any,
-        metadata: DeepseekV32IndexerMetadata,
-        positions: Any,
-        token_to_req: Any,
-        block_table: Any,
-        slots: tuple[Any, Any] | None,
-        is_valid_token: Any,
-        out: Any,
-        candidates: Candidates | None = None,
-    ) -> Any:
-        """Write and return out, int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
-        With pooled keys [T, topk / pool], pools.
-
-        Args:
-            q, weights: of `queries`
-            k_cache: of `layout`, with the rows that the step's tokens may see
-            positions: [T] int32 or int64; token_to_req [T] int32
-            block_table: [num_reqs, B] int32, of k_cache
-            slots, is_valid_token, candidates: of `select_rows`
-        """
-
-        def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-            return self.scratch.shaped(name, shape, dtype, q)
-
-        inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
-        select_rows(
-            inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates,
-            self.most_score_bytes, self.pool,
-        )  # fmt: skip
-        return out
-
-    def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
-        """Rotated queries in the layout's type, and their weights with the scales folded in.
+    def queries(self, step: StepContext, q: Any, weights: Any) -> tuple[Any, Any]:
+        """Rotated queries, and their weights with the scales folded in.
 
         Args:
             q: [T, heads, 128], as projected
             weights: [T, heads] float32, as projected
-            cos_sin: float32 [max_position, 64]; None: no RoPE
         """
-        quantized = self.layout.num_scales > 0
-        dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]
-        out = (
-            self.scratch.shaped("indexed_q", q.shape, dtype, q),
-            self.scratch.shaped("indexed_weights", weights.shape, FLOAT32, q),
-        )
+        layer, spec, layout = step.layer, step.layer.spec, step.layer.layouts.indexer
+        quantized = layout.num_scales > 0
+        dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[layout.value_type]
+        out = step.array("indexed_q", q.shape, dtype), step.array("indexed_weights", weights.shape, FLOAT32)
         fused_indexer_q_rope_quant(
-            positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.is_neox, quantize=quantized,
-            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", hadamard=self.hadamard, **self.factors,
-            out=out, backend=self.backend,
+            step.metadata.positions, q, layer.index_cos_sin, weights, rope_first=spec.index_part == "first",
+            is_neox=spec.index_pairs == "halves", quantize=quantized,
+            q_format="mxfp4" if layout is INDEXER_MXFP4 else "fp8", hadamard=spec.keys == "pools", **self.factors,
+            out=out, backend=layer.backend,
         )  # fmt: skip
         return out
+
+    def select(self, step: StepContext, q: Any, weights: Any, chosen: Chosen) -> Any:
+        """Write and return the rows or pools of `chosen`, in ascending order, and the slots of its mapped tokens.
+
+        Args:
+            q, weights: of `queries`
+        """
+        layer, tokens, rows, shared = step.layer, step.metadata.tokens, step.rows, step.selection
+        assert rows.indexer is not None
+        inputs = IndexerInputs(q, weights, step.caches.indexer, rows.indexer, layout=layer.layouts.indexer)
+        select_rows(
+            inputs, tokens.positions, tokens.token_to_req_indices, rows.block_table, chosen.topk_indices, step.array,
+            layer.backend, (chosen.slots[: chosen.mapped], chosen.lens[: chosen.mapped]) if chosen.mapped else None,
+            tokens.is_valid_token, None if shared is None else shared.candidates(layer.spec), self.most_score_bytes,
+            layer.spec.pool,
+        )  # fmt: skip
+        return chosen.topk_indices

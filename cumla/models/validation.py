@@ -5,7 +5,7 @@ The operations also check their arguments, but only after the step has written r
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,25 +13,16 @@ from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
-from ..dispatch.values import check_choice, check_flags, check_optional_size
+from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size
 from ..metadata.batch import host_integers
 from ..metadata.builder import check_current, check_mode
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
-from .caches import FORMATS, PLAIN_DTYPES, Formats, LayerCaches, Ring, keys_of_page
-from .layer_spec import INDEX_DIM, LATENT, LayerSpec
+from .caches import FORMATS, PLAIN_DTYPES, LayerCaches, Ring, paged_caches, states_of
+from .context import LayerContext
+from .layer_spec import LayerSpec
 from .shared_selection import SharedSelection
 from .step import StepMetadata
-
-
-class Layer(Protocol):
-    """The attributes of a layer that the checks read."""
-
-    backend: str | None
-    batch_invariant: bool
-    cos_sin: Any
-    layouts: Formats
-    spec: LayerSpec
 
 
 def check_options(
@@ -72,7 +63,7 @@ def check_options(
 
 
 def check_step(
-    layer: Layer,
+    layer: LayerContext,
     hidden_states: Any,
     caches: LayerCaches,
     metadata: StepMetadata,
@@ -88,7 +79,8 @@ def check_step(
     Arguments on a device whose key was already validated are not checked again.
     """
     spec, layouts = layer.spec, layer.layouts
-    check_types(layer_caches=(caches, LayerCaches), metadata=(metadata, StepMetadata))
+    check_kind(LayerCaches, layer_caches=caches)
+    check_kind(StepMetadata, metadata=metadata)
     if topk_indices is not None and (not spec.selects or selection is not None):
         raise ValueError(f"topk_indices: got an array for a layer of ratio {spec.ratio}, expected None")
     tokens, step = metadata.tokens, metadata.rows.get(spec.ratio)
@@ -104,20 +96,23 @@ def check_step(
             f"metadata: got window_size {tokens.config.window_size} in the builder's config, expected the model's "
             f"{spec.window}"
         )
-    check_positions(layer, tokens)
-    page_rows = tokens.block_size if spec.rows == "latent" else tokens.config.compressed_block_size // (spec.ratio or 1)
-    rows = tokens.longest // spec.ratio if spec.ratio else 0
-    paged = {"rows" if spec.rows == "latent" else "compressed": (page_rows, rows if all_rows else 0)}
-    if spec.selects:
-        paged["indexer"] = keys_of_page(spec, page_rows), rows // spec.pool
+    if tokens.max_seq_len > len(layer.cos_sin):  # later positions would be rotated wrongly
+        raise ValueError(
+            f"metadata: got sequences of up to {tokens.max_seq_len} tokens, expected at most the {len(layer.cos_sin)} "
+            "positions of the layer's max_position"
+        )
     for name in ("window", "state", "indexer_state"):
         check_window_pages(f"layer_caches.{name}", getattr(caches, name), tokens.longest)
-    for name, (page, needed) in paged.items() if spec.ratio else ():
-        check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), page, needed)
+    paged = paged_caches(spec, layouts, tokens.block_size, tokens.config.compressed_block_size)
+    rows = tokens.longest // max(spec.ratio, 1)
+    of_rank = rows if all_rows else 0
+    for name, needed in {"rows": of_rank, "compressed": of_rank, "indexer": rows // spec.pool}.items():
+        if name in paged:
+            check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), paged[name][1], needed)
     if "rings" in spec.groups():
         check_rings("layer_caches.ring", caches.ring, tokens)
     if spec.selection == "source" or spec.candidates != "none" or (spec.ratio and not spec.owns_rows):
-        check_types(selection=(selection, SharedSelection))
+        check_kind(SharedSelection, selection=selection)
     if selection is not None:
         check_shared(spec, caches, metadata, selection)
     if spec.selects:
@@ -133,7 +128,7 @@ def check_step(
     if key in VALIDATED:
         return
     call = begin(layer, hidden_states)
-    check_arrays(call, layer, caches, metadata, page_rows, all_rows)
+    check_arrays(call, layer, caches, metadata, all_rows)
     if selection is not None and spec.ratio:
         check_selection_arrays(call, spec, selection, len(metadata.positions))
     if topk_indices is not None:
@@ -157,38 +152,36 @@ def check_shared(spec: LayerSpec, caches: LayerCaches, metadata: StepMetadata, s
 
 
 def check_arrays(
-    call: Call, layer: Layer, caches: LayerCaches, metadata: StepMetadata, page_rows: int, all_rows: bool
-) -> None:
+    call: Call, layer: LayerContext, caches: LayerCaches, metadata: StepMetadata, all_rows: bool
+) -> None:  # fmt: skip
     """Raise TypeError or ValueError for a cache that is missing, or of another format or shape."""
-    spec, layouts, tokens = layer.spec, layer.layouts, metadata.tokens
-    pages: dict[str, tuple[Any, int | None, bool]] = {}
-    if spec.rows == "window":
-        pages["window"] = layouts.rows, tokens.block_size, True
-    if spec.ratio:
-        name, layout = ("rows", layouts.rows) if spec.rows == "latent" else ("compressed", layouts.compressed)
-        pages[name] = layout, page_rows if all_rows else None, spec.owns_rows
-    if spec.selects:
-        pages["indexer"] = layouts.indexer, keys_of_page(spec, page_rows), spec.owns_keys
-    states = {"state": LATENT, "indexer_state": INDEX_DIM} if spec.pooling == "compressor" else {}
-    wanted = [*pages, *list(states)[: 1 + spec.selects], *(["ring"] if "rings" in spec.groups() else [])]
-    for name in wanted:
-        if getattr(caches, name) is None and (name == "ring" or (spec.rows == "window" and name != "window")):
+    spec, layouts, tokens, step = layer.spec, layer.layouts, metadata.tokens, metadata.rows.get(layer.spec.ratio)
+    paged = paged_caches(spec, layouts, tokens.block_size, tokens.config.compressed_block_size)
+    states, rings = states_of(spec), ("ring",) if "rings" in spec.groups() else ()
+    for name in (*paged, *states, *rings):
+        if getattr(caches, name) is None:
             raise ValueError(
                 f"layer_caches.{name}: got None, expected an array for layer {spec.layer} of ratio {spec.ratio}"
             )
-    for name, (layout, rows, writable) in pages.items():
-        checked_pages(call, f"layer_caches.{name}", getattr(caches, name), layout, rows, writable=writable)
-    step = metadata.rows.get(spec.ratio)
-    for name in wanted:
-        if name in states and step is not None:
-            values = (4 if spec.overlap else 2) * states[name]
-            shape: tuple[Any, ...] = -1, step.state_block_size, values
+    written = {"window": True, "indexer": spec.owns_keys}
+    for name, (layout, rows) in paged.items():
+        page = rows if all_rows or name in written else None
+        writable = written.get(name, spec.owns_rows)
+        checked_pages(call, f"layer_caches.{name}", getattr(caches, name), layout, page, writable=writable)
+    if step is not None:
+        for name, values in states.items():
+            shape = -1, step.state_block_size, values
             call.array(f"layer_caches.{name}", getattr(caches, name), FLOAT32, shape, writable=True)
-        elif name == "ring":
-            ring = Ring.of(spec, layouts, tokens.config.num_speculative_tokens)
-            shape = "rings", ring.capacity, ring.values
-            call.array("layer_caches.ring", caches.ring, (ring.dtype,), shape, writable=True)
-            check_restart(call, ring, caches.restart_rows, caches.restart_positions)
+    if rings:
+        ring, restart = Ring.of(spec, layouts, tokens.config.num_speculative_tokens), caches.restart_rows
+        of_rings = "rings", ring.capacity, ring.values
+        call.array("layer_caches.ring", caches.ring, (ring.dtype,), of_rings, writable=True)
+        if (restart is None) != (caches.restart_positions is None):
+            raise ValueError(
+                "layer_caches.restart_positions: got one of restart_rows and restart_positions, expected both or none"
+            )
+        call.optional("layer_caches.restart_rows", restart, (ring.dtype,), ("rings", *ring.restart), writable=True)
+        call.optional("layer_caches.restart_positions", caches.restart_positions, INT32, ("rings",), writable=True)
     if step is not None and len(step.slot_mapping) != len(tokens.slot_mapping):
         raise ValueError(
             f"metadata: got {len(step.slot_mapping)} slots of selected rows and {len(tokens.slot_mapping)} of all "
@@ -207,16 +200,6 @@ def check_selection_arrays(call: Call, spec: LayerSpec, selection: SharedSelecti
             raise ValueError(f"selection.{name}: got {len(array)} tokens, expected at least the metadata's {tokens}")
 
 
-def check_restart(call: Call, ring: Ring, rows: Any, positions: Any) -> None:
-    """Raise TypeError or ValueError for restart rows and positions that do not fit, if the caches have them."""
-    if (rows is None) != (positions is None):
-        raise ValueError(
-            "layer_caches.restart_positions: got one of restart_rows and restart_positions, expected both or none"
-        )
-    call.optional("layer_caches.restart_rows", rows, (ring.dtype,), ("rings", *ring.restart), writable=True)
-    call.optional("layer_caches.restart_positions", positions, INT32, ("rings",), writable=True)
-
-
 def check_rings(name: str, ring: Any, window: DeepseekSparseSWAMetadata) -> None:
     """Raise ValueError for fewer rings than the step has requests with tokens."""
     requests = window.num_decodes + window.num_prefills
@@ -224,22 +207,6 @@ def check_rings(name: str, ring: Any, window: DeepseekSparseSWAMetadata) -> None
         starts = host_integers("metadata.tokens.query_start_loc_cpu", window.query_start_loc_cpu)[: requests + 1]
         served = int(np.count_nonzero(np.diff(starts) > 0))
         check_pages(name, ring, served, f"the {served} requests of the step, a ring each", "rings")
-
-
-def check_positions(layer: Layer, tokens: DeepseekSparseSWAMetadata) -> None:
-    """Raise ValueError for sequences longer than RoPE's tables: later positions would be rotated wrongly."""
-    if tokens.max_seq_len > len(layer.cos_sin):
-        raise ValueError(
-            f"metadata: got sequences of up to {tokens.max_seq_len} tokens, expected at most the {len(layer.cos_sin)} "
-            "positions of the layer's max_position"
-        )
-
-
-def check_types(**arguments: tuple[Any, type]) -> None:
-    """Raise TypeError for an argument that is not of the class paired with it."""
-    for name, (value, wanted) in arguments.items():
-        if not isinstance(value, wanted):
-            raise TypeError(f"{name}: got {type(value).__name__}, expected {wanted.__name__}")
 
 
 def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk_indices: Any) -> None:
@@ -259,7 +226,7 @@ def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk
         )
 
 
-def begin(layer: Layer, hidden_states: Any) -> Call:
+def begin(layer: LayerContext, hidden_states: Any) -> Call:
     """A call whose arrays must be on the layer's device."""
     call = Call(layer.backend)
     call.borrow("layer", layer.cos_sin)

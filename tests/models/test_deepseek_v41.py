@@ -270,7 +270,7 @@ def test_a_selection_of_another_layer_or_step_is_refused():
     before = [array.copy() for array in vars(stack.caches[5]).values() if array is not None]
     with pytest.raises(ValueError, match="selection: got rows of layer 3, expected rows of layer 4 of this step"):
         step(5, metadata)
-    with pytest.raises(TypeError, match="selection: got NoneType, expected SharedSelection"):
+    with pytest.raises(TypeError, match="selection: got None of type NoneType, expected a SharedSelection"):
         step(3, metadata, selection=None)
     with pytest.raises(
         ValueError, match=r"layer_caches.compressed: got None, expected an array for layer 3 of ratio 1"

@@ -243,7 +243,7 @@ def test_a_reader_needs_its_source():
     assert caches.indexer is None
     with pytest.raises(ValueError, match="selection: got no rows, expected rows of layer 0 of this step"):
         reader.step(x, caches, metadata, stack.selection)
-    with pytest.raises(TypeError, match="selection: got NoneType, expected SharedSelection"):
+    with pytest.raises(TypeError, match="selection: got None of type NoneType, expected a SharedSelection"):
         reader.step(x, caches, metadata)
     with pytest.raises(ValueError, match="topk_indices: got an array"):
         reader.step(x, caches, metadata, stack.selection, topk_indices=np.zeros((5, 32), np.int32))

@@ -1,7 +1,7 @@
 """Layers whose products of many tokens round activations to FP8: the rounding, the products, whole layers."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -11,9 +11,11 @@ from models.test_fp8_weights import golden_of, one, quantized, values
 from cumla.dispatch.call import Call
 from cumla.kernels.reference import projection as reference
 from cumla.models import products
-from cumla.models.output_projection import project_output
+from cumla.models.context import LayerContext, StepContext
+from cumla.models.output_projection import GroupedOutput
 from cumla.models.products import in_groups, multiply, multiply_groups, stacked
 from cumla.models.scratch import Scratch
+from cumla.models.step import StepMetadata
 from oracles.basics import rotated
 from support.lab import BF16
 from support.models import V4Layer, relative_rms
@@ -134,17 +136,11 @@ def test_groups(lab, rng):
     np.testing.assert_allclose(lab.get(out), want, rtol=2.0**-7, atol=0.1)
 
 
-@dataclass
-class Output:
-    """The attributes of a layer that `project_output` reads."""
+class Output(GroupedOutput):
+    """The projection with these weights."""
 
-    backend: str
-    scratch: Scratch
-    cos_sin: Any
-    o_a: Any
-    o_b: Any
-    activations: Any = BF16
-    blocks: Any = None
+    def __init__(self, o_a, o_b):
+        self.o_a, self.o_b = o_a, o_b
 
 
 def test_the_output_projection_rounds_once_a_product(lab, rng):
@@ -158,8 +154,10 @@ def test_the_output_projection_rounds_once_a_product(lab, rng):
     angles = rng.uniform(0, 6, (7, 32))
     cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     positions, out = rng.integers(0, 7, tokens), lab.put(np.zeros((tokens, hidden), BF16))
-    layer = Output(lab.backend, o_a.scratch, lab.put(cos_sin), in_groups(o_a, groups), o_b)
-    project_output(layer, lab.put(o), lab.put(positions), out)
+    layer = LayerContext()
+    layer.backend, layer.scratch, layer.cos_sin, layer.activations = lab.backend, o_a.scratch, lab.put(cos_sin), BF16
+    step = StepContext(layer, None, StepMetadata(SimpleNamespace(positions=lab.put(positions)), {}), None, None)
+    Output(in_groups(o_a, groups), o_b).run(step, lab.put(o), out, None)
     back = rotated(o, cos_sin[positions][:, None], inverse=True).astype(BF16)
     first, second = (values(weight).astype(np.float64) for weight in weights)
     low = np.einsum("tgk,gnk->tgn", rounded(back), first.reshape(groups, rank, 512)).reshape(tokens, 1, -1)

@@ -56,18 +56,19 @@ def break_tie(model, token, taken):
     """Layer 0 of V3.2's case: the 64th place of one token is tied at a score of exactly 0, and torch takes `taken`."""
     select = model.layers[0].indexer.select
 
-    def choose(q, weights, cache, metadata, positions, requests, table, slots, is_valid, *rest):
-        chosen = select(q, weights, cache, metadata, positions, requests, table, slots, is_valid, *rest)
-        for row in np.flatnonzero(positions == token):
+    def choose(step, q, weights, memory):
+        chosen, tokens = select(step, q, weights, memory), step.metadata.tokens
+        for row in np.flatnonzero(tokens.positions == token):
             assert taken not in chosen[row]
             tied = [x for x in chosen[row] if x == 63]
             assert tied, "the lowest of the tied"
             chosen[row][chosen[row] == 63] = taken
-        if slots is not None:  # attention's arguments for decodes
-            decodes = chosen[: len(slots[0])]
+        if memory.mapped:  # attention's arguments for decodes
             cumla.compute_global_topk_indices_and_lens(
-                decodes, requests, table, cache.shape[1], is_valid, compact=True, out=slots
-            )
+                chosen[: memory.mapped], tokens.token_to_req_indices, step.rows.block_table,
+                step.caches.indexer.shape[1], tokens.is_valid_token, compact=True,
+                out=(memory.slots[: memory.mapped], memory.lens[: memory.mapped]),
+            )  # fmt: skip
         return chosen
 
     model.layers[0].indexer.select = choose
