@@ -14,7 +14,7 @@ from trace_peers import PREFILL_REQUESTS, PeerStep
 
 from cumla.arrays import dlpack, streams
 from cumla.bench import peers
-from cumla.layers.selected_attention import SelectedAttention
+from cumla.layers.selected_attention import Chosen, SelectedAttention
 from cumla.layout import V32_FP8
 from cumla.ops.dense_cache import concat_and_cache_mla
 from cumla.ops.sparse_cache import dequantize_and_gather_k_cache, indexer_k_quant_and_cache
@@ -75,7 +75,7 @@ class V32Inputs(StepInputs):
             for cache in self.caches.window:
                 rows = dlpack.borrow(cache, "cache")
                 attention = SelectedAttention(rows, V32_FP8, SCALE, path, self.place.backend)
-                attention.attend(q, self.metadata, selected, slots, lens, self.decodes, out, lse)
+                attention.attend(q, self.metadata, Chosen(selected, slots, lens, self.decodes), out, lse)
 
 
 class V32Peers(PeerStep):

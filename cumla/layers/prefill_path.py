@@ -69,36 +69,27 @@ class Costs:
     tiles: int
 
 
-# V4.1, gathered path: the costs of DSV4_FP8, except the bytes of a gathered row. Pages path: a block's time is from
-# decodes of 128 tokens on an H200, which take 46 us where DSV4_FP8 takes 35. V4.1's prefill itself is not measured.
-DSV41_COSTS = Costs(
-    pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.024, rows=32, rows_map=26, gathered=0.0005,
+# Measured on an H200 (docs/kernels/layer.md), except V4.1's prefill: it has DSV4_FP8's costs, but for a block over
+# pages, whose time is from decodes of 128 tokens, which take 46 us where DSV4_FP8 takes 35.
+DSV4_COSTS = Costs(
+    pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.0153, rows=32, rows_map=26, gathered=0.0005,
     wave_tile=3.85, wave_block=1.575, tiles=132,
 )  # fmt: skip
-
-# By backend and format of the first cache. Measured on an H200 (docs/kernels/layer.md), except V4.1's. Other backends
-# and layouts gather.
+DSV41_COSTS = replace(DSV4_COSTS, pages_block=0.024)
+V32_COSTS = Costs(
+    pages=10, pages_map=40, pages_tile=0.0271, pages_block=0.0162, rows=20, rows_map=40, gathered=0.0014,
+    wave_tile=3.85, wave_block=1.78, tiles=132,
+)  # fmt: skip
+# By backend and format of the first cache. Other backends and layouts gather.
 COSTS = {
-    ("cuda", DSV4_FP8.name): Costs(
-        pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.0153, rows=32, rows_map=26, gathered=0.0005,
-        wave_tile=3.85, wave_block=1.575, tiles=132,
-    ),
-    ("cuda", V32_FP8.name): Costs(
-        pages=10, pages_map=40, pages_tile=0.0271, pages_block=0.0162, rows=20, rows_map=40, gathered=0.0014,
-        wave_tile=3.85, wave_block=1.78, tiles=132,
-    ),
-    ("cuda", DSV41_FP8.name): DSV41_COSTS,
-    ("cuda", DSV41_FP8_SPLIT.name): DSV41_COSTS,
+    ("cuda", DSV4_FP8.name): DSV4_COSTS, ("cuda", V32_FP8.name): V32_COSTS,
+    ("cuda", DSV41_FP8.name): DSV41_COSTS, ("cuda", DSV41_FP8_SPLIT.name): DSV41_COSTS,
 }  # fmt: skip
 # Costs for at most this many heads (docs/kernels/layer.md): a tile over pages costs less.
 FEW_HEADS = {
     ("cuda", DSV4_FP8.name): {
-        16: replace(
-            COSTS["cuda", DSV4_FP8.name], pages_tile=0.0154, pages_block=0.0104, wave_tile=0.8, wave_block=1.15
-        ),
-        32: replace(
-            COSTS["cuda", DSV4_FP8.name], pages_tile=0.0245, pages_block=0.0115, wave_tile=1.8, wave_block=1.15
-        ),
+        16: replace(DSV4_COSTS, pages_tile=0.0154, pages_block=0.0104, wave_tile=0.8, wave_block=1.15),
+        32: replace(DSV4_COSTS, pages_tile=0.0245, pages_block=0.0115, wave_tile=1.8, wave_block=1.15),
     }
 }
 

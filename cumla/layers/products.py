@@ -6,6 +6,7 @@ one shape, and operands in one memory with the same strides and alignment, there
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,13 @@ from ..kernels.types.projection import ROW_BLOCK
 DEVICE_ROW_BLOCK = 128  # tokens of a product on a device: as many read a weight once as one token does
 
 
+def product_kernels(like: Any, backend: str | None) -> AbstractContextManager[Any]:
+    """A backend's kernels of products, where an array is."""
+    call = Call(backend)
+    call.first = dlpack.argument(like, "x")
+    return call.kernels("projection")
+
+
 def batched_product(a: Any, b: Any, out: Any, backend: str | None, blocks: Workspace | None = None) -> None:
     """out [n, M, N] = a [n, M, K] b [n, K, N]; arrays of NumPy or CuPy, on their current stream.
 
@@ -25,9 +33,7 @@ def batched_product(a: Any, b: Any, out: Any, backend: str | None, blocks: Works
         blocks: memory for blocks of rows: a row of out then has the same bits for any M and any other rows. None: one
             product
     """
-    call = Call(backend)
-    call.first = dlpack.argument(a, "a")
-    with call.kernels("projection") as kernels:
+    with product_kernels(a, backend) as kernels:
         if blocks is None:
             kernels.batched_product(a, b, out)
             return

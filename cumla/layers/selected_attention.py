@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,13 +26,30 @@ WORKSPACE_ROWS = 1 << 18  # most dequantised rows, 302 MB in bfloat16; a longer 
 PrefillRange = tuple[int, int, int]  # prefills: the first, one past the last, and the rows of the longest
 
 
+class Chosen(NamedTuple):
+    """The rows that a step's tokens select; None for a layer that takes all rows, or none.
+
+    Attributes:
+        topk_indices: [T, topk] int32, counted within the token's request, -1 for none; pools of rows with pool above 1
+        slots: [T, topk * pool + pool - 1] int32, memory for the slots of these rows
+        lens: [T] int32, memory for the number of a token's slots
+        mapped: first tokens whose slots and lens are written already: 0, or the number of decodes
+        pool: rows of an entry of topk_indices; above 1, a token also attends to the rows of its incomplete pool
+    """
+
+    topk_indices: Any
+    slots: Any
+    lens: Any
+    mapped: int = 0
+    pool: int = 1
+
+
 @dataclass(frozen=True)
 class SelectedAttention:
     """One layer's attention over the rows that tokens select.
 
     Attributes:
         cache: [num_blocks, block_size, ..], rows of `layout`
-        softmax_scale: of the scores
         attn_sink: [h] float32, as in sparse_mla_decode, or None
         path: of prefills: "pages", "rows", or None for the faster one
         observe: called with a part's name around each part ("map", "gather", "decode", "prefill")
@@ -48,51 +65,31 @@ class SelectedAttention:
     attn_sink: Any = None
     batch_invariant: bool = False
 
-    def attend(
-        self,
-        q: Any,
-        metadata: DeepseekSparseSWAMetadata,
-        selected: Any,
-        slots: Any,
-        lens: Any,
-        mapped: int,
-        out: Any,
-        lse: Any,
-        pool: int = 1,
-    ) -> None:
-        """Write `out` for all tokens of a step, on the current stream.
+    def attend(self, q: Any, metadata: DeepseekSparseSWAMetadata, chosen: Chosen, out: Any, lse: Any) -> None:
+        """Write `out` [T, h, 512] for all tokens of a step, on the current stream.
 
         Args:
             q: [T, h, head_dim]
-            metadata: of the step
-            selected: [T, topk] int32, positions that each token selects, -1 for none
-            slots: [T, topk * pool + pool - 1] int32, written: slots of the selected rows, for tokens that read pages
-            lens: [T] int32, written: the number of each token's slots
-            mapped: first tokens whose slots and lens are already written: 0, or the number of decodes
-            out: [T, h, 512], written
             lse: [T, h, 1] float32, overwritten
-            pool: positions of an entry of `selected`; above 1, a token also attends to the positions of its incomplete
-                pool (compute_global_topk_indices_and_lens)
         """
         tokens, (_, heads, _) = len(q), q.shape
-        chunks, ahead = self._chunks(metadata, heads, slots.shape[1])
+        chunks, ahead = self._chunks(metadata, heads, chosen.slots.shape[1])
         decodes = metadata.num_decode_tokens
         over_pages = decodes + (ahead if decodes else 0) if chunks else tokens
-        if mapped < over_pages:
-            part = slice(mapped, over_pages)
-            with self.observe("map"):
-                self._map(metadata, selected, part, metadata.block_table, metadata.block_size, slots, lens, pool)
+        if chosen.mapped < over_pages:
+            part = slice(chosen.mapped, over_pages)
+            self._map(metadata, chosen, part, metadata.block_table, metadata.block_size)
         if over_pages:
             part = slice(0, over_pages)
             with self.observe("decode"):
                 sparse_mla_decode(
-                    q[part, None], self.cache, slots[part, None], layout=self.layout, topk_length=lens[part],
-                    attn_sink=self.attn_sink, softmax_scale=self.softmax_scale, out=out[part, None], lse=lse[part],
-                    plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0),
+                    q[part, None], self.cache, chosen.slots[part, None], layout=self.layout,
+                    topk_length=chosen.lens[part], attn_sink=self.attn_sink, softmax_scale=self.softmax_scale,
+                    out=out[part, None], lse=lse[part], plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0),
                     batch_invariant=self.batch_invariant, backend=self.backend,
                 )  # fmt: skip
         for chunk in chunks:
-            self._over_rows(q, metadata, selected, slots, lens, out, chunk, over_pages, pool)
+            self._over_rows(q, metadata, chosen, out, chunk, over_pages)
 
     def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> tuple[list[PrefillRange], int]:
         """The chunks of prefills whose rows are dequantised together; none if prefills read pages.
@@ -127,16 +124,15 @@ class SelectedAttention:
         return chunks, 0
 
     def _over_rows(
-        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any,
-        chunk: PrefillRange, done: int, pool: int,
-    ) -> None:  # fmt: skip
+        self, q: Any, metadata: DeepseekSparseSWAMetadata, chosen: Chosen, out: Any, chunk: PrefillRange, done: int
+    ) -> None:
         """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them.
 
         Args:
             done: the step's first tokens, which have attended already
         """
         start, stop, longest = chunk
-        longest = -(-longest // pool) * pool
+        longest = -(-longest // chosen.pool) * chosen.pool
         first = metadata.num_decodes
         requests = slice(first + start, first + stop)
         starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
@@ -148,38 +144,28 @@ class SelectedAttention:
             dequantize_and_gather_k_cache(
                 rows, self.cache, seq_lens, None, table, metadata.block_size, layout=self.layout, backend=self.backend
             )
-        with self.observe("map"):
-            # Row i of request r is r * longest + i: the workspace is addressed as pages of `longest` rows.
-            table = dlpack.namespace_of(q).arange(-requests.start, stop - start, dtype=np.int32)[:, None]
-            self._map(metadata, selected, tokens, table, longest, slots, lens, pool)
+        # Row i of request r is r * longest + i: the workspace is addressed as pages of `longest` rows.
+        table = dlpack.namespace_of(q).arange(-requests.start, stop - start, dtype=np.int32)[:, None]
+        self._map(metadata, chosen, tokens, table, longest)
         with self.observe("prefill"):
             logits = dlpack.empty((2, tokens.stop - tokens.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
-                q[tokens], rows.reshape(-1, self.layout.head_dim), slots[tokens], softmax_scale=self.softmax_scale,
-                attn_sink=self.attn_sink, topk_length=lens[tokens], out=(out[tokens], logits[0], logits[1]),
-                backend=self.backend,
+                q[tokens], rows.reshape(-1, self.layout.head_dim), chosen.slots[tokens],
+                softmax_scale=self.softmax_scale, attn_sink=self.attn_sink, topk_length=chosen.lens[tokens],
+                out=(out[tokens], logits[0], logits[1]), backend=self.backend,
             )  # fmt: skip
 
     def _map(
-        self,
-        metadata: DeepseekSparseSWAMetadata,
-        selected: Any,
-        tokens: slice,
-        table: Any,
-        rows: int,
-        slots: Any,
-        lens: Any,
-        pool: int,
-    ) -> None:
+        self, metadata: DeepseekSparseSWAMetadata, chosen: Chosen, tokens: slice, table: Any, rows: int
+    ) -> None:  # fmt: skip
         """Write the slots of the rows that `tokens` select, in pages of `rows` rows."""
-        requests, is_valid, positions = (
-            dlpack.borrow(getattr(metadata, name), name)[tokens]
-            for name in ("token_to_req_indices", "is_valid_token", "positions")
-        )
-        compute_global_topk_indices_and_lens(
-            selected[tokens], requests, table, rows, is_valid, compact=True, positions=positions, pool=pool,
-            out=(slots[tokens], lens[tokens]), backend=self.backend,
-        )  # fmt: skip
+        names = ("token_to_req_indices", "is_valid_token", "positions")
+        requests, is_valid, positions = (dlpack.borrow(getattr(metadata, name), name)[tokens] for name in names)
+        with self.observe("map"):
+            compute_global_topk_indices_and_lens(
+                chosen.topk_indices[tokens], requests, table, rows, is_valid, compact=True, positions=positions,
+                pool=chosen.pool, out=(chosen.slots[tokens], chosen.lens[tokens]), backend=self.backend,
+            )  # fmt: skip
 
 
 def listed_rows(seq_lens: np.ndarray, query_lens: np.ndarray, topk: int) -> int:

@@ -22,10 +22,7 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.prefill_rows import gather_prefill_rows
 from ..ops.sparse_attention import V_DIM, check_pair, scale_or_default, sparse_mla_decode, sparse_mla_prefill
-from ..ops.sparse_cache import (
-    indexer_k_quant_and_cache,
-    quantize_and_insert_k_cache,
-)
+from ..ops.sparse_cache import indexer_k_quant_and_cache, quantize_and_insert_k_cache
 from .prefill_path import PATHS, Chunk, chunk_paths, first_tokens
 from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
@@ -140,32 +137,28 @@ class SparseMLALayer:
             refuse_in_capture(q, metadata, compressed, out, workspace)
             if result is None:
                 result = dlpack.empty((*q.shape[:2], V_DIM), q.dtype, q)
-            run = _Run(self, metadata, workspace, backend, observe)
+            run = _Run(self, metadata, workspace, backend, observe, q, swa_cache, compressed, result)
             if k is not None:
-                with observe("insert"):
-                    run.insert(k, swa_cache, self.layout, metadata.slot_mapping, metadata.block_size)
+                run.insert(k, swa_cache, self.layout, metadata.slot_mapping, metadata.block_size)
             if compressed is not None and compressed.k is not None:
-                with observe("insert"):
-                    cache, layout = compressed.cache, self.compressed_layout
-                    run.insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
-            chunks = run.chunks(q, compressed, "pages" if self.batch_invariant else prefill_path)
-            with_decodes = run.tokens_with_decodes(compressed, chunks)
+                cache, layout = compressed.cache, self.compressed_layout
+                run.insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
+            chunks = run.chunks("pages" if self.batch_invariant else prefill_path)
+            with_decodes = run.tokens_with_decodes(chunks)
             if compressed is not None and compressed.indexer is not None:
-                compressed = run.select(compressed, q, with_decodes)
-            mapped = run.map_slots(compressed, with_decodes) if with_decodes else {}
+                run = replace(run, compressed=run.select(compressed, with_decodes))
+            mapped = run.map_slots(with_decodes) if with_decodes else {}
             if join is not None:
                 join()
             if with_decodes:
-                run.decode(q, swa_cache, mapped, result, with_decodes)
+                run.decode(mapped, with_decodes)
             for chunk in chunks:
                 tokens = run.tokens_of(chunk.prefills)
                 left = slice(max(tokens.start, with_decodes), tokens.stop)
-                if left.start >= left.stop:
-                    continue
-                if chunk.path == "pages":
-                    run.prefill_over_pages(q, swa_cache, compressed, result, left)
-                else:
-                    run.prefill_over_rows(q, swa_cache, compressed, result, chunk, left)
+                if left.start < left.stop and chunk.path == "pages":
+                    run.prefill_over_pages(left)
+                elif left.start < left.stop:
+                    run.prefill_over_rows(chunk, tokens, left)
             if not early_release:
                 end_release(q)
         return dlpack.give(result, framework) if out is None else out
@@ -180,33 +173,43 @@ class _Run:
     workspace: LayerWorkspace | None
     backend: str | None
     observe: Observer
+    q: Any
+    swa_cache: Any
+    compressed: CompressedCache | None
+    out: Any
+
+    def read(self, name: str) -> Any:
+        """An array of the metadata."""
+        return dlpack.borrow(getattr(self.metadata, name), name)
 
     def insert(self, k: Any, cache: Any, layout: CacheLayout, slot_mapping: Any, block_size: int) -> None:
-        k = dlpack.borrow(k, "k")
-        slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
-        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=layout, backend=self.backend)
+        with self.observe("insert"):
+            k = dlpack.borrow(k, "k")
+            slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
+            quantize_and_insert_k_cache(k, cache, slots, block_size, layout=layout, backend=self.backend)
 
-    def chunks(self, q: Any, compressed: CompressedCache | None, path: str | None) -> list[Chunk]:
+    def chunks(self, path: str | None) -> list[Chunk]:
         """The chunks of the step's prefills, on their paths."""
-        layer, topk = self.layer, None
+        layer, compressed, topk = self.layer, self.compressed, None
         if compressed is not None and compressed.indexer is not None:
             topk = layer.index_topk
         elif compressed is not None and compressed.topk_indices is not None:
             topk = compressed.topk_indices.shape[1]
-        name = choose(self.backend, on_device=not isinstance(q, np.ndarray))
-        return list(chunk_paths(self.metadata, layer.compress_ratio, q.shape[1], topk, name, layer.layout, path))
+        name = choose(self.backend, on_device=not isinstance(self.q, np.ndarray))
+        return list(chunk_paths(self.metadata, layer.compress_ratio, self.q.shape[1], topk, name, layer.layout, path))
 
-    def tokens_with_decodes(self, compressed: CompressedCache | None, chunks: list[Chunk]) -> int:
+    def tokens_with_decodes(self, chunks: list[Chunk]) -> int:
         """The step's first tokens that attend in one call over pages; only decodes if prefills have no slot memory."""
-        decodes = self.metadata.num_decode_tokens
+        decodes, compressed = self.metadata.num_decode_tokens, self.compressed
         end = first_tokens(decodes, self.layer.compress_ratio, chunks)
         slot_arrays = () if compressed is None else (compressed.decode_slots, compressed.decode_lens)
         has_memory = all(array is None or len(array) >= end for array in slot_arrays)
         return end if has_memory and self.metadata.swa_indices is not None else decodes
 
-    def select(self, compressed: CompressedCache, q: Any, with_decodes: int) -> CompressedCache:
+    def select(self, compressed: CompressedCache, with_decodes: int) -> CompressedCache:
         """Insert the indexer's keys, then return the compressed cache with the rows that tokens select."""
-        inputs, metadata, tokens = compressed.indexer, self.metadata, tokens_used(self.metadata)
+        inputs, metadata, topk = compressed.indexer, self.metadata, self.layer.index_topk
+        tokens = tokens_used(metadata)
         assert inputs is not None
         if inputs.k is not None:
             with self.observe("insert"):
@@ -217,60 +220,56 @@ class _Run:
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
             array = arrays.get(name)
-            return dlpack.empty(shape, np.dtype(dtype), q) if array is None else array
+            return dlpack.empty(shape, np.dtype(dtype), self.q) if array is None else array
 
-        selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
-        slots, decodes, topk = None, metadata.num_decode_tokens, self.layer.index_topk
+        selected = memory("selected", (tokens, topk), np.int32)
+        of_decodes, decodes = None, metadata.num_decode_tokens
         if 0 < decodes == inputs.metadata.num_decode_tokens:  # the same tokens are decodes in the indexer's metadata
             arrays |= {name: self._cut(name, with_decodes) for name in ("topk_indices", "topk_lens")}
-            slots = (
-                memory("topk_indices", (with_decodes, topk), np.int32)[:, :topk],
-                memory("topk_lens", (with_decodes,), np.int32),
-            )
+            slots = memory("topk_indices", (with_decodes, topk), np.int32)[:, :topk]
+            lens = memory("topk_lens", (with_decodes,), np.int32)
+            compressed = replace(compressed, decode_slots=slots, decode_lens=lens)
+            of_decodes = slots[:decodes], lens[:decodes]
         with self.observe("select"):
-            names = ("positions", "token_to_req_indices", "is_valid_token")
-            positions, token_to_req, is_valid = (dlpack.borrow(getattr(metadata, name), name) for name in names)
-            table = dlpack.borrow(compressed.block_table, "block_table")
-            of_decodes = None if slots is None else (slots[0][:decodes], slots[1][:decodes])
-            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, of_decodes, is_valid)
-        compressed = replace(compressed, topk_indices=selected, indexer=None)
-        return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
+            select_rows(
+                inputs, self.read("positions"), self.read("token_to_req_indices"),
+                dlpack.borrow(compressed.block_table, "block_table"), selected, memory, self.backend, of_decodes,
+                self.read("is_valid_token"),
+            )  # fmt: skip
+        return replace(compressed, topk_indices=selected, indexer=None)
 
-    def map_slots(self, compressed: CompressedCache | None, tokens: int) -> dict[str, Any]:
+    def map_slots(self, tokens: int) -> dict[str, Any]:
         """Attention's arguments for the compressed rows of the first `tokens` tokens over pages."""
+        compressed, metadata = self.compressed, self.metadata
         if compressed is None:
             return {}
         if compressed.topk_indices is None:
-            metadata = self.metadata
             return self._extra(compressed, metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens)
         if compressed.decode_slots is None:
             slots, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
-            if slots is not None:
-                slots = slots[:, : compressed.topk_indices.shape[1]]
-            out = None if slots is None or lens is None else (slots, lens)
-            with self.observe("map"):
-                slots, lens = self._slots_of(compressed, slice(tokens), out)
+            out = None
+            if slots is not None and lens is not None:
+                out = slots[:, : compressed.topk_indices.shape[1]], lens
+            slots, lens = self._slots_of(compressed, slice(tokens), out)
         else:
             slots, lens = (
                 dlpack.borrow(getattr(compressed, name), name)[:tokens] for name in ("decode_slots", "decode_lens")
             )
-            first = self.metadata.num_decode_tokens
+            first = metadata.num_decode_tokens
             if first < tokens:
-                with self.observe("map"):
-                    self._slots_of(compressed, slice(first, tokens), (slots[first:], lens[first:]))
+                self._slots_of(compressed, slice(first, tokens), (slots[first:], lens[first:]))
         return self._extra(compressed, slots[:, None], lens)
 
     def _slots_of(self, compressed: CompressedCache, tokens: slice, out: tuple[Any, Any] | None) -> tuple[Any, Any]:
         """Slots of the compressed rows that tokens select, and their counts, written to `out` if it is given."""
-        topk_indices, _ = self._selected(compressed, tokens)
-        requests, is_valid, positions = (
-            dlpack.borrow(getattr(self.metadata, name), name)[tokens]
-            for name in ("token_to_req_indices", "is_valid_token", "positions")
-        )
-        found: tuple[Any, Any] = compute_global_topk_indices_and_lens(
-            topk_indices, requests, compressed.block_table, compressed.cache.shape[1], is_valid, compact=True,
-            positions=positions, compress_ratio=self.layer.compress_ratio, out=out, backend=self.backend,
-        )  # fmt: skip
+        with self.observe("map"):
+            topk_indices = self._selected(tokens)
+            names = ("token_to_req_indices", "is_valid_token", "positions")
+            requests, is_valid, positions = (self.read(name)[tokens] for name in names)
+            found: tuple[Any, Any] = compute_global_topk_indices_and_lens(
+                topk_indices, requests, compressed.block_table, compressed.cache.shape[1], is_valid, compact=True,
+                positions=positions, compress_ratio=self.layer.compress_ratio, out=out, backend=self.backend,
+            )  # fmt: skip
         return found
 
     def _extra(self, compressed: CompressedCache, indices: Any, lens: Any) -> dict[str, Any]:
@@ -280,18 +279,26 @@ class _Run:
             "extra_layout": self.layer.compressed_layout,
         }  # fmt: skip
 
-    def decode(self, q: Any, swa_cache: Any, extra: dict[str, Any], out: Any, tokens: int) -> None:
+    def decode(self, extra: dict[str, Any], tokens: int) -> None:
         """Attend with the first `tokens` tokens over pages."""
-        metadata, ratio = self.metadata, self.layer.compress_ratio
+        metadata, lse = self.metadata, self._cut("lse", tokens)
         window, lens = metadata.decode_swa_indices, metadata.decode_swa_lens
         if tokens > metadata.num_decode_tokens:
-            window, lens = (dlpack.borrow(getattr(metadata, x), x)[:tokens] for x in ("swa_indices", "swa_lens"))
-        with self.observe("decode"):
+            window, lens = (self.read(name)[:tokens] for name in ("swa_indices", "swa_lens"))
+        self._over_pages(
+            "decode", slice(tokens), window, lens, extra, metadata.decode_plan(self.layer.compress_ratio), lse
+        )
+
+    def _over_pages(
+        self, op: str, tokens: slice, window: Any, lens: Any, extra: dict[str, Any], plan: Any, lse: Any = None
+    ) -> None:  # fmt: skip
+        layer = self.layer
+        with self.observe(op):
             sparse_mla_decode(
-                q[:tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
-                topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
-                out=out[:tokens, None], lse=self._cut("lse", tokens), plan=metadata.decode_plan(ratio),
-                batch_invariant=self.layer.batch_invariant, backend=self.backend,
+                self.q[tokens, None], self.swa_cache, window, layout=layer.layout, block_size=self.metadata.block_size,
+                topk_length=lens, **extra, attn_sink=layer.attn_sink, softmax_scale=layer.softmax_scale,
+                out=self.out[tokens, None], lse=lse, plan=plan, batch_invariant=layer.batch_invariant,
+                backend=self.backend,
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int | None) -> Any:
@@ -303,88 +310,61 @@ class _Run:
 
     def tokens_of(self, prefills: slice) -> slice:
         """The step's tokens that belong to consecutive prefills."""
-        starts = dlpack.borrow(self.metadata.query_start_loc_cpu, "query_start_loc_cpu")
-        first = self.metadata.num_decodes
+        starts, first = self.read("query_start_loc_cpu"), self.metadata.num_decodes
         return slice(int(starts[first + prefills.start]), int(starts[first + prefills.stop]))
 
-    def prefill_over_pages(
-        self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any, tokens: slice
-    ) -> None:
+    def prefill_over_pages(self, tokens: slice) -> None:
         """Attend with prefill tokens on the decode path."""
-        metadata, ratio = self.metadata, self.layer.compress_ratio
-        local = slice(tokens.start - metadata.num_decode_tokens, tokens.stop - metadata.num_decode_tokens)
-        extra: dict[str, Any] = {}
-        if compressed is not None:
-            with self.observe("map"):
-                indices, lens = self._slots_of(compressed, tokens, None)
-            extra = self._extra(compressed, indices[:, None], lens)
-        with self.observe("prefill"):
-            window = dlpack.borrow(metadata.prefill_swa_indices, "prefill_swa_indices")[local, None]
-            lens = dlpack.borrow(metadata.prefill_swa_lens, "prefill_swa_lens")[local]
-            sparse_mla_decode(
-                q[tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
-                topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
-                out=out[tokens, None], plan=metadata.pages_plan(ratio, tokens.start),
-                batch_invariant=self.layer.batch_invariant, backend=self.backend,
-            )  # fmt: skip
+        first, extra = self.metadata.num_decode_tokens, dict[str, Any]()
+        local = slice(tokens.start - first, tokens.stop - first)
+        if self.compressed is not None:
+            indices, lens = self._slots_of(self.compressed, tokens, None)
+            extra = self._extra(self.compressed, indices[:, None], lens)
+        window, lens = self.read("prefill_swa_indices")[local, None], self.read("prefill_swa_lens")[local]
+        plan = self.metadata.pages_plan(self.layer.compress_ratio, tokens.start)
+        self._over_pages("prefill", tokens, window, lens, extra, plan)
 
-    def prefill_over_rows(
-        self,
-        q: Any,
-        swa_cache: Any,
-        compressed: CompressedCache | None,
-        out: Any,
-        chunk: Chunk,
-        left: slice,
-    ) -> None:
+    def prefill_over_rows(self, chunk: Chunk, tokens: slice, left: slice) -> None:
         """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there.
 
         Args:
+            tokens: the chunk's tokens
             left: the chunk's remaining tokens, which have not attended yet
         """
-        metadata, ratio, (prefills, n, m, *_) = self.metadata, self.layer.compress_ratio, chunk
+        metadata, ratio, (prefills, n, m, *_), q = self.metadata, self.layer.compress_ratio, chunk, self.q
         requests = slice(metadata.num_decodes + prefills.start, metadata.num_decodes + prefills.stop)
-        tokens = self.tokens_of(prefills)
-        seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]
-        gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[prefills]
+        seq_lens, gather_lens = self.read("seq_lens")[requests], self.read("prefill_gather_lens")[prefills]
         workspace = dlpack.empty((prefills.stop - prefills.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
             if metadata.replay_start is not None:  # windows have no rows before replay_start, even within the step
-                first = dlpack.borrow(metadata.replay_start, "replay_start")[requests]
-                valid = (seq_lens - first.clip(0)).clip(0)
+                valid = (seq_lens - self.read("replay_start")[requests].clip(0)).clip(0)
                 gather_lens = dlpack.namespace_of(valid).where(valid < gather_lens, valid, gather_lens)
-            topk_indices, topk = self._selected(compressed, tokens)
-            starts = dlpack.borrow(metadata.query_start_loc, "query_start_loc")[requests.start : requests.stop + 1]
-            gathered: dict[str, Any] = {}
-            if compressed is not None:
+            topk_indices, gathered = self._selected(tokens), dict[str, Any]()
+            if self.compressed is not None:
                 gathered = {
-                    "compressed_cache": compressed.cache, "compressed_layout": self.layer.compressed_layout,
-                    "compressed_block_table": dlpack.borrow(compressed.block_table, "block_table")[requests],
+                    "compressed_cache": self.compressed.cache, "compressed_layout": self.layer.compressed_layout,
+                    "compressed_block_table": dlpack.borrow(self.compressed.block_table, "block_table")[requests],
                 }  # fmt: skip
             indices, lens = gather_prefill_rows(
-                workspace, swa_cache, dlpack.borrow(metadata.block_table, "block_table")[requests],
-                metadata.block_size, seq_lens, gather_lens, starts, topk_indices, topk, metadata.config.window_size,
-                ratio, n, compact=ratio != C128A_RATIO, layout=self.layer.layout, **gathered, backend=self.backend,
+                workspace, self.swa_cache, self.read("block_table")[requests], metadata.block_size, seq_lens,
+                gather_lens, self.read("query_start_loc")[requests.start : requests.stop + 1], topk_indices,
+                topk_indices.shape[1] if gathered else 0, metadata.config.window_size, ratio, n,
+                compact=ratio != C128A_RATIO, layout=self.layer.layout, **gathered, backend=self.backend,
             )  # fmt: skip
         with self.observe("prefill"):
             skipped = left.start - tokens.start
             logits = dlpack.empty((2, left.stop - left.start, q.shape[1]), np.dtype(np.float32), q)
             sparse_mla_prefill(
                 q[left], workspace.reshape(-1, V_DIM), indices[skipped:], softmax_scale=self.layer.softmax_scale,
-                attn_sink=self.layer.attn_sink, topk_length=lens[skipped:], out=(out[left], logits[0], logits[1]),
+                attn_sink=self.layer.attn_sink, topk_length=lens[skipped:], out=(self.out[left], logits[0], logits[1]),
                 backend=self.backend,
             )  # fmt: skip
 
-    def _selected(self, compressed: CompressedCache | None, tokens: slice) -> tuple[Any, int]:
-        """Local compressed rows [tokens, >= topk] that tokens attend to, and topk. Without topk_indices: prefills."""
+    def _selected(self, tokens: slice) -> Any:
+        """Local compressed rows [tokens, >= topk] that tokens attend to. Without topk_indices: of prefills."""
         first = self.metadata.num_decode_tokens
-        if compressed is None:
-            return dlpack.borrow(self.metadata.prefill_swa_indices, "prefill_swa_indices")[
-                : tokens.stop - tokens.start
-            ], 0
-        if compressed.topk_indices is not None:
-            local = dlpack.borrow(compressed.topk_indices, "topk_indices")[tokens]
-            return local, local.shape[1]
-        local = dlpack.borrow(self.metadata.c128a_prefill_topk_indices, "c128a_prefill_topk_indices")
-        local = local[tokens.start - first : tokens.stop - first]
-        return local, local.shape[1]
+        if self.compressed is None:
+            return self.read("prefill_swa_indices")[: tokens.stop - tokens.start]
+        if self.compressed.topk_indices is not None:
+            return dlpack.borrow(self.compressed.topk_indices, "topk_indices")[tokens]
+        return self.read("c128a_prefill_topk_indices")[tokens.start - first : tokens.stop - first]

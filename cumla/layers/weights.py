@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.memory import to_host
 from ..dispatch.call import BYTES, FLOATS
 from ..dispatch.values import FLOAT32_LEAST, check_integers, shown
 
@@ -109,11 +110,15 @@ def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
 
 def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
     """`dequantized` in host memory."""
-    native, scales = checked_blocks(weight, name)
-    (rows, columns), (block_rows, block_columns) = native.shape, weight.block
-    spread = scales.repeat(min(block_rows, rows), axis=0)[:rows]  # a block may be larger than the matrix
-    spread = spread.repeat(min(block_columns, columns), axis=1)[:, :columns]
-    return np.ascontiguousarray(_host(native)).view(E4M3).astype(np.float32) * spread
+    return values_of(*checked_blocks(weight, name), weight.block)
+
+
+def values_of(codes: Any, scales: Any, block: tuple[int, int]) -> np.ndarray:
+    """float32 values, in host memory, of e4m3 codes [.., rows, columns] and scales of blocks."""
+    values, spread = np.ascontiguousarray(to_host(codes)).view(E4M3).astype(np.float32), to_host(scales)
+    for axis, size, step in zip((-2, -1), codes.shape[-2:], block, strict=True):
+        spread = spread.repeat(min(size, step), axis=axis)  # a block may be larger than the matrix
+    return values * spread[..., : codes.shape[-2], : codes.shape[-1]]
 
 
 def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.ndarray]:
@@ -135,7 +140,7 @@ def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.nda
 
 def _scales(scale: Any, name: str) -> np.ndarray:
     """Scales as contiguous float32; subnormal numbers become 0, as in `fp8_block_linear`."""
-    array = _host(dlpack.borrow(scale, f"{name} (scale)"))
+    array = to_host(dlpack.borrow(scale, f"{name} (scale)"))
     dtype = str(getattr(scale, "dtype", array.dtype)).rpartition(".")[2]
     if array.dtype == np.uint8 and dtype in ("uint8", "float8_e8m0fnu"):
         array = array.view(ml_dtypes.float8_e8m0fnu)
@@ -144,8 +149,3 @@ def _scales(scale: Any, name: str) -> np.ndarray:
     scales: np.ndarray = array.astype(np.float32, order="C")
     scales[np.abs(scales) < FLOAT32_LEAST] = 0
     return scales
-
-
-def _host(array: Any) -> np.ndarray:
-    host: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return host

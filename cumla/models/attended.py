@@ -4,34 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..layers.selected_attention import SelectedAttention
+from ..layers.selected_attention import Chosen, SelectedAttention
 from ..layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from .context import LayerContext, StepContext
 from .weights import WeightReader
 
 FLOAT32 = np.dtype(np.float32)
-
-
-class Chosen(NamedTuple):
-    """The rows that a step's tokens select; None for a layer that takes all rows, or none.
-
-    Attributes:
-        topk_indices: [T, topk] int32, counted within the token's request, -1 for none; pools of rows with pool above 1
-        slots: [T, topk * pool + pool - 1] int32, memory for the slots of these rows
-        lens: [T] int32, memory for the number of a token's slots
-        mapped: first tokens whose slots and lens are written already
-        pool: rows of an entry of topk_indices; above 1, a token also attends to the rows of its incomplete pool
-    """
-
-    topk_indices: Any
-    slots: Any
-    lens: Any
-    mapped: int
-    pool: int = 1
 
 
 class OneList:
@@ -48,7 +30,7 @@ class OneList:
         )  # fmt: skip
         lse = step.array("lse", (len(q), q.shape[1], 1), FLOAT32)
         join()
-        attention.attend(q, step.metadata.tokens, *chosen[:4], o, lse, chosen.pool)
+        attention.attend(q, step.metadata.tokens, chosen, o, lse)
 
 
 class WindowAndList:

@@ -19,12 +19,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays.array import Array
+from ..arrays.memory import to_host
 from ..arrays.streams import InOrder
 from ..dispatch.backends import choose
-from ..dispatch.values import check_flags, check_kind
+from ..dispatch.values import check_flags, check_kind, check_optional_size
+from ..layers.selected_attention import Chosen
 from ..layers.sparse import Observer, not_observed
 from ..layers.weights import BLOCK
-from .attended import FLOAT32, Chosen, OneList, WindowAndList
+from .attended import FLOAT32, OneList, WindowAndList
 from .caches import CacheFormat, KeyFormat, LayerCaches, formats_of
 from .config import AttentionConfig
 from .context import LayerContext, StepContext
@@ -40,7 +42,7 @@ from .scratch import Scratch
 from .selection import Indexer
 from .shared_selection import SharedSelection
 from .step import StepMetadata
-from .validation import check_options, check_step
+from .validation import check_step, checked_activations
 from .weight_shapes import named, shapes_of
 from .weights import WeightFormat, WeightReader, keeps_fp8, place_of, weights_of_layer
 
@@ -109,31 +111,24 @@ class SparseAttention(LayerContext):
                 if spec.cache_formats != "v41":
                     raise ValueError(f"{name}: got {value}, expected None for a model other than V4.1")
                 spec = replace(spec, **{name: bool(value)})
-        self.layouts = formats_of(spec, cache_format, key_format)
         expected, block = named(config, layer, shapes_of(spec)), config.scale_block
         weights = weights_of_layer(
             weights, layer, config.names, block, getattr(config, "num_hidden_layers", None), config.model_names
         )
         self.xp = place_of(weights, next(iter(expected.values())).transformers) if xp is None else xp
-        self.activations = check_options(
-            spec,
-            activations,
-            cache_format,
-            max_position,
-            self.xp is np,
-            backend,
-            weight_format,
-            block == BLOCK,
-            batch_invariant,
-        )
+        on_host = self.xp is np
+        self.layouts = formats_of(spec, cache_format, key_format, on_host)
+        check_optional_size(max_position=max_position)
+        check_flags(batch_invariant=batch_invariant)
+        choose(backend, on_device=not on_host)
+        self.activations = checked_activations(activations, on_host, block == BLOCK, weight_format, batch_invariant)
         self.config, self.spec, self.layer, self.backend = config, spec, layer, backend
         self.dtype, self.scratch = compute_type(self.activations, self.xp), scratch or Scratch()
         self.rounds_activations, self.batch_invariant = activations == "fp8", bool(batch_invariant)
         self.blocks = self.scratch if batch_invariant else None
         read, alpha = WeightReader(weights, expected, self.xp, keeps_fp8(weight_format)), None
         if spec.learned_rope:
-            alpha = read.vector("lerope.alpha")
-            alpha = alpha if self.xp is np else alpha.get()
+            alpha = to_host(read.vector("lerope.alpha"))
         self.cos_sin = self.xp.asarray(spec.cos_sin_table(max_position or config.max_position_embeddings, alpha))
         self._load(read)
         read.check_all_read()

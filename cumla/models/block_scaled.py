@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
-from ..layers.weights import E4M3, BlockQuantizedWeight, checked_blocks
+from ..layers.weights import BlockQuantizedWeight, checked_blocks, values_of
 from ..ops.linear import COLUMNS_STEP
 from .scratch import Scratch
 
@@ -88,12 +88,7 @@ class BlockScaledWeight:
 
     def dequantized(self, dtype: Any) -> Any:
         """Its values."""
-        rows, columns = self.shape[-2:]
-        scales = self.scales.repeat(min(self.block_rows, rows), axis=-2)[..., :rows, :]
-        scales = scales.repeat(min(self.block_columns, columns), axis=-1)[..., :columns]
-        codes = self.codes if isinstance(self.codes, np.ndarray) else self.codes.get()
-        host = scales if isinstance(scales, np.ndarray) else scales.get()
-        values = codes.view(E4M3).astype(np.float32) * host
+        values = values_of(self.codes, self.scales, (self.block_rows, self.block_columns))
         return dlpack.namespace_of(self.codes).asarray(values.astype(dtype))
 
 

@@ -72,9 +72,11 @@ WITHOUT_ROPE = {V32_FP8.name: V32_NOPE_FP8, MLA_BF16.name: DSV4_BF16, MLA_F32.na
 KEY_FORMATS = {"fp8": INDEXER_FP8, "mxfp4": INDEXER_MXFP4}
 
 
-def formats_of(spec: LayerSpec, cache_format: str | None, key_format: str | None = None) -> Formats:
+def formats_of(
+    spec: LayerSpec, cache_format: str | None, key_format: str | None = None, on_host: bool = True
+) -> Formats:  # fmt: skip
     """Raises ValueError for another name, and for a format of keys that such a layer does not have."""
-    choices = FORMATS[spec.cache_formats]
+    choices = {name: found for name, found in FORMATS[spec.cache_formats].items() if on_host or name != "float32"}
     cache_format = cache_format or next(iter(choices))
     if cache_format not in choices:
         raise ValueError(f"cache_format: got {cache_format!r}, expected one of {', '.join(choices)}")
@@ -112,18 +114,25 @@ class Ring(NamedTuple):
         return cls(capacity, 2 * INDEX_DIM, dtype, (spec.pool - 1, 2 * INDEX_DIM))
 
 
-def paged_caches(
-    spec: LayerSpec, layouts: Formats, block_size: int, compressed_block_size: int
-) -> dict[str, tuple[CacheLayout, int]]:
-    """The paged caches that a layer reads: their formats, and rows of a page."""
-    found, name, layout, rows = {}, "rows", layouts.rows, block_size
+class Paged(NamedTuple):
+    """A paged cache that a layer reads: the group of its pages, its format, rows of a page; `owned` if it writes it."""
+
+    group: str
+    layout: CacheLayout
+    rows: int
+    owned: bool
+
+
+def paged_caches(spec: LayerSpec, layouts: Formats, block_size: int, compressed_block_size: int) -> dict[str, Paged]:
+    """The paged caches of a layer, except states, by their names in LayerCaches."""
+    found, group, layout, rows = dict[str, Paged](), "rows", layouts.rows, block_size
     if spec.rows == "window":
-        found["window"] = layouts.rows, block_size
-        name, layout, rows = "compressed", layouts.compressed, compressed_block_size // max(spec.ratio, 1)
+        found["window"] = Paged("window", layouts.rows, block_size, True)
+        group, layout, rows = "compressed", layouts.compressed, compressed_block_size // max(spec.ratio, 1)
     if spec.ratio:
-        found[name] = layout, rows
+        found[group] = Paged(group, layout, rows, spec.owns_rows)
     if spec.selects:
-        found["indexer"] = layouts.indexer, keys_of_page(spec, rows)
+        found["indexer"] = Paged(group, layouts.indexer, keys_of_page(spec, rows), spec.owns_keys)
     return found
 
 
@@ -221,12 +230,11 @@ class LayerCaches:
         if owner is not None:
             names = ("compressed", "indexer") if spec.rows == "window" else ("rows",)
             found = {name: getattr(owner, name) for name in names}
-        owns = {"window": True, "rows": not shares, "compressed": not shares, "indexer": spec.owns_keys}
         paged = paged_caches(spec, layouts, serving.block_size, serving.compressed_block_size)
-        for name, (layout, rows) in paged.items():
-            if owns[name]:
-                group = "rows" if spec.rows == "latent" else "window" if name == "window" else "compressed"
-                found[name] = allocate(layout, blocks[group], rows, xp)
+        found |= {
+            name: allocate(cache.layout, blocks[cache.group], cache.rows, xp)
+            for name, cache in paged.items() if cache.owned
+        }  # fmt: skip
         if states := states_of(spec):
             block = state_block_size or STATE_BLOCK_SIZES[spec.ratio]
             pages = blocks[f"states{spec.ratio}"]

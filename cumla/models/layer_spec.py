@@ -13,11 +13,12 @@ from ..ops.sparse_attention import MAX_HEADS
 from .rope import checked_scaling, cos_sin_table
 
 LATENT, ROPE_DIM, INDEX_DIM = 512, 64, 128
+PAIRS = ("neighbours", "halves")
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "rope_dim": (0, ROPE_DIM), "rows": ("latent", "window"), "rope_pairs": ("neighbours", "halves", "none"),
+    "rope_dim": (0, ROPE_DIM), "rows": ("latent", "window"), "rope_pairs": (*PAIRS, "none"),
     "ratio": (0, 1, 2, 4, 128), "states": ("none", "pages", "ring"),
     "selection": ("own", "source", "all", "none"), "keys": ("none", "tokens", "pools", "latents", "compressor"),
-    "index_queries": ("latent", "hidden"), "index_pairs": ("neighbours", "halves", "none"),
+    "index_queries": ("latent", "hidden"), "index_pairs": (*PAIRS, "none"),
     "index_part": ("first", "last"), "cache_formats": ("mla", "v4", "v41"), "candidates": ("none", "written", "read"),
 }  # fmt: skip
 OTHERWISE = dict.fromkeys(("selection_source", "candidate_source"), "an earlier layer")  # in place of a list
@@ -185,7 +186,9 @@ class LayerSpec:
             ),
             ({"index_queries": ("latent" if q_rank else "hidden",)} if selects else {}, f"q_rank is {q_rank}"),
             ({"row_eps": (self.q_eps,)} if q_rank else {}, f"q_eps is {self.q_eps} and one launch has both norms"),
+            ({"rope_pairs": PAIRS if self.rope_dim else ("none",)}, f"rope_dim is {self.rope_dim}"),
             ({} if self.rope_dim else {"learned_rope": (False,)}, "rope_dim is 0"),
+            ({"index_pairs": ("none",)} if selects and not self.rope_dim else {}, "rope_dim is 0"),
             ({"index_pairs": ("none",)} if self.keys == "pools" and self.rope_dim else {}, "keys are of 'pools'"),
         ]
         for name, allowed, why in ((name, allowed, why) for rule, why in rules for name, allowed in rule.items()):
@@ -205,11 +208,6 @@ class LayerSpec:
         if (selects and pooled != (self.pool > 1)) or self.topk % self.pool:
             expected = f"a divisor of topk = {self.topk}, above 1" if pooled else "1"
             raise ValueError(f"pool: got {self.pool}, expected {expected}, as keys are {self.keys!r}")
-        for name in ("rope_pairs", "index_pairs"):
-            if not self.rope_dim and getattr(self, name) != "none" and (name == "rope_pairs" or selects):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected 'none', as rope_dim is 0")
-        if self.rope_dim and self.rope_pairs == "none":
-            raise ValueError(f"rope_pairs: got 'none', expected pairs, as rope_dim is {self.rope_dim}")
         if self.position_scale and self.nope_dim % 2:
             raise ValueError(f"nope_dim: got {self.nope_dim}, expected an even number, as position_scale is True")
         if self.o_groups and self.heads % self.o_groups:

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import dlpack
-from ..dispatch.call import Call
-from ..layers.products import batched_product
+from ..layers.products import batched_product, product_kernels
 from ..layers.weights import BlockQuantizedWeight
 from ..ops.linear import COLUMNS_STEP, by_group, fp8_block_linear
 from .block_scaled import BlockScaledWeight, Parts, block_scaled
@@ -109,9 +107,7 @@ def memory_of_rounded(shape: tuple[int, int, int], scratch: Scratch, like: Any, 
 def rounded(x: Any, scratch: Scratch, backend: str | None) -> Rounded:
     """x [G, T, K] in FP8."""
     out = memory_of_rounded(x.shape, scratch, x)
-    call = Call(backend)
-    call.first = dlpack.argument(x, "x")
-    with call.kernels("projection") as kernels:
+    with product_kernels(x, backend) as kernels:
         kernels.quantize_groups(x, *out)
     return out
 
@@ -121,9 +117,7 @@ def fp8_product(
 ) -> bool:  # fmt: skip
     """Write the product out [G, T, N]: in FP8 with out_scales [G, T, N / FP8_GROUP]. False if the backend cannot."""
     codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
-    call = Call(backend)
-    call.first = dlpack.argument(x.values, "x")
-    with call.kernels("projection") as kernels:
+    with product_kernels(x.values, backend) as kernels:
         return kernels.fp8_product(*x, codes, scales, weight.block_rows, weight.block_columns, out, out_scales)
 
 
@@ -132,9 +126,7 @@ def multiply_rounded(x: Rounded, weight: BlockScaledWeight, out: Any, dtype: Any
     if fp8_product(x, weight, out, backend):
         return
     values = weight.scratch.shaped("fp8_rounded", x.values.shape, dtype, x.values)
-    call = Call(backend)
-    call.first = dlpack.argument(values, "values")
-    with call.kernels("projection") as kernels:
+    with product_kernels(values, backend) as kernels:
         kernels.dequantize_blocks(*x, 1, FP8_GROUP, values)
     exact = replace(weight, rounds_activations=False)
     if values.shape[0] == 1 and weight.codes.ndim == 2:
@@ -150,9 +142,7 @@ def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: s
     blocks = max(VALUES_AT_A_TIME // columns // weight.block_rows, 1)
     together = min(blocks * weight.block_rows, rows)
     memory = weight.scratch.array("dequantized", together * columns, x.dtype, x)[: together * columns]
-    call = Call(backend)
-    call.first = dlpack.argument(x, "x")
-    with call.kernels("projection") as kernels:
+    with product_kernels(x, backend) as kernels:
         for group in range(groups):
             for first in range(0, rows, together):
                 part = slice(first, min(first + together, rows))

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..layers.selected_attention import Chosen
 from ..layers.selection import IndexerInputs, select_rows
 from ..layout import INDEXER_MXFP4
 from ..ops.indexer import fused_indexer_q_rope_quant
 from ..ops.indexer_topk import WORKSPACE_BYTES
-from .attended import FLOAT32, Chosen
+from .attended import FLOAT32
 from .caches import PLAIN_DTYPES
 from .context import LayerContext, StepContext
 from .queries import head_factors

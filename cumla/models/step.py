@@ -177,7 +177,7 @@ class StepBuilder:
         self, ratio: int, batch: CommonAttentionMetadata, tokens: DeepseekSparseSWAMetadata, compressed: Any,
         tables: Mapping[str, Any], positions: Any,
     ) -> RowsStep:  # fmt: skip
-        table, indexer = compressed, None
+        indexer = None
         if ratio in self._indexers:
             options = {} if compressed is None else {"block_table": compressed}
             indexer = self._indexers[ratio].build(0, batch, **options)
@@ -191,13 +191,11 @@ class StepBuilder:
         states = tables.get(f"states{ratio}")
         if states is None:
             assert indexer is not None
-            return RowsStep(table, indexer.slot_mapping, first, indexer)
+            return RowsStep(compressed, indexer.slot_mapping, first, indexer)
         size, page = self.state_block_sizes[ratio], self.config.compressed_block_size // ratio
-        slots, state_slots = (
-            self._slots(name, batch, *of)
-            for name, of in (("slots", (table, page, ratio)), ("states", (states, size, 1)))
-        )
-        return RowsStep(table, slots, first, indexer, states, state_slots, size)
+        slots = self._slots("slots", batch, compressed, page, ratio)
+        state_slots = self._slots("states", batch, states, size, 1)
+        return RowsStep(compressed, slots, first, indexer, states, state_slots, size)
 
     def _check_tables(self, batch: CommonAttentionMetadata, tables: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for tables too narrow for the rows and states of the batch's sequences."""

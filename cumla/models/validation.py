@@ -9,41 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.formats import checked_pages
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
-from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size
+from ..dispatch.values import check_choice, check_kind
 from ..metadata.batch import host_integers
 from ..metadata.builder import check_current, check_mode
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_pages, check_rows_of_longest, check_window_pages
-from .caches import FORMATS, PLAIN_DTYPES, LayerCaches, Ring, paged_caches, states_of
+from .caches import PLAIN_DTYPES, LayerCaches, Ring, paged_caches, states_of
 from .context import LayerContext
 from .layer_spec import LayerSpec
 from .shared_selection import SharedSelection
 from .step import StepMetadata
 
 
-def check_options(
-    spec: LayerSpec,
-    activations: Any,
-    cache_format: str | None,
-    max_position: Any,
-    on_host: bool,
-    backend: str | None,
-    weight_format: str,
-    may_round: bool,
-    batch_invariant: bool = False,
+def checked_activations(
+    activations: Any, on_host: bool, may_round: bool, weight_format: str, batch_invariant: bool
 ) -> np.dtype[Any]:
-    """The activations' type. Raises TypeError or ValueError for options that no layer supports.
+    """The type of the activations. Raises TypeError or ValueError for a type that the layer's other options exclude.
 
     Args:
         may_round: whether products of many tokens may round activations to FP8
     """
-    check_optional_size(max_position=max_position)
-    check_flags(batch_invariant=batch_invariant)
-    choose(backend, on_device=not on_host)
     float32 = ("float32",) if on_host else ()
     name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
     check_choice(("bfloat16", *(("fp8",) if may_round else ()), *float32), activations=name)
@@ -56,9 +44,6 @@ def check_options(
                 "whether products round activations"
             )
         name = "bfloat16"
-    if cache_format is not None:
-        formats = tuple(name for name in FORMATS[spec.cache_formats] if on_host or name != "float32")
-        check_choice(formats, cache_format=cache_format)
     return PLAIN_DTYPES[name]
 
 
@@ -108,7 +93,7 @@ def check_step(
     of_rank = rows if all_rows else 0
     for name, needed in {"rows": of_rank, "compressed": of_rank, "indexer": rows // spec.pool}.items():
         if name in paged:
-            check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), paged[name][1], needed)
+            check_rows_of_longest(f"layer_caches.{name}", getattr(caches, name), paged[name].rows, needed)
     if "rings" in spec.groups():
         check_rings("layer_caches.ring", caches.ring, tokens)
     if spec.selection == "source" or spec.candidates != "none" or (spec.ratio and not spec.owns_rows):
@@ -163,11 +148,9 @@ def check_arrays(
             raise ValueError(
                 f"layer_caches.{name}: got None, expected an array for layer {spec.layer} of ratio {spec.ratio}"
             )
-    written = {"window": True, "indexer": spec.owns_keys}
-    for name, (layout, rows) in paged.items():
-        page = rows if all_rows or name in written else None
-        writable = written.get(name, spec.owns_rows)
-        checked_pages(call, f"layer_caches.{name}", getattr(caches, name), layout, page, writable=writable)
+    for name, cache in paged.items():
+        rows = cache.rows if all_rows or name in ("window", "indexer") else None
+        checked_pages(call, f"layer_caches.{name}", getattr(caches, name), cache.layout, rows, writable=cache.owned)
     if step is not None:
         for name, values in states.items():
             shape = -1, step.state_block_size, values

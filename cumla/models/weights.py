@@ -1,10 +1,7 @@
 """Weights by name: transformers' names, the published checkpoints' names, and FP8 with scales of blocks.
 
-A layer takes a mapping from names within its attention module to arrays: transformers' names ("q_a_proj.weight",
-"compressor.indexer.q_b_proj.weight") or the authors' ("wq_a.weight", "indexer.wq_b.weight"). A published checkpoint
-names the same matrices as the authors' code ("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with
-a scale for each block of 128 by 128 values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or
-"weight_scale_inv" (V3.2) in place of "weight", within the module, too.
+Published checkpoints have the names of the authors' code ("layers.2.attn.indexer.wq_b.weight"). The scales of a matrix
+have its name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of "weight" (docs/reference/layer-weights.md).
 """
 
 from __future__ import annotations
@@ -117,26 +114,22 @@ def weights_of_layer(
     if first_draft is not None and layer >= first_draft:
         modules += [module.format(layer - first_draft) for module in DRAFTS]
     starts = ("",) if in_module else tuple(front + module for front in FRONTS for module in modules)
-    names: dict[str, str] = {}
     shared = {
         front + name: within for published, within in model_names.items() for name in (published, within)
         for front in FRONTS
     }  # fmt: skip
+    names: dict[str, str] = {}
     for name in weights:
-        if str(name) in shared or not str(name).startswith(starts):
-            continue
-        rest = next(str(name).removeprefix(start) for start in starts if str(name).startswith(start))
-        within = _transformers_name(rest, table)
-        if names.setdefault(within, name) != name:
+        within, start = shared.get(str(name)), next((x for x in starts if str(name).startswith(x)), None)
+        if within is None and start is not None:
+            within = _transformers_name(str(name).removeprefix(start), table)
+        if within is not None and names.setdefault(within, name) != name:
             raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
-    if not names:
+    if not names.keys() - shared.values():
         raise MissingWeightError(
             f"weights: got no weights of layer {layer}'s attention among {len(weights)} names, such as "
             f"{', '.join(sorted(map(str, weights))[:3])}"
         )
-    for name, within in shared.items():
-        if name in weights and names.setdefault(within, name) != name:
-            raise ValueError(f"{name}: got it in addition to {names[within]}, expected one of them")
     return LayerWeights(weights, names, block)
 
 
@@ -272,9 +265,7 @@ class WeightReader:
         """The weight, its name among the weights, and its shape."""
         expected = self._expected[name]
         name = expected.transformers
-        if name not in self._weights:
-            raise MissingWeightError(lacking(name, self._weights))
-        return self._weights[name], name, expected.shape
+        return weight_named(name, self._weights), name, expected.shape
 
     def _checked(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
         if array.shape != shape:
@@ -295,15 +286,16 @@ class WeightReader:
             raise ValueError(f"weights: got {', '.join(left[:4])}, which such a layer does not have")
 
 
-def lacking(name: str, weights: Mapping[str, Any]) -> str:
-    return f"{name}: the weights lack it, there are {', '.join(sorted(map(str, weights)))}"
+def weight_named(name: str, weights: Mapping[str, Any]) -> Any:
+    """Raises KeyError if weights lack it."""
+    if name not in weights:
+        raise MissingWeightError(f"{name}: the weights lack it, there are {', '.join(sorted(map(str, weights)))}")
+    return weights[name]
 
 
 def place_of(weights: Mapping[str, Any], name: str) -> Any:
     """numpy or cupy: where a layer's weights are, judged by the weight of this name."""
-    if name not in weights:
-        raise MissingWeightError(lacking(name, weights))
-    weight = weights[name]
+    weight = weight_named(name, weights)
     values = weight.weight if isinstance(weight, BlockQuantizedWeight) else weight
     return dlpack.namespace_of(dlpack.borrow(values, name))
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
-from ..layout import INDEXER_FP8, CacheLayout
+from ..layout import CacheLayout
 from ..metadata.slots import STATE_BLOCK_SIZES
-from ..models.caches import Formats, Ring, formats_of, keys_of_page
-from ..models.layer_spec import LATENT, LayerSpec
+from ..models.caches import Formats, Ring, formats_of, paged_caches, states_of
+from ..models.layer_spec import LayerSpec
 from ..models.registry import CONFIGS, config_from
 from .description import Description, Group, PagedCache
 
@@ -134,10 +134,6 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
     """The caches that a layer owns."""
     layer = (spec.layer,)
 
-    def of_format(group: str, cache: str, rows: int, positions: int = 1) -> _Found:
-        layout: CacheLayout = layouts.rows if cache in ("rows", "window") else getattr(layouts, cache)
-        return _Found(group, cache_of(layout, cache, layer, rows, positions))
-
     def of_numbers(group: str, cache: str, rows: int, width: int, kind: str = "float32", whole: bool = False) -> _Found:
         size = np.dtype(kind).itemsize * width
         return _Found(group, PagedCache(
@@ -151,31 +147,20 @@ def _caches(spec: LayerSpec, layouts: Formats, sizes: _Sizes) -> Iterator[_Found
         yield of_numbers("rings", "restart_rows", 1, math.prod(ring.restart), ring.dtype.name, whole=True)
         yield of_numbers("rings", "restart_positions", 1, 1, "int32", whole=True)
 
-    if spec.rows == "latent":
-        if spec.owns_rows:
-            yield of_format("rows", "rows", sizes.block)
-        if spec.owns_keys:
-            yield of_format("rows", "indexer", keys_of_page(spec, sizes.block), spec.pool)
-        if "rings" in spec.groups():
-            yield from of_ring()
-        return
-    yield of_format("window", "window", sizes.block)
-    if not spec.owns_rows:
-        return
-    rows = _divided("compressed_block_size", sizes.compressed, spec.ratio)
-    yield of_format("compressed", "compressed", rows, spec.ratio)
-    if spec.owns_keys:
-        yield of_format("compressed", "indexer", rows, spec.ratio)
-    width = (4 if spec.overlap else 2) * LATENT
-    if spec.states == "pages":
+    if spec.rows == "window" and spec.ratio:
+        _divided("compressed_block_size", sizes.compressed, spec.ratio)
+    for name, cache in paged_caches(spec, layouts, sizes.block, sizes.compressed).items():
+        positions = {"window": 1, "indexer": spec.ratio * spec.pool}.get(name, spec.ratio)
+        if cache.owned:
+            yield _Found(cache.group, cache_of(cache.layout, name, layer, cache.rows, positions))
+    if states := states_of(spec):
         if spec.ratio not in sizes.states:
             raise ValueError(f"state_block_sizes: got {dict(sizes.states)}, expected one for ratio {spec.ratio}")
         block, group = sizes.states[spec.ratio], f"states{spec.ratio}"
         check_integers(1, **{f"state_block_sizes[{spec.ratio}]": block})
-        yield of_numbers(group, "state", block, width)
-        if spec.keys == "compressor":
-            yield of_numbers(group, "indexer_state", block, 4 * INDEXER_FP8.head_dim)
-    elif spec.states == "ring":
+        for name, values in states.items():
+            yield of_numbers(group, name, block, values)
+    elif "rings" in spec.groups():
         yield from of_ring()
 
 

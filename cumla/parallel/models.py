@@ -12,8 +12,9 @@ from typing import Any
 from ..arrays import dlpack
 from ..arrays.streams import InOrder
 from ..dispatch.values import check_kind
+from ..layers.selected_attention import Chosen
 from ..layers.sparse import Observer, not_observed
-from ..models.attended import Chosen, WindowAndList
+from ..models.attended import WindowAndList
 from ..models.attention import SparseAttention, Step
 from ..models.caches import LayerCaches
 from ..models.hidden_states import attend

@@ -8,7 +8,7 @@ import pytest
 import cumla
 from cumla.kernels.reference.sparse_attention import attend
 from cumla.layers import selected_attention
-from cumla.layers.selected_attention import SelectedAttention, listed_rows
+from cumla.layers.selected_attention import Chosen, SelectedAttention, listed_rows
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.bounds import assert_same_direction, assert_within
@@ -77,7 +77,8 @@ class Step:
             "lse": np.zeros((tokens, HEADS, 1), np.float32),
         }  # fmt: skip
         arrays = {name: lab.put(x) for name, x in arrays.items()}
-        attention.attend(metadata=self.metadata, mapped=0, **arrays, **changes)
+        chosen = Chosen(*(arrays.pop(name) for name in ("selected", "slots", "lens")))
+        attention.attend(metadata=self.metadata, chosen=chosen, **arrays, **changes)
         return to_float(lab.get(arrays["out"])), observed
 
 

@@ -90,8 +90,8 @@ def test_a_layer_of_linear_attention_is_named():
     [
         ({"pool": 1}, "pool: got 1, expected a divisor of topk = 2048, above 1, as keys are 'pools'"),
         ({"keys": "tokens"}, "pool: got 4, expected 1, as keys are 'tokens'"),
-        ({"rope_pairs": "halves"}, "rope_pairs: got 'halves', expected 'none', as rope_dim is 0"),
-        ({"index_pairs": "halves"}, "index_pairs: got 'halves', expected 'none', as rope_dim is 0"),
+        ({"rope_pairs": "halves"}, "rope_pairs: got halves, expected none, as rope_dim is 0"),
+        ({"index_pairs": "halves"}, "index_pairs: got halves, expected none, as rope_dim is 0"),
     ],
 )
 def test_fields_that_contradict(changes, match):

@@ -70,7 +70,7 @@ def test_a_model_that_is_not_served_is_named():
         ({"candidates": "read"}, "candidates: got read, expected none, as rows are"),
         ({"o_groups": 3}, "o_groups: got 3, expected 0, as rows are"),
         ({"row_eps": 1e-5}, "row_eps: got 1e-05, expected 1e-06, as q_eps is 1e-06"),
-        ({"rope_pairs": "none"}, "rope_pairs: got 'none', expected pairs, as rope_dim is 64"),
+        ({"rope_pairs": "none"}, "rope_pairs: got none, expected neighbours or halves, as rope_dim is 64"),
         ({"nope_dim": 1, "position_scale": True}, "nope_dim: got 1, expected an even number, as position_scale"),
         ({"keys": "pools", "pool": 4}, "index_pairs: got .*, expected none, as keys are of 'pools'"),
         ({"sink": 1}, "sink: got 1 of type int"),
