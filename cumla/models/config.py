@@ -41,6 +41,7 @@ class AttentionConfig:
     draft_module: ClassVar[str | None] = None
     in_bfloat16: ClassVar[tuple[str, ...]] = ()
     scale_block: ClassVar[tuple[int, int]] = BLOCK
+    num_hidden_layers: int  # V3.2's and V4's configurations have none
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError for a size, an epsilon, a base of RoPE or a scaling that no layer has."""
@@ -80,7 +81,7 @@ class AttentionConfig:
 
     def specs(self) -> tuple[LayerSpec, ...]:
         """The description of every layer, except layers that predict further tokens."""
-        return tuple(self.spec(layer) for layer in range(self.num_hidden_layers))  # type: ignore[attr-defined]
+        return tuple(map(self.spec, range(self.num_hidden_layers)))
 
     def spec(self, layer: int) -> LayerSpec:
         """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens.

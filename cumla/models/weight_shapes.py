@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..dispatch.values import check_integers, shown
+from .config import AttentionConfig
 from .layer_spec import INDEX_DIM, LATENT, ROPE_DIM, LayerSpec
 from .weights import FLOAT8, ExpectedWeight
 
@@ -27,7 +28,7 @@ def expected_weights(config: Any, layer: int, *, rank: int = 0, ranks: int = 1) 
     Raises TypeError or ValueError for what is no model's configuration, for a layer that the model lacks, and for ranks
     that do not divide the heads, or the groups of heads of the output projection.
     """
-    if not callable(getattr(config, "spec", None)):
+    if not isinstance(config, AttentionConfig):
         raise TypeError(f"config: got {shown(config)}, expected the configuration of a model's attention layers")
     spec = config.spec(layer)
     found = named(config, layer, shapes_of(spec))
@@ -53,12 +54,8 @@ def part_of(weight: ExpectedWeight, shape: tuple[int, ...], rank: int) -> Expect
     return replace(weight, shape=shape, part=part)
 
 
-def named(config: Any, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
-    """Weights of these shapes with a model's names and types, by DeepSeek's names.
-
-    Args:
-        config: an AttentionConfig
-    """
+def named(config: AttentionConfig, layer: int, shapes: Shapes) -> dict[str, ExpectedWeight]:
+    """Weights of these shapes with a model's names and types, by DeepSeek's names."""
     module, wide = config.module.format(layer), config.in_bfloat16
     if config.draft_module is not None and layer >= config.num_hidden_layers:
         module = config.draft_module.format(layer - config.num_hidden_layers)
