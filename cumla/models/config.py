@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from ..dispatch.values import check_choice, check_integers, check_kind, in_float32, shown
+from ..dispatch.values import check_choice, check_kind
 from ..layers.weights import BLOCK
-from ..ops.sparse_attention import MAX_HEADS
-from .config_validation import check_absent, check_all_read
+from .config_validation import check_absent, check_all_read, check_fields
 from .layer_spec import LayerSpec
-from .rope import checked_scaling
-
-MOST_LAYERS = 1 << 16
-MOST = {"num_attention_heads": MAX_HEADS, "num_hidden_layers": MOST_LAYERS}
-MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
 
 
 class AttentionConfig:
@@ -44,17 +37,7 @@ class AttentionConfig:
     num_hidden_layers: int  # V3.2's and V4's configurations have none
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError for a size, an epsilon, a base of RoPE or a scaling that no layer has."""
-        config: Any = self
-        for field in dataclasses.fields(config):
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "int":
-                check_integers(1, MOST.get(name, 2**31 - 1), **{name: value})
-            elif field.type == "float":
-                number = in_float32(name, value, positive=True)
-                if name.endswith("rope_theta") and not 1 < number <= MOST_THETA:
-                    raise ValueError(f"{name}: got {shown(value)}, expected more than 1 and at most {MOST_THETA:g}")
-        checked_scaling(config.rope_scaling)
+        check_fields(self, {}, ())
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
@@ -80,8 +63,8 @@ class AttentionConfig:
         raise NotImplementedError
 
     def specs(self) -> tuple[LayerSpec, ...]:
-        """The description of every layer, except layers that predict further tokens."""
-        return tuple(map(self.spec, range(self.num_hidden_layers)))
+        """The description of every layer but those that predict further tokens; of a V3.2 model, of one layer."""
+        return tuple(map(self.spec, range(getattr(self, "num_hidden_layers", 1))))
 
     def spec(self, layer: int) -> LayerSpec:
         """The description of a layer; from num_hidden_layers on of a layer that predicts further tokens.

@@ -1,4 +1,4 @@
-"""Reads and checks the entries of a config.json that all models share."""
+"""Reads and checks the entries of a config.json that all models share, and the fields of what is read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..dispatch.values import check_kind, in_float32, shown
+from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, in_float32, shown
+from ..ops.sparse_attention import MAX_HEADS
+from .rope import checked_scaling
 
+MOST_LAYERS = 1 << 16
+MOST = {"heads": MAX_HEADS, "num_attention_heads": MAX_HEADS, "num_hidden_layers": MOST_LAYERS}
+MOST_THETA = 1e30  # wavelengths are float32, also after YaRN stretches them
 # Prefixes of the names of entries that change attention, and names with such a prefix that do not change it.
 ATTENTION = (
     "attention", "attn", "candidate", "clip_qkv", "compress", "dsa_", "dual_chunk", "full_attention", "gated_att",
@@ -129,6 +134,29 @@ def check_list(name: str, entries: Any, layers: int) -> None:
         raise TypeError(f"{name}: got {shown(entries)} of type {type(entries).__name__}, expected a list")
     if len(entries) < layers:
         raise ValueError(f"{name}: got {len(entries)} entries, expected one for each of {layers} layers")
+
+
+def check_fields(config: Any, choices: Mapping[str, tuple[Any, ...]], optional: tuple[str, ...]) -> None:
+    """Raise TypeError or ValueError for a field of a dataclass that no layer has.
+
+    Args:
+        config: its integers are sizes, its floats epsilons, scales and bases of RoPE, `rope_scaling` None or YaRN's
+        choices: the values of other fields
+        optional: sizes that may be 0
+    """
+    for field in dataclasses.fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in choices:
+            check_choice(choices[name], **{name: value})
+        elif field.type == "int":
+            check_integers(0 if name in optional else 1, MOST.get(name, 2**31 - 1), **{name: value})
+        elif field.type == "bool":
+            check_flags(**{name: value})
+        elif field.type == "float":
+            number = in_float32(name, value, positive=True)
+            if name.endswith("rope_theta") and not 1 < number <= MOST_THETA:
+                raise ValueError(f"{name}: got {shown(value)}, expected more than 1 and at most {MOST_THETA:g}")
+    checked_scaling(config.rope_scaling)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:

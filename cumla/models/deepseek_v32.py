@@ -92,10 +92,6 @@ class DeepseekV32Config(LatentConfig):
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
 
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """The description of every kind of layer."""
-        return (self.spec(0),)
-
     def spec(self, layer: int) -> LayerSpec:
         """The description of a layer, of any number: the configuration does not say how many there are."""
         return LayerSpec(

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 
 from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from .attention import SparseAttention
-from .config import MOST_LAYERS, AttentionConfig
+from .config import AttentionConfig
 from .config_validation import (
+    MOST_LAYERS,
     OWN_SELECTION,
     check_all_read,
     check_list,

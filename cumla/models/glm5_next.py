@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from ..dispatch.values import check_choice, check_integers, shown
 from ..ops.key_pools import MOST_POOLED
 from .attention import SparseAttention
-from .config import MOST_LAYERS, AttentionConfig
-from .config_validation import Choice, check_all_read, check_list, names_of, numbers_of
+from .config import AttentionConfig
+from .config_validation import MOST_LAYERS, Choice, check_all_read, check_list, names_of, numbers_of
 from .glm_moe_dsa import SELECTION, selecting_layers, selection_of
 from .layer_spec import INDEX_DIM, LATENT, LayerSpec
 from .weights import V32_ATTENTION

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from ..dispatch.values import check_choice, check_flags, check_integers, shown
+from ..dispatch.values import check_choice, check_integers, shown
 from .attention import SparseAttention
-from .config import MOST_LAYERS, AttentionConfig
-from .config_validation import check_list
+from .config_validation import MOST_LAYERS, check_list
 from .deepseek_v32 import DeepseekV32Config
 from .layer_spec import LayerSpec
 
@@ -44,15 +43,11 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(indexer_rope_interleave=self.indexer_rope_interleave)
         check_selecting(self.selecting)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], **fields: Any) -> Self:
         return super().read(config, selecting=selecting_layers(config, cls.frequency))
-
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return AttentionConfig.specs(self)
 
     def spec(self, layer: int) -> LayerSpec:
         pairs = "neighbours" if self.indexer_rope_interleave else "halves"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from ..dispatch.values import check_flags
 from .attention import SparseAttention
 from .config_validation import check_fixed
 from .glm_moe_dsa import GlmMoeDsaConfig
@@ -39,10 +38,6 @@ class HyV4Config(GlmMoeDsaConfig):
     num_hidden_layers: int = 34
     rope_theta: float = 1e7
     rope_interleave: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_flags(rope_interleave=self.rope_interleave)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], **fields: Any) -> Self:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.values import check_choice, check_flags, check_integers, in_float32
-from ..ops.sparse_attention import MAX_HEADS
-from .rope import checked_scaling, cos_sin_table
+from ..dispatch.values import check_integers
+from .config_validation import check_fields
+from .rope import cos_sin_table
 
 LATENT, ROPE_DIM, INDEX_DIM = 512, 64, 128
 PAIRS = ("neighbours", "halves")
@@ -145,18 +145,7 @@ class LayerSpec:
     round_rows: bool = True
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in CHOICES:
-                check_choice(CHOICES[name], **{name: value})
-            elif field.type == "int":
-                most = MAX_HEADS if name == "heads" else 2**31 - 1
-                check_integers(0 if name in OPTIONAL else 1, most, **{name: value})
-            elif field.type == "float":
-                in_float32(name, value, positive=True)
-            elif field.type == "bool":
-                check_flags(**{name: value})
-        checked_scaling(self.rope_scaling)
+        check_fields(self, CHOICES, OPTIONAL)
         for name in ("row_source", "selection_source", "candidate_source"):
             if getattr(self, name) is not None:
                 check_integers(0, self.layer, **{name: getattr(self, name)})

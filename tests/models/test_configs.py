@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from models.test_weight_tables import weight_tables
 
 from cumla.models import config_from
-from cumla.models.config import MOST_THETA
+from cumla.models.config_validation import MOST_THETA
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
 from cumla.models.deepseek_v41 import DeepseekV41Config
