@@ -108,9 +108,9 @@ WHOLE = [
     ("rows.block_table", np.zeros((1, 4), np.int32), V, "rows.block_table: got 4 columns, pages of 3 rows each"),
     ("rows.slot_mapping", np.zeros(3, np.int64), V, "rows.slot_mapping: got 3 tokens"),
     ("rows.slot_mapping", np.zeros(61, np.int64), V, "rows.slot_mapping: got 61 slots"),
-    ("layer_caches", None, T, "layer_caches: got NoneType"),
+    ("layer_caches", None, T, "layer_caches: got None of type NoneType"),
     ("topk_indices", np.zeros((60, 4)), T, "topk_indices: got dtype float64"),
-    ("metadata", None, T, "metadata: got NoneType"),
+    ("metadata", None, T, "metadata: got None of type NoneType"),
 ]
 NUMBERS = [
     ("size", 0, V, "size: got 0, expected at least 1"), ("size", 2.0, T, "size: got 2.0 of type float"),
