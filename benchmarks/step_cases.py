@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cumla.arrays.memory import to_host
+from cumla.bench.dense import DenseDecode
 from cumla.bench.problem import BLOCK, WINDOW, Problem, Sizes, problem_of
 from cumla.bench.sparse import WINDOWED, Decode
 from cumla.dispatch.call import BFLOAT16
@@ -65,12 +66,13 @@ def layers(sizes: Sizes) -> Iterator[Problem]:
         yield Problem("layer", config, {"cumla": ("cupy", calls)}, moved, flop)
 
 
-def invariant(sizes: Sizes) -> Iterator[Decode | Problem]:
+def invariant(sizes: Sizes) -> Iterator[Decode | DenseDecode | Problem]:
     """Batch-invariant decodes and, with equal inputs, decodes by default: attention alone, and steps of layers."""
     for batch in sizes.batch:
         window_and_rows = Decode(DSV4_FP8, sizes.heads, batch, 1, sizes.topk, sizes.extra, lengths=True)
         for case in (window_and_rows, Decode(V32_FP8, sizes.heads, batch, 1, V32_TOPK, lengths=True)):
             yield replace(case, beside_invariant=True)
+        yield DenseDecode(sizes.heads, batch, sizes.context, beside_invariant=True)
     yield from invariant_layers(sizes)
 
 

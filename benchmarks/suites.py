@@ -9,7 +9,7 @@ merge       the merge of partial attention
 metadata    window metadata of a step
 products    products of FP8 weights and few tokens, at V4 Flash's sizes
 layers      a step of decodes of each kind of attention layer, between its projections
-invariant   batch-invariant decodes, and decodes by default: sparse attention alone, and steps of sparse layers
+invariant   batch-invariant decodes, and decodes by default: attention alone, and steps of sparse layers
 frameworks  host time of a call by the framework of its arrays
 """
 

@@ -23,12 +23,18 @@ BOUND = DECODE_OUT._replace(cosine=np.inf)  # of prefill: a few rows of it say n
 
 @dataclass(frozen=True)
 class DenseDecode:
-    """Decodes over a paged bfloat16 cache. lengths: of contexts up to `context`, else all of it."""
+    """Decodes over a paged bfloat16 cache.
+
+    Attributes:
+        lengths: of contexts up to `context`, else all of it
+        beside_invariant: the batch-invariant call is measured as well
+    """
 
     heads: int
     batch: int
     context: int
     lengths: bool = False
+    beside_invariant: bool = False
 
     op: ClassVar[str] = "dense_mla_decode"
 
@@ -67,11 +73,17 @@ class DenseDecode:
 
         keys, names = int(lens.sum()), ("q", "k_cache", "block_table", "cache_seqlens", "softmax_scale")
         theirs = [[arguments[name] for name in names] for arguments in sets]
-        return problem_of(
+        problem = problem_of(
             self, sizes, ours, keys * MLA_BF16.row_bytes, check, lambda: outputs["out"].fill(0),
             flop=2 * keys * self.heads * (576 + 512),
             peer=Peer("flash_mla", peers.FLASH_MLA_DECODE, peers.flash_mla_dense_decode, theirs),
         )  # fmt: skip
+        if self.beside_invariant:
+            options = {"max_seqlen": self.context, "plan": cumla.DenseDecodePlan(batch_invariant=True), **outputs}
+            of_mode = [arguments | {"batch_invariant": True} for arguments in sets]
+            calls = calls_of(cumla.dense_mla_decode, of_mode, **options)(sizes.backend)
+            problem.impls["batch_invariant=True"] = "cupy", calls
+        return problem
 
 
 def dense(sizes: Sizes) -> Iterator[DenseDecode]:

@@ -35,7 +35,7 @@ from .weights import weight_of
 
 ROPE_DIM = MLA_BF16.rope_dim
 FLOAT32 = np.dtype(np.float32)
-PREFILL_TOKENS = 512  # of prefills of a batch-invariant layer that attend in one call
+PREFILL_TOKENS = 128  # of prefills of a batch-invariant layer that attend in one call: partial results take memory
 ACT_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
 
 
@@ -231,6 +231,7 @@ class _Run:
             tokens = xp.arange(part.start, part.stop, dtype=np.int32)
             requests = xp.searchsorted(starts, tokens, side="right") - 1
             seen = (lens[requests] - (starts[requests + 1] - 1 - tokens)).astype(np.int32)
+            self.layer.plan.renew()
             self.attend_in_latent_space(
                 q[part], table[requests], seen, 1, metadata.max_prefill_seq_len, self.layer.plan, out[part]
             )

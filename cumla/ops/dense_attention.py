@@ -136,8 +136,8 @@ def dense_mla_decode(
             share it; call `plan.renew()` before the next step. Inside CUDA graph capture, pass a plan that has served a
             call of this shape
         batch_invariant: True: a token's result is bit-identical in every batch and with any other queries of its
-            request: its keys are never split, which makes small batches slower. A plan must be created with
-            batch_invariant=True
+            request: on a GPU its keys are split by its own length, from 4,097 keys on, which makes small batches
+            slower. A plan must be created with batch_invariant=True, and computed for the lengths of the call
         early_release: False: no later kernel starts before the results are stored (docs/interop.md)
         out: [b, s_q, h, 512] of q's dtype to write instead of allocating
         lse: [b, h, s_q] float32 to write instead of allocating

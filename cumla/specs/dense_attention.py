@@ -69,7 +69,8 @@ def decode_scratch(arguments: Mapping[str, Any]) -> int:
     _, columns = shape(arguments, "block_table", "R", "B")
     longest, bound = columns * int(arguments["k_cache"].shape[1]), arguments.get("max_seqlen")
     longest = longest if bound is None else min(longest, bound)
-    return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0))
+    mode = bool(arguments.get("batch_invariant", False))
+    return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0), mode)
 
 
 SPECS = (

@@ -76,8 +76,11 @@ def dense_mla_decode(args: DenseDecode) -> None:
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     tokens, groups = batch * s_q, -(-heads // HEADS)
     hopper = aligned and kernel_for_decode(args, device) == "hopper"
+    most_parts = parts_of_token(heads, max_seqlen) if batch_invariant else 0
     ranges = range_count(tokens, groups, max_seqlen, device_sms(device))
-    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(args) and not batch_invariant
+    divisible = ranges > 1 and max_seqlen > BLOCK * (2 * MIN_PART - 1) and is_countable(args)
+    if batch_invariant:
+        divisible, ranges = most_parts > 1, tokens * most_parts if most_parts > 1 else ranges
     plan = plan or DenseDecodePlan(workspace_of_stream(q))
     parts, parts_lse = partial_results(plan, 2 * ranges * heads, q) if divisible else (None, None)
     lengths = {
@@ -85,7 +88,7 @@ def dense_mla_decode(args: DenseDecode) -> None:
         "block_size": pages.block_size, "causal": int(causal), "ranges": ranges,
     }  # fmt: skip
     entries = min(tokens, ranges)
-    divided = division(plan, lengths, entries, divisible, q)
+    divided = division(plan, lengths, entries, divisible, most_parts, q)
     results = {
         "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse), "out": out,
         **named_strides("out", "bsh", out), "lse": lse, **named_strides("lse", "bhs", lse),
@@ -95,7 +98,7 @@ def dense_mla_decode(args: DenseDecode) -> None:
         "page_stride": pages.bytes.strides[0], "num_slots": pages.num_slots, "block_table": block_table,
         "table_stride": strides(block_table)[0], "softmax_scale": softmax_scale,
     }  # fmt: skip
-    at_once, sets, most_sets = merge_shape(-(-ranges // tokens))
+    at_once, sets, most_sets = INVARIANT_MERGE if batch_invariant else merge_shape(-(-ranges // tokens))
     merge_macros: dict[str, Any] = {"VALUE": value, "ALIGNED": int(aligned), "AT_ONCE": at_once, "MAX_SETS": most_sets}
     if divisible:
         start(MERGE_FILE, **merge_macros)
@@ -202,6 +205,16 @@ PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values
 RANGE_BYTES = PART_BYTES = 16  # bytes in a division: a range's begin and end; a token's parts
 MERGING_CTAS = 12  # merging CTAs per SM if there is one set of threads
 PLAN_FILE, MERGE_FILE = "common/dense/plan.cu", "common/dense_decode_merge.cu"
+PLAN_BY_TOKEN_FILE = "common/dense/plan_by_token.cu"
+# Batch-invariant calls: blocks of a token's part, of which the start costs as much as TOKEN_COST blocks; most heads of
+# all parts of a token; and merge_shape for any number of parts.
+INVARIANT_PART, MOST_PART_HEADS, INVARIANT_MERGE = 64, 1024, (8, 1, 1)
+
+
+def parts_of_token(heads: int, max_seqlen: int) -> int:
+    """Most parts of a token in a batch-invariant call; the heads bound the memory of a token's partial results."""
+    blocks = -(-max_seqlen // BLOCK)
+    return max(1, min(MOST_PART_HEADS // heads, -(-blocks // INVARIANT_PART)))
 
 
 def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
@@ -228,13 +241,16 @@ def partial_results(plan: DenseDecodePlan, rows: int, like: Any) -> tuple[Any, A
     return tuple(plan.workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
 
-def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divisible: bool, like: Any) -> int:
+def division(
+    plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divisible: bool, most_parts: int, like: Any
+) -> int:
     """The address of the division (common/dense/work.cuh), computed now unless the plan has it; 0: whole tokens.
 
     Args:
         lengths: arguments of the kernel that divides
         entries: tokens whose parts are listed
         divisible: whether tokens may be divided
+        most_parts: of a token that is divided by its own length; 0: the lengths of all tokens decide
     """
     ranges, capture = lengths["ranges"], capture_id()
     outside, inside = DenseDecodePlan.arrays
@@ -245,23 +261,40 @@ def division(plan: DenseDecodePlan, lengths: dict[str, Any], entries: int, divis
         if divisible
     }
     name = inside if capture else outside
-    shape = (lengths["requests"], lengths["s_q"], ranges, divisible)
+    shape = (lengths["requests"], lengths["s_q"], ranges, divisible, most_parts)
     if plan.made_for == shape and plan.is_made(name, capture):
         return pointer(arrays.get(name))
     plan.made(shape, name, capture)
-    if divisible:
+    if divisible and most_parts:
+        divide, threads = (
+            kernel(PLAN_BY_TOKEN_FILE, "plan_dense_decode_by_token"),
+            constant(PLAN_BY_TOKEN_FILE, "THREADS"),
+        )
+        arguments = divide.arguments(
+            **lengths, most_parts=most_parts, part_blocks=INVARIANT_PART, division=arrays[name]
+        )
+        divide((-(-ranges // threads),), (threads,), arguments, overlap=True)
+    elif divisible:
         divide = kernel(PLAN_FILE, "plan_dense_decode")
         arguments = divide.arguments(**lengths, division=arrays[name])
         divide((ranges,), (constant(PLAN_FILE, "THREADS"),), arguments, overlap=True)
     return pointer(arrays.get(name))
 
 
-def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
-    """Most bytes that partial results of a dense_mla_decode of these sizes need, on a device of `sms` SMs."""
+def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int, batch_invariant: bool = False) -> int:
+    """Most bytes that partial results of a dense_mla_decode of these sizes need, on a device of `sms` SMs.
+
+    Of a batch-invariant one up to 4.2 MB a token: MOST_PART_HEADS rows of 512 values and one sum, twice.
+    """
     tokens = batch * s_q
     if not tokens * heads:
         return 0
     ranges = range_count(tokens, -(-heads // HEADS), max_seqlen, sms)
+    if batch_invariant:
+        most_parts = parts_of_token(heads, max_seqlen)
+        if most_parts == 1:
+            return 0
+        ranges = tokens * most_parts
     rows = 2 * ranges * heads
     divided = aligned_bytes(RANGE_BYTES * ranges + PART_BYTES * min(tokens, ranges))
     return len(DenseDecodePlan.arrays) * divided + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

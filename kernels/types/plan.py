@@ -193,7 +193,8 @@ class DenseDecodePlan(_Plan):
 
     The memory is allocated when it is first needed and then keeps its address, even if a later call needs more: graphs
     that were captured with the plan stay valid. A graph divides in its first call with the plan, and again at every
-    replay. One plan serves one stream at a time. The CPU backends do not need it.
+    replay. One plan serves one stream at a time. The CPU backends do not need it. Bits of batch-invariant calls are
+    promised for the lengths of the plan alone.
 
     Attributes:
         workspace: as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)

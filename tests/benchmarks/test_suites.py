@@ -51,10 +51,10 @@ def test_batch_invariant_layers_beside_the_default(capsys):
     found = run(capsys, "invariant", *TINY)
     layers = [row["impl"] for row in found if row["op"] == "batch-invariant layer"]
     assert layers == 3 * ["cumla", "default"]
-    attention = [row for row in found if row["op"] == "sparse_mla_decode"]
-    assert [row["impl"] for row in attention] == 2 * ["cumla", "batch_invariant=True"]
+    attention = [row for row in found if row["op"] in ("sparse_mla_decode", "dense_mla_decode")]
+    assert [row["impl"] for row in attention] == 3 * ["cumla", "batch_invariant=True"]
     assert {row["config"] for row in attention} == {
-        "DSV4_FP8 h2 b1 s1 16+512, lengths", "V32_FP8 h2 b1 s1 2048, lengths",
+        "DSV4_FP8 h2 b1 s1 16+512, lengths", "V32_FP8 h2 b1 s1 2048, lengths", "h2 b1 of 128, full lists",
     }  # fmt: skip
     assert len(found) == len(layers) + len(attention)
 

@@ -180,7 +180,7 @@ def test_sparse_prefill(device, rng, heads, dim):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.thorough(when=lambda x: x.get("fp8") and x.get("batch_invariant"))
-def test_dense_decode(device, rng, fp8, batch_invariant):
+def test_dense_decode(device, rng, monkeypatch, fp8, batch_invariant):
     """The lengths do not decide how keys are split."""
     rows = {
         "q": of_normal(rng, ROWS, 1, HEADS, 576), "block_table": ints(rng, BLOCKS, ROWS, 20),
@@ -188,6 +188,7 @@ def test_dense_decode(device, rng, fp8, batch_invariant):
     }  # fmt: skip
     cache = e4m3(rng, BLOCKS, BLOCK, 576) if fp8 else of_normal(rng, BLOCKS, BLOCK, 576)
     plan = cumla.DenseDecodePlan(batch_invariant=batch_invariant)
+    monkeypatch.setattr("cumla.kernels.cuda.dense_attention.INVARIANT_PART", 2)  # blocks: keys are split
 
     def call(**arrays):
         cumla.dense_mla_decode(**arrays, plan=plan, batch_invariant=batch_invariant)

@@ -64,14 +64,16 @@ class Dense:
 
 @pytest.mark.nowhere(when=lambda x: x.simulated)  # slow
 @pytest.mark.thorough(when=lambda x: x.emulated)
-def test_dense_tokens_of_prompts_chunks_and_decodes(lab, rng):
+def test_dense_tokens_of_prompts_chunks_and_decodes(lab, rng, monkeypatch):
     """Whole prompts alone; then chunks of all sizes, decodes of one to three tokens, and both in a step."""
-    lens = [70, 40]
+    monkeypatch.setattr("cumla.kernels.cuda.dense_attention.INVARIANT_PART", 1)  # blocks: keys are split
+    monkeypatch.setattr("cumla.layers.dense.PREFILL_TOKENS", 5)  # several calls, of equal shapes
+    lens = [80, 40]
     run = Dense(lab, rng, lens)
     want = [run.step([(request, 0, n)])[0] for request, n in enumerate(lens)]
     steps = [
         [(0, 0, 30)], [(0, 30, 1), (1, 0, 17)], [(0, 31, 2), (1, 17, 2)], [(1, 19, 3), (0, 33, 3)],
-        [(1, 22, 1), (0, 36, 20)], [(0, 56, 1), (1, 23, 1)], [(0, 57, 13), (1, 24, 16)],
+        [(1, 22, 1), (0, 36, 20)], [(0, 56, 1), (1, 23, 1)], [(0, 57, 8), (1, 24, 10)], [(0, 65, 15), (1, 34, 6)],
     ]  # fmt: skip
     for step in steps:
         for (request, first, count), out in zip(step, run.step(step), strict=True):

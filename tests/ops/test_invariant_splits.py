@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ops.test_dense_attention import Paged, want_decode
 
 import cumla
 from cumla.kernels.cuda.sparse import division
@@ -10,6 +11,7 @@ from support.attention import make_cache, make_indices, make_q, steep
 from support.lab import BF16
 from support.operations import assert_same_bits
 
+QUICK = {(3, 1, False), (70, 2, False), (3, 1, True)}  # heads and queries of dense decodes, the portable kernel
 LENGTHS = [0, 1, 63, 64, 65, 128, 129, 200, 330]  # of selected rows, in keys: 0 to 6 blocks
 
 
@@ -156,3 +158,102 @@ def test_the_memory_of_a_plan_is_enough_for_any_number_of_tiles(here, rng):
     found, want = (call(here, rows, others, cumla.V32_FP8, plan=x) for x in (plan, None))
     for got, expected in zip(found, want, strict=True):
         assert_same_bits(got, expected)
+
+
+# ---- dense decode
+
+
+@pytest.fixture
+def parts_of_two_blocks(monkeypatch):
+    """A token's part is two blocks of 64 keys, so that short contexts have many."""
+    from cumla.kernels.cuda import dense_attention
+
+    monkeypatch.setattr(dense_attention, "INVARIANT_PART", 2)
+
+
+def dense_arrays(rng, lens, queries, heads):
+    """Arrays with one row a request, the cache, and the rows of each request."""
+    paged = Paged(rng, lens, 64)
+    rows = {
+        "q": (5 * rng.standard_normal((len(lens), queries, heads, 576))).astype(BF16), "block_table": paged.table,
+        "cache_seqlens": np.array(lens, np.int32),
+    }  # fmt: skip
+    return rows, {"k_cache": paged.cache}, paged.values
+
+
+def dense_call(lab, rows, others, **options):
+    arrays = {name: lab.put(np.ascontiguousarray(x)) for name, x in {**rows, **others}.items()}
+    found = cumla.dense_mla_decode(
+        **arrays, softmax_scale=0.05, **{"batch_invariant": True, "backend": lab.backend, **options}
+    )
+    return [lab.get(x) for x in found]
+
+
+@pytest.mark.attention
+@pytest.mark.usefixtures("parts_of_two_blocks")
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(("heads", "queries"), [(3, 1), (70, 2), (128, 1), (3, 6)])
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("heads"), x.get("queries"), x.get("portable")) not in QUICK)
+def test_a_dense_token_alone_and_in_a_batch(device, rng, heads, queries, portable):
+    """Contexts of no part to many, some cut to the most parts; alone each has a bound and a table of its own length."""
+    import contextlib
+
+    from cumla.kernels.cuda.device import assumed
+    from support.bounds import assert_decode
+
+    lens = [0, 1, 128, 129, 64 * 5, 600] if device.emulated else [0, 1, 128, 129, 300, 320, 321, 640, 900, 2000]
+    rows, others, values = dense_arrays(rng, lens, queries, heads)
+    with assumed(80) if portable else contextlib.nullcontext():
+        out, lse = dense_call(device, rows, others)
+        assert_decode(out, lse, *want_decode(rows["q"], values, 0.05))
+        chosen = [(request, n) for request in range(len(lens)) for n in range(queries)]
+        if device.emulated:
+            chosen = [chosen[-1], *(chosen[i] for i in rng.permutation(len(chosen))[:2])]
+        for request, token in chosen:
+            seen = max(lens[request] - (queries - 1 - token), 0)
+            own = {
+                "q": rows["q"][request : request + 1, token : token + 1], "cache_seqlens": np.array([seen], np.int32),
+                "block_table": rows["block_table"][request : request + 1, : max(1, -(-seen // 64))],
+            }  # fmt: skip
+            alone, its = dense_call(device, own, others, max_seqlen=seen)
+            assert_same_bits(alone[0, 0], out[request, token])
+            assert_same_bits(its[0, :, 0], lse[request, :, token])
+
+
+@pytest.mark.usefixtures("parts_of_two_blocks")
+def test_dense_parts_on_any_number_of_multiprocessors(here, rng, monkeypatch):
+    """And whatever other plan the memory held before; poison in a neighbour stays there."""
+    from cumla.kernels.cuda import dense_attention
+    from cumla.kernels.cuda.launch import recorded_launches
+
+    rows, others, _ = dense_arrays(rng, [0, 300, 640], 2, 8)
+    found, workspace = [], cumla.DenseDecodePlan().workspace
+    for sms in (4, 78, 114, 132):
+        monkeypatch.setattr(dense_attention, "device_sms", lambda device, sms=sms: sms)
+        with recorded_launches() as launches:
+            plan = cumla.DenseDecodePlan(workspace, batch_invariant=True)
+            found.append(dense_call(here, rows, others, plan=plan))
+            dense_call(here, rows, others, plan=cumla.DenseDecodePlan(workspace), batch_invariant=False)
+        assert "plan_dense_decode_by_token" in [launch.kernel.raw.name for launch in launches]
+    rows["q"] = rows["q"].copy()
+    rows["q"][1] = np.nan
+    poisoned = [x[2] for x in dense_call(here, rows, others)]
+    for results in (*found[1:], [None, None]):
+        for got, want in zip(results, found[0], strict=True):
+            if got is not None:
+                assert_same_bits(got, want)
+    for got, want in zip(poisoned, found[0], strict=True):
+        assert_same_bits(got, want[2])
+
+
+def test_the_memory_of_dense_parts_is_bounded():
+    """538 MB for 128 tokens of any number of heads and any context, and none where no token is divided."""
+    from cumla.kernels.cuda import dense_attention
+
+    for heads in (1, 16, 64, 128, 100):
+        for longest in (5000, 1 << 17, 1 << 20):
+            needed = dense_attention.workspace_bytes(128, 1, heads, longest, 132, batch_invariant=True)
+            assert 0 < needed < 540e6
+        assert dense_attention.workspace_bytes(128, 1, heads, 4096, 132, batch_invariant=True) == 0
+    assert dense_attention.parts_of_token(128, 1 << 20) == 8
+    assert dense_attention.parts_of_token(16, 1 << 20) == 64
