@@ -10,8 +10,8 @@
 constexpr int THREADS = 128;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    plan_dense_decode_by_token(const int* lens, int s_q, int requests, int columns, int block_size, int causal, int ranges,
-                               int most_parts, int part_blocks, uint4* division) {
+    plan_dense_decode_by_token(const int* lens, int s_q, int requests, int columns, int block_size, int causal, int ranges, int most_parts,
+                               int part_blocks, uint4* division) {
     pdl_wait();
     int range = blockIdx.x * THREADS + threadIdx.x;
     if (range >= ranges) return;
