@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ FOREIGN = {
 }  # fmt: skip
 V4_OPS = ("compress_and_insert", "qnorm_rope_and_insert")  # not of V4.1
 INDEX_HEADS = {"v4": 64, "v41": 32, "v32": 64, "glm5_next": 32, "mla": 1}  # of the published models
+Q_RANKS = {"v4": 1024, "v41": 1280, "v32": 1536, "glm5_next": 1536}
+GROUPED, HEADS_OF_GROUP = ("v4", "v41"), 8  # outputs of heads are projected by groups
 POOLED = {"glm5_next": 4}  # tokens of an index key in the published model
 MOST_ROWS = 1 << 20  # among which a selection is made: their keys take 128 MiB
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
@@ -98,6 +101,9 @@ class Model:
         candidate_blocks: that V4.1's index layers choose
         pool: tokens of an index key; 0: as the published model has
         batch_invariant: of layers and calls
+        q_rank: values of the queries' latent; 0: as the published model has, or none
+        o_groups: groups of heads of one rank whose outputs are projected together; 0: as the published model has, or
+            none
     """
 
     kind: str
@@ -110,10 +116,16 @@ class Model:
     candidate_blocks: int = 2048
     pool: int = 0
     batch_invariant: bool = False
+    q_rank: int = 0
+    o_groups: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "index_heads", self.index_heads or INDEX_HEADS[self.kind])
         object.__setattr__(self, "pool", self.pool or POOLED.get(self.kind, 1))
+        object.__setattr__(self, "q_rank", self.q_rank or Q_RANKS.get(self.kind, 0))
+        if self.kind in GROUPED:
+            groups = self.o_groups or max(self.heads // HEADS_OF_GROUP, 1)
+            object.__setattr__(self, "o_groups", math.gcd(groups, self.heads))
 
     @property
     def formats(self) -> tuple[CacheLayout, CacheLayout]:
@@ -186,5 +198,6 @@ class Model:
             kind, heads // ranks, getattr(sizes, "index_topk", 512), getattr(sizes, "sliding_window", 128),
             index_heads=getattr(sizes, "index_n_heads", 0), context=min(sizes.max_position_embeddings, MOST_ROWS),
             candidate_blocks=getattr(sizes, "candidate_topk_blocks", 0) or 2048, pool=getattr(sizes, "index_kpool", 0),
+            q_rank=getattr(sizes, "q_lora_rank", 0), o_groups=getattr(sizes, "o_groups", 0) // ranks,
         )  # fmt: skip
         return replace(model, layout=V41_LAYOUT) if kind == "v41" else model

@@ -116,7 +116,9 @@ class OperationFields:
 
     def plan_in(self, arguments: Mapping[str, Any]) -> Any:
         """A new plan in the workspace of these arguments; None for an operation without plans."""
-        return self.spec.plan(arguments["workspace"]) if self.has_plan and self.spec.plan is not None else None
+        if not self.has_plan or self.spec.plan is None:
+            return None
+        return self.spec.plan(arguments["workspace"], batch_invariant=bool(arguments.get("batch_invariant")))
 
 
 def _kind(parameter: Any) -> str:

@@ -13,7 +13,6 @@ from ..kernels.cuda.device import Device, described
 from ..layout import CacheLayout
 from ..specs import SPECS
 from ..specs.inputs import Size
-from ..specs.served import Served
 from ..specs.spec import OperationSpec
 from .fields import PAIRS, PLANNED, OperationFields
 from .record import ExportedCall, Limit
@@ -31,6 +30,7 @@ RESULTS = {
     "inverse_rope_and_quantize": ("values", "scales"),
 }
 LEAST_COLUMNS = 16  # of a block table
+INVARIANT = ", batch-invariant"  # of a name
 ANY = 2.0**-4  # a scale, or an epsilon
 WHOLE = 1 << 62  # bytes that any scores fit into
 
@@ -58,6 +58,12 @@ class Model(Protocol):
     def candidate_blocks(self) -> int: ...
     @property
     def decode_tokens(self) -> int: ...
+    @property
+    def q_rank(self) -> int: ...
+    @property
+    def o_groups(self) -> int: ...
+    @property
+    def pool(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,21 @@ class Maker:
         return given
 
 
-def with_plan(arguments: Arguments, x: Served) -> dict[str, Any]:
+def in_mode(arguments: Arguments, batch_invariant: bool) -> Arguments:
+    """Calls in the batch-invariant mode, or not."""
+    return functools.partial(_in_mode, arguments, batch_invariant)
+
+
+def _in_mode(arguments: Arguments, batch_invariant: bool, x: Any) -> dict[str, Any]:
+    return {**arguments(x), "batch_invariant": batch_invariant}
+
+
+def starts(x: Any, rows: int) -> Any:
+    """Starts of the requests among these rows."""
+    return x.starts(replace(x.size, tokens=rows).query_lens)
+
+
+def with_plan(arguments: Arguments, x: Any) -> dict[str, Any]:
     """A call whose plan an earlier call of the step has computed."""
     return {**arguments(x), PLANNED: 1}
 

@@ -27,7 +27,7 @@ ARENA_BYTES = 1 << 44
 ALIGNMENT = 16  # of addresses and strides
 MOST_STEPS = 1 << 12  # a sample's stride exceeds the packed stride by fewer steps
 LEAST_SAMPLES = 24  # of a sequence of kernels
-TRIES = 3  # of random strides
+TRIES = 2  # of strides: an odd multiple, and a random one
 LEAST_NUMBER, MOST_NUMBER = 2.0**-100, 2.0**20  # scales and epsilons that a file serves
 FLOAT, FLOAT_LOG2_E = 0x104, 0x204  # sizes of a part that is a float64 field as float32, or the field times log2(e)
 FACTORS = {FLOAT: 1.0, FLOAT_LOG2_E: LOG2_E}
@@ -233,7 +233,7 @@ def check(record: Record, sample: Sample) -> None:
             found_bytes = described_bytes(words, part.size)
             arguments[part.offset : part.offset + len(found_bytes)] = found_bytes
         packed, what = launch.kernel.packed(launch.packed_arguments), f"{record.call.name}: {launch.kernel.raw.name}"
-        if _function(launch) != recorded.function:
+        if function_of(launch) != recorded.function:
             raise ExportError(f"{what} is another kernel than {recorded.function} at {record.call.by} {by}")
         if sizes != (*launch.grid, launch.shared_bytes):
             raise ExportError(f"{what}: sizes {launch.grid}, {launch.shared_bytes} bytes are not {sizes} of a formula")
@@ -276,6 +276,10 @@ class Sampler:
         for name, ends in self.call.ranges.items():
             for end in ends:
                 yield self.sample(self.sizes(**{name: end}))
+        for value in (first, last):  # with all other sizes at an end: what the sizes bound together has its own ends
+            for end in range(2):
+                ends_of = {name: ends[end] for name, ends in self.call.ranges.items()}
+                yield self.sample(self.sizes(**ends_of | {self.call.by: value}))
 
     def sizes(self, **chosen: int) -> Size:
         for name, (first, last) in self.call.ranges.items():
@@ -336,7 +340,7 @@ class Sampler:
         return 0
 
     def _takes(self, arguments: Mapping[str, Any], steps: Mapping[str, tuple[int, ...]], packed: Any) -> bool:
-        """Whether strides of these multiples give the kernels of packed arrays: an odd one, and random ones."""
+        """Whether strides of these multiples give the kernels of packed arrays: an odd one, and a random one."""
         try:
             return all(
                 _sequence(self.launches(self.placed(arguments, steps, odd=number == 0))) == packed
@@ -377,7 +381,8 @@ def _fields(call: ExportedCall, calls: list[Sample]) -> Fields:
     return Fields(values, tuple(kept), tuple(addresses), np.array([x.by for x in calls], np.int64), numbers)
 
 
-def _function(launch: Launch) -> Function:
+def function_of(launch: Launch) -> Function:
+    """The kernel of a launch."""
     raw = launch.kernel.raw
     macros = tuple(sorted(raw.macros.items()))
     return Function(Program(raw.file, raw.arch, macros), raw.name)
@@ -385,7 +390,7 @@ def _function(launch: Launch) -> Function:
 
 def _sequence(launches: list[Launch]) -> tuple[Any, ...]:
     """What is the same in all launches of a sequence."""
-    return tuple((_function(x), x.block, x.overlap, _is_map(x)) for x in launches if 0 not in x.grid)
+    return tuple((function_of(x), x.block, x.overlap, _is_map(x)) for x in launches if 0 not in x.grid)
 
 
 def _is_map(launch: Launch) -> tuple[bool, ...]:
@@ -431,7 +436,7 @@ def _launch(name: str, launches: tuple[Launch, ...], fields: Fields) -> Recorded
                 parts.append(Part(offset, size, (word,)))
         index += 1
     return RecordedLaunch(
-        _function(first), grid, first.block, shared, first.overlap, bytes(template), tuple(parts),
+        function_of(first), grid, first.block, shared, first.overlap, bytes(template), tuple(parts),
         first.kernel._most_shared,
     )  # fmt: skip
 

@@ -264,6 +264,11 @@ class Repeated(Inputs):
         slots[(slots % 4 == 3) | (slots >= self.size.pages * self.size.block_size)] = -1
         return self.put(slots, dtype)
 
+    def new_slots(self, count: int) -> np.ndarray:
+        found: np.ndarray = np.resize(np.arange(self.size.pages * self.size.block_size), count)
+        found[self.size.pages * self.size.block_size :] = -1
+        return found
+
     def new_cache(self, layout: CacheLayout) -> Any:
         made = layout.allocate(self.size.pages, self.size.block_size, np)
         made[...] = UNWRITTEN

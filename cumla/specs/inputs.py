@@ -244,6 +244,10 @@ class Inputs:
         slots[::4] = -1
         return self.put(slots, dtype)
 
+    def new_slots(self, count: int) -> np.ndarray:
+        """Different slots of a cache, on the host."""
+        return self.rng.permutation(self.size.pages * self.size.block_size)[:count]
+
     def table(self, requests: int, positions: int) -> Any:
         """int32 [requests, columns]: the pages of each request's positions."""
         columns = -(-positions // self.size.block_size)

@@ -22,8 +22,7 @@ def pooled_keys(
     """dtype: of keys, gates and rings; capacity: rows of a ring; restart: what a step needs to be run again is kept."""
     step = x.step
     tokens, requests = step.num_tokens, x.size.requests + x.size.spare
-    slots = x.rng.permutation(x.size.pages * x.size.block_size)[:tokens]
-    slots = np.where((step.positions + 1) % pool == 0, np.resize(slots, tokens), -1)
+    slots = np.where((step.positions + 1) % pool == 0, np.resize(x.new_slots(tokens), tokens), -1)
     values = x.states if dtype is np.float32 else x.rows
     arguments = {
         "k": values(tokens, DIM), "gate": values(tokens, DIM), "weight": x.floats(DIM), "bias": x.floats(DIM),

@@ -88,6 +88,9 @@ class Served(Inputs):
     def slots(self, count: int, dtype: Any = np.int64) -> Any:
         return self.xp.arange(count, dtype=dtype)
 
+    def new_slots(self, count: int) -> np.ndarray:
+        return np.arange(count)
+
     def table(self, requests: int, positions: int) -> Any:
         return self.filled(0, (requests, -(-positions // self.size.block_size)), np.int32)
 

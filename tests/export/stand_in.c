@@ -1,6 +1,7 @@
 /* A stand-in for libcuda: records launches and answers for a device of 132 SMs. Memory is the host's, a stream is none.
  * With STAND_IN_TRACE in the environment, launches are printed to stderr. */
 #include <pthread.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +10,7 @@
 typedef struct {
     uint32_t grid[3], block[3], shared;
     uint32_t overlap, argument_bytes;
-    uint64_t stream, function;
+    uint64_t stream, function, code; /* code: the first 8 bytes of the module */
     unsigned char arguments[4096];
 } launched;
 
@@ -19,6 +20,7 @@ static int count;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 int stand_in_sms = 132, stand_in_capability = 90, stand_in_clusters = 66, stand_in_error = 0;
 static char names[4096][128];
+static uint64_t codes[4096];
 static int functions;
 
 typedef struct { uint32_t id; char pad[4]; char value[64]; } attribute;
@@ -42,7 +44,7 @@ int cuCtxSetCurrent(void *context) { return context == NULL; }
 int cuModuleLoadData(void **module, const void *data) { *module = (void *)data; return 0; }
 int cuModuleUnload(void *module) { return module == NULL; }
 int cuModuleGetFunction(void **function, void *module, const char *name) {
-    (void)module;
+    memcpy(&codes[functions % 4096], module, sizeof *codes);
     strncpy(names[functions % 4096], name, 127);
     *function = names[functions++ % 4096];
     return 0;
@@ -133,6 +135,7 @@ int cuLaunchKernelEx(const config *launch, void *function, void **parameters, vo
     x->shared = launch->shared;
     x->stream = (uintptr_t)launch->stream;
     x->function = (uintptr_t)function;
+    x->code = codes[((char *)function - names[0]) / (ptrdiff_t)sizeof *names];
     x->overlap = launch->num_attributes == 1 && launch->attributes[0].id == 6 && launch->attributes[0].value[0] == 1;
     x->argument_bytes = (uint32_t)*(size_t *)extra[3];
     memcpy(x->arguments, extra[1], x->argument_bytes);

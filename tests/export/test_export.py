@@ -1,5 +1,6 @@
 """`cumla export` writes the same file for the same input, and says what a file serves."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +11,12 @@ from cumla.__main__ import main
 from cumla.cli.served_model import Model
 from cumla.errors import InputError
 from cumla.export import file_of, recorded
-from cumla.export.calls import Claims, calls_of
+from cumla.export.calls import KINDS
 from cumla.export.compiled import MISCOMPILING, cubin, nvrtc
 from cumla.export.file import read
 from cumla.export.header import OPERATIONS, header
 from cumla.export.record import ExportError, Limit
+from cumla.replay.options import WARM_KINDS
 from cumla.specs import SPECS
 from cumla.specs.indexer_topk import over_pages
 from cumla.specs.inputs import TINY, Inputs
@@ -121,9 +123,18 @@ def test_a_file_of_something_else(tmp_path, capsys):
     assert "is damaged" in error_line(capsys, ["export", "--show", tmp_path / "x"])
 
 
-def test_a_model_that_has_no_calls():
-    with pytest.raises(ValueError, match="got attention of kind glm5_next, expected one of v4, v41, v32, mla"):
-        next(calls_of(Model("glm5_next", 8, 2048), Claims(), runtime.H200))
+def test_every_kind_of_model_has_calls():
+    assert set(KINDS) == set(WARM_KINDS) == set(runtime.MODELS)
+
+
+def test_a_config_decides_widths_of_norms_and_groups(tmp_path):
+    """Ranks share the groups of the output's heads, and not the queries' latent."""
+    sizes = {"model_type": "deepseek_v4", "hidden_size": 4096, "num_attention_heads": 64, "q_lora_rank": 768,
+             "o_groups": 16, "o_lora_rank": 1024, "compress_ratios": [0, 4, 128], "num_hidden_layers": 3}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    model = Model.from_config(tmp_path / "config.json", 4)
+    assert (model.q_rank, model.o_groups, model.heads) == (768, 4, 16)
+    assert (Model("v4", 8, 512).o_groups, Model("v32", 8, 2048).o_groups) == (1, 0)
 
 
 def test_launches_beyond_a_call_s_limits_are_an_error():
