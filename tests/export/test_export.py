@@ -74,7 +74,7 @@ def test_a_program_compiles_without_a_device():
         pytest.skip(str(error))
     program = next(
         x.function.program
-        for x in runtime.records("v4")[0].sequences[0]
+        for x in runtime.recorded_quickly(runtime.calls("v4")[:1])[0].sequences[0]
         if x.function.program.file.startswith("common")
     )
     code = cubin(program, 90)
