@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..bounds import ROUNDED, Bound
+from ..bounds import EQUAL, Bound
 from ..dispatch.call import BFLOAT16
 from ..layout import CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
@@ -146,7 +146,7 @@ def check_of(fill: int, want: np.ndarray, before: bytes, bound: Bound) -> Check:
     first, last = (int(places[0]), int(places[-1])) if len(places) else (0, len(flat) - 1)
     stride = 1 + (last - first) * flat.itemsize // MOST_BYTES
     chosen = slice(first, last + 1, stride)
-    is_code = want.dtype == np.uint8 and bound == ROUNDED
+    is_code = want.dtype == np.uint8 and bound != EQUAL  # the next value's code is no multiple of an error
     most = int(is_changed[chosen].sum()) // ROUNDED_CODES if is_code else 0
     return Check(fill, flat[chosen].copy(), first, stride, Bound() if is_code else bound, most)
 
