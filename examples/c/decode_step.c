@@ -1,10 +1,12 @@
 /* A decode step of two C4A layers of DeepSeek V4 in a CUDA graph: window rows and selected compressed rows, one token a
- * request. Lengths change between replays. Without Python; the driver and the runtime of cumla export are all it needs.
+ * request. A layer inserts its rows and index keys, scores the keys, selects rows by the scores and attends to them.
+ * Lengths, and so the selections, change between replays. Without Python; the driver and the runtime of cumla export are all it needs.
  *
  *     decode_step FILE [REQUESTS [STEPS]]
  *
  * An engine has one graph for each number of requests, and its own products between the calls: here their results,
- * q and kv, are random, the selected rows are the newest, and the compressed rows are zeros.
+ * queries, rows and index keys, are random. The call of the compressors, compress_and_insert, is left out, too: every
+ * fourth token of a request inserts a compressed row and an index key.
  */
 #include <math.h>
 #include <stdio.h>
@@ -32,8 +34,11 @@ int cuGraphExecDestroy(CUgraphExec);
 int cuGraphDestroy(CUgraph);
 
 enum { MOST = 64, HEADS = 64, DIM = 512, ROPE = 64, WINDOW = 128, TOPK = 512, RATIO = 4, LAYERS = 2 };
+enum { INDEX_HEADS = 64, INDEX_DIM = 128 };
 enum { BLOCK = 64, ROW_BYTES = 584, PAGE_BYTES = 37440 };        /* of DSV4_FP8: docs/layouts.md */
-enum { CONTEXT = 2048, COLUMNS = CONTEXT / BLOCK, COMPRESSED_COLUMNS = COLUMNS / RATIO };
+enum { KEY_BYTES = 132, KEY_PAGE_BYTES = 8640 };                 /* of INDEXER_FP8 */
+enum { CONTEXT = 2048, COLUMNS = CONTEXT / BLOCK };
+enum { COMPRESSED_COLUMNS = 16 }; /* of a selection's table: a power of two; the context needs COLUMNS / RATIO of them */
 static const double SCALE = 0.04419417382415922, EPSILON = 1e-6; /* 1 / sqrt(DIM) */
 
 /* What a step reads: written by the host before each replay, and copied to one address. */
@@ -42,16 +47,18 @@ typedef struct {
     int32_t requests[MOST];     /* of each token */
     int32_t lengths[MOST];      /* tokens of each request, the new one included */
     uint8_t valid[MOST];        /* a token is no padding */
+    int32_t seen[MOST];         /* compressed rows of each request */
     int64_t positions[MOST], slots[MOST];
+    int64_t compressed_slots[MOST]; /* -1: the token completes no row */
     int32_t pages[MOST][COLUMNS], compressed_pages[MOST][COMPRESSED_COLUMNS];
-    int32_t selected[MOST][TOPK]; /* compressed rows of the token's request, -1: none */
 } inputs;
 
 /* Device addresses. */
 typedef struct {
     CUdeviceptr inputs, rotation, sink, workspace, q, kv, rotated, out, lse, swa_indices, swa_lens, topk_slots, topk_lens;
-    CUdeviceptr cache[LAYERS], compressed[LAYERS];
-    uint64_t workspace_bytes;
+    CUdeviceptr row, key, index_q, index_weights, index_values, index_factors, selected, scores;
+    CUdeviceptr cache[LAYERS], compressed[LAYERS], keys[LAYERS];
+    uint64_t workspace_bytes, scores_bytes;
 } memory;
 
 static void check(int error, const char *what) {
@@ -85,6 +92,12 @@ static cumla_array pages(CUdeviceptr data, int64_t count) {
     return made;
 }
 
+static cumla_array key_pages(CUdeviceptr data, int64_t count) {
+    cumla_array made = array(data, CUMLA_UINT8, 3, count, BLOCK, KEY_BYTES, 0);
+    made.strides[0] = KEY_PAGE_BYTES;
+    return made;
+}
+
 static int64_t pages_of(int requests) { return requests * COLUMNS; }
 static int64_t compressed_pages_of(int requests) { return requests * COMPRESSED_COLUMNS; }
 #define INPUT(m, field) ((m)->inputs + offsetof(inputs, field))
@@ -104,7 +117,51 @@ static void insert_rows(const cumla_library *library, const memory *m, int n, in
     served(cumla_qnorm_rope_and_insert(library, &arguments, stream, 0));
 }
 
-static void map_lists(const cumla_library *library, const memory *m, int n, CUstream stream) {
+/* The compressed row and the index key that a token completes: results of the compressors. */
+static void insert_compressed(const cumla_library *library, const memory *m, int n, int layer, CUstream stream) {
+    cumla_quantize_and_insert_k_cache_arguments arguments = {
+        .k = array(m->row, CUMLA_BFLOAT16, 2, n, DIM, 0, 0),
+        .k_cache = pages(m->compressed[layer], compressed_pages_of(n)),
+        .slot_mapping = array(INPUT(m, compressed_slots), CUMLA_INT64, 1, n, 0, 0, 0),
+        .block_size = BLOCK, .is_ue8m0 = 1, .layout = CUMLA_DSV4_FP8, .min_exponent = CUMLA_NONE};
+    served(cumla_quantize_and_insert_k_cache(library, &arguments, stream, 0));
+    arguments.k = array(m->key, CUMLA_BFLOAT16, 2, n, INDEX_DIM, 0, 0);
+    arguments.k_cache = key_pages(m->keys[layer], compressed_pages_of(n));
+    arguments.layout = CUMLA_INDEXER_FP8;
+    served(cumla_quantize_and_insert_k_cache(library, &arguments, stream, 0));
+}
+
+static void quantize_queries(const cumla_library *library, const memory *m, int n, CUstream stream) {
+    cumla_fused_indexer_q_rope_quant_arguments arguments = {
+        .positions = array(INPUT(m, positions), CUMLA_INT64, 1, n, 0, 0, 0),
+        .index_q = array(m->index_q, CUMLA_BFLOAT16, 3, n, INDEX_HEADS, INDEX_DIM, 0),
+        .index_q_cos_sin_cache = array(m->rotation, CUMLA_FLOAT32, 2, CONTEXT, ROPE, 0, 0),
+        .index_weights = array(m->index_weights, CUMLA_FLOAT32, 2, n, INDEX_HEADS, 0, 0),
+        .q_values = array(m->index_values, CUMLA_UINT8, 3, n, INDEX_HEADS, INDEX_DIM, 0),
+        .q_weights = array(m->index_factors, CUMLA_FLOAT32, 2, n, INDEX_HEADS, 0, 0),
+        .index_weights_softmax_scale = CUMLA_NO_NUMBER, .index_weights_head_scale = CUMLA_NO_NUMBER, .quantize = 1,
+        .q_format = CUMLA_Q_FORMAT_FP8};
+    served(cumla_fused_indexer_q_rope_quant(library, &arguments, stream, 0));
+}
+
+/* The rows whose keys score highest, as slots of the compressed cache; keys and rows have the same pages. */
+static cumla_indexer_topk_arguments selection_of(const memory *m, int n, int layer) {
+    return (cumla_indexer_topk_arguments){
+        .q = array(m->index_values, CUMLA_UINT8, 4, n, 1, INDEX_HEADS, INDEX_DIM),
+        .kv = key_pages(m->keys[layer], compressed_pages_of(n)),
+        .weights = array(m->index_factors, CUMLA_FLOAT32, 2, n, INDEX_HEADS, 0, 0),
+        .context_lens = array(INPUT(m, seen), CUMLA_INT32, 1, n, 0, 0, 0),
+        .block_table = array(INPUT(m, compressed_pages), CUMLA_INT32, 2, n, COMPRESSED_COLUMNS, 0, 0),
+        .is_valid_token = array(INPUT(m, valid), CUMLA_BOOL, 1, n, 0, 0, 0),
+        .slots = array(m->topk_slots, CUMLA_INT32, 2, n, TOPK, 0, 0),
+        .slot_lens = array(m->topk_lens, CUMLA_INT32, 1, n, 0, 0, 0),
+        .out = array(m->selected, CUMLA_INT32, 2, n, TOPK, 0, 0),
+        .workspace = array(m->scores, CUMLA_UINT8, 1, (int64_t)m->scores_bytes, 0, 0, 0),
+        .topk = TOPK, .max_context_len = CUMLA_NONE, .layout = CUMLA_INDEXER_FP8, .slot_block_size = CUMLA_NONE,
+        .pool = 1, .candidate_block_size = 8};
+}
+
+static void map_windows(const cumla_library *library, const memory *m, int n, CUstream stream) {
     cumla_compute_swa_indices_and_lens_arguments window = {
         .query_start_loc = array(INPUT(m, starts), CUMLA_INT32, 1, n + 1, 0, 0, 0),
         .seq_lens = array(INPUT(m, lengths), CUMLA_INT32, 1, n, 0, 0, 0),
@@ -115,14 +172,6 @@ static void map_lists(const cumla_library *library, const memory *m, int n, CUst
         .swa_lens = array(m->swa_lens, CUMLA_INT32, 1, n, 0, 0, 0),
         .block_size = BLOCK, .window_size = WINDOW, .num_tokens = n};
     served(cumla_compute_swa_indices_and_lens(library, &window, stream, 0));
-    cumla_compute_global_topk_indices_and_lens_arguments selected = {
-        .topk_indices = array(INPUT(m, selected), CUMLA_INT32, 2, n, TOPK, 0, 0),
-        .token_to_req_indices = window.token_to_req_indices, .is_valid_token = window.is_valid_token,
-        .block_table = array(INPUT(m, compressed_pages), CUMLA_INT32, 2, n, COMPRESSED_COLUMNS, 0, 0),
-        .global_topk_indices = array(m->topk_slots, CUMLA_INT32, 2, n, TOPK, 0, 0),
-        .topk_lens = array(m->topk_lens, CUMLA_INT32, 1, n, 0, 0, 0),
-        .block_size = BLOCK, .compact = 1, .compress_ratio = 1, .pool = 1};
-    served(cumla_compute_global_topk_indices_and_lens(library, &selected, stream, 0));
 }
 
 static cumla_sparse_mla_decode_arguments decode_of(const memory *m, int n, int layer) {
@@ -153,9 +202,13 @@ static void rotate_back(const cumla_library *library, const memory *m, int n, CU
 }
 
 static void step(const cumla_library *library, const memory *m, int n, CUstream stream) {
-    map_lists(library, m, n, stream); /* one selection here for both layers; each layer of an engine has its own */
+    map_windows(library, m, n, stream);
     for (int layer = 0; layer < LAYERS; layer++) {
         insert_rows(library, m, n, layer, stream);
+        insert_compressed(library, m, n, layer, stream);
+        quantize_queries(library, m, n, stream);
+        cumla_indexer_topk_arguments selection = selection_of(m, n, layer);
+        served(cumla_indexer_topk(library, &selection, stream, 0));
         cumla_sparse_mla_decode_arguments arguments = decode_of(m, n, layer);
         served(cumla_sparse_mla_decode(library, &arguments, stream, 0));
         rotate_back(library, m, n, stream);
@@ -193,6 +246,17 @@ static CUdeviceptr random_rows(size_t count, CUstream stream) {
     return found;
 }
 
+static CUdeviceptr random_floats(size_t count, CUstream stream) {
+    float *values = malloc(count * sizeof *values);
+    if (!values) exit(1);
+    for (size_t i = 0; i < count; i++) values[i] = (float)rand() / (float)RAND_MAX;
+    CUdeviceptr found = allocated(count * sizeof *values);
+    DRIVER(cuMemcpyHtoDAsync_v2(found, values, count * sizeof *values, stream));
+    DRIVER(cuStreamSynchronize(stream));
+    free(values);
+    return found;
+}
+
 static CUdeviceptr rotation_table(CUstream stream) {
     static float table[CONTEXT][ROPE];
     for (int position = 0; position < CONTEXT; position++)
@@ -212,16 +276,25 @@ static memory allocate(const cumla_library *library, int n, CUstream stream) {
                 .kv = random_rows((size_t)n * DIM, stream), .rotated = allocated(bytes), .out = allocated(bytes),
                 .lse = allocated(4ull * n * HEADS), .swa_indices = allocated(sizeof(int32_t[MOST][WINDOW])),
                 .swa_lens = allocated(sizeof(int32_t[MOST])), .topk_slots = allocated(sizeof(int32_t[MOST][TOPK])),
-                .topk_lens = allocated(sizeof(int32_t[MOST])),
-                .workspace = 16}; /* any multiple of 16 while its size is asked for */
+                .topk_lens = allocated(sizeof(int32_t[MOST])), .row = random_rows((size_t)n * DIM, stream),
+                .key = random_rows((size_t)n * INDEX_DIM, stream),
+                .index_q = random_rows((size_t)n * INDEX_HEADS * INDEX_DIM, stream),
+                .index_weights = random_floats((size_t)n * INDEX_HEADS, stream),
+                .index_values = allocated((uint64_t)n * INDEX_HEADS * INDEX_DIM),
+                .index_factors = allocated(4ull * n * INDEX_HEADS), .selected = allocated(sizeof(int32_t[MOST][TOPK])),
+                .workspace = 16, .scores = 16}; /* any multiple of 16 while their sizes are asked for */
     for (int layer = 0; layer < LAYERS; layer++) {
         m.cache[layer] = zeros((uint64_t)pages_of(n) * PAGE_BYTES, stream);
         m.compressed[layer] = zeros((uint64_t)compressed_pages_of(n) * PAGE_BYTES, stream);
+        m.keys[layer] = zeros((uint64_t)compressed_pages_of(n) * KEY_PAGE_BYTES, stream);
     }
     cumla_sparse_mla_decode_arguments arguments = decode_of(&m, n, 0);
     served(cumla_sparse_mla_decode_workspace(library, &arguments, &m.workspace_bytes));
     m.workspace = allocated(m.workspace_bytes);
     served(cumla_workspace_init(library, m.workspace, m.workspace_bytes, stream));
+    cumla_indexer_topk_arguments selection = selection_of(&m, n, 0);
+    served(cumla_indexer_topk_workspace(library, &selection, &m.scores_bytes));
+    m.scores = zeros(m.scores_bytes, stream);
     return m;
 }
 
@@ -234,7 +307,10 @@ static void next_step(inputs *x, int n, int number) {
         for (int i = 0; i < COLUMNS; i++) x->pages[r][i] = r * COLUMNS + i;
         for (int i = 0; i < COMPRESSED_COLUMNS; i++) x->compressed_pages[r][i] = r * COMPRESSED_COLUMNS + i;
         x->slots[r] = (int64_t)x->pages[r][position / BLOCK] * BLOCK + position % BLOCK;
-        for (int i = 0; i < TOPK; i++) x->selected[r][i] = i < length / RATIO ? length / RATIO - 1 - i : -1;
+        int row = position / RATIO; /* of the token's group of four */
+        x->seen[r] = length / RATIO;
+        x->compressed_slots[r] =
+            length % RATIO ? -1 : (int64_t)x->compressed_pages[r][row / BLOCK] * BLOCK + row % BLOCK;
     }
 }
 
@@ -259,21 +335,24 @@ int main(int count, char **words) {
 
     static inputs x;
     static float lse[MOST][HEADS];
+    static int32_t rows[MOST];
     for (int number = 0; number < steps; number++) {
         next_step(&x, n, number);
         DRIVER(cuMemcpyHtoDAsync_v2(m.inputs, &x, sizeof x, stream));
         DRIVER(cuGraphLaunch(executable, stream));
         DRIVER(cuMemcpyDtoHAsync_v2(lse, m.lse, 4ull * n * HEADS, stream));
+        DRIVER(cuMemcpyDtoHAsync_v2(rows, m.topk_lens, 4ull * n, stream));
         DRIVER(cuStreamSynchronize(stream));
         printf("step %d: %d requests, lengths %d to", number, n, x.lengths[0]);
-        printf(" %d, lse of the last %.4f\n", x.lengths[n - 1], lse[n - 1][0]);
+        printf(" %d, the last selects %d rows, its lse %.4f\n", x.lengths[n - 1], rows[n - 1], lse[n - 1][0]);
     }
 
     DRIVER(cuGraphExecDestroy(executable));
     DRIVER(cuGraphDestroy(graph));
     const CUdeviceptr all[] = {m.inputs, m.rotation, m.sink, m.workspace, m.q, m.kv, m.rotated, m.out, m.lse,
                                m.swa_indices, m.swa_lens, m.topk_slots, m.topk_lens, m.cache[0], m.cache[1],
-                               m.compressed[0], m.compressed[1]};
+                               m.compressed[0], m.compressed[1], m.keys[0], m.keys[1], m.row, m.key, m.index_q,
+                               m.index_weights, m.index_values, m.index_factors, m.selected, m.scores};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) DRIVER(cuMemFree_v2(all[i]));
     DRIVER(cuStreamDestroy_v2(stream));
     cumla_close(library);

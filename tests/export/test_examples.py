@@ -12,8 +12,11 @@ from cumla.export.header import OPERATIONS
 from support import runtime
 
 EXAMPLES = runtime.HERE.parents[1] / "examples"
-LAYER = ("qnorm_rope_and_insert", "sparse_mla_decode", "attention_epilogue", "apply_rope")
-STEP = ["compute_swa_indices_and_lens", "compute_compact_topk_indices_and_lens", *LAYER, *LAYER]
+LAYER = (
+    "qnorm_rope_and_insert", "quantize_and_insert_k_cache", "indexer_k_quant_and_cache", "fused_indexer_q_rope_quant",
+    "indexer_logits_sm90", "top_k_in_registers", "sparse_mla_decode", "attention_epilogue", "apply_rope",
+)  # fmt: skip
+STEP = ["compute_swa_indices_and_lens", *LAYER, *LAYER]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,7 @@ def test_structs_in_rust_are_those_of_the_header():
     """The operations' numbers, and their fields in order."""
     text = (EXAMPLES / "rust/src/cumla.rs").read_text()
     found = re.findall(r"operation!\(\s*(\w+),\s*(\d+),\s*\{([^}]*)\},\s*\{([^}]*)\}\s*\);", text)
-    assert len(found) == 5
+    assert len(found) == 7
     for name, number, arrays, scalars in found:
         fields = OPERATIONS[int(number)]
         assert fields.spec.name.replace("_", "") == name.lower()

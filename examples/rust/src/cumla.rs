@@ -3,10 +3,12 @@ use crate::cuda::{Buffer, Stream};
 use std::ffi::{c_char, c_int, c_void, CStr, CString};
 use std::marker::PhantomData;
 
-/// An optional integer that is not given; an optional number has the same bits.
+/// An optional integer that is not given, and an optional number.
 pub const NONE: i64 = i64::MIN;
-/// A format of caches.
+pub const NO_NUMBER: f64 = -0.0;
+/// Formats of caches.
 pub const DSV4_FP8: i64 = 0;
+pub const INDEXER_FP8: i64 = 2;
 
 /// Types of elements: the code of cumla_type, and the bytes.
 #[derive(Clone, Copy)]
@@ -70,6 +72,8 @@ macro_rules! operation {
     };
 }
 
+operation!(QuantizeAndInsertKCache, 0,
+    { k, k_cache, slot_mapping }, { block_size: i64, is_ue8m0: i64, layout: i64, min_exponent: i64 });
 operation!(QnormRopeAndInsert, 5,
     { q, kv, k_cache, slot_mapping, positions, cos_sin_cache, out }, { eps: f64, block_size: i64, layout: i64 });
 operation!(ApplyRope, 8,
@@ -77,9 +81,15 @@ operation!(ApplyRope, 8,
 operation!(ComputeSwaIndicesAndLens, 19,
     { query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table, swa_indices, swa_lens },
     { block_size: i64, window_size: i64, num_tokens: i64, token_offset: i64 });
-operation!(ComputeGlobalTopkIndicesAndLens, 20,
-    { topk_indices, token_to_req_indices, block_table, is_valid_token, positions, global_topk_indices, topk_lens },
-    { block_size: i64, compact: i64, compress_ratio: i64, pool: i64 });
+operation!(FusedIndexerQRopeQuant, 23,
+    { positions, index_q, index_q_cos_sin_cache, index_weights, ssmax_scale, ssmax_bias, q_values, q_weights },
+    { index_weights_softmax_scale: f64, index_weights_head_scale: f64, rope_first: i64, is_neox: i64, quantize: i64,
+      q_format: i64, hadamard: i64 });
+operation!(IndexerTopk, 28,
+    { q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, kv_scales, context_lens, block_table, schedule_metadata, slots,
+      slot_lens, is_valid_token, slot_block_table, positions, candidate_blocks, out, workspace },
+    { topk: i64, max_seqlen_k: i64, max_context_len: i64, layout: i64, slot_block_size: i64, pool: i64,
+      candidate_block_size: i64 });
 operation!(SparseMlaDecode, 33,
     { q, k_cache, indices, topk_length, extra_k_cache, extra_indices, extra_topk_length, attn_sink, out, lse, workspace },
     { layout: i64, block_size: i64, extra_block_size: i64, extra_layout: i64, softmax_scale: f64, batch_invariant: i64,

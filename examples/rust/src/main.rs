@@ -11,6 +11,8 @@ const MOST: i64 = 64;
 const HEADS: i64 = 64;
 const DIM: i64 = 512;
 const ROPE: i64 = 64;
+const INDEX_HEADS: i64 = 64;
+const INDEX_DIM: i64 = 128;
 const WINDOW: i64 = 128;
 const TOPK: i64 = 512;
 const RATIO: i64 = 4;
@@ -21,7 +23,11 @@ const BLOCK: i64 = 64;
 const ROW_BYTES: i64 = 584;
 const PAGE_BYTES: i64 = 37440;
 const COLUMNS: i64 = CONTEXT / BLOCK;
-const COMPRESSED_COLUMNS: i64 = COLUMNS / RATIO;
+// A cache of INDEXER_FP8
+const KEY_BYTES: i64 = 132;
+const KEY_PAGE_BYTES: i64 = 8640;
+// Of a selection's table: a power of two. The context needs COLUMNS / RATIO of them.
+const COMPRESSED_COLUMNS: i64 = 16;
 
 /// Arrays of the device. Those that the host writes before a step come first.
 struct Memory {
@@ -29,7 +35,8 @@ struct Memory {
     lengths: Buffer,
     positions: Buffer,
     slots: Buffer,
-    selected: Buffer,
+    compressed_slots: Buffer,
+    seen: Buffer,
     starts: Buffer,
     requests: Buffer,
     valid: Buffer,
@@ -46,26 +53,40 @@ struct Memory {
     swa_lens: Buffer,
     topk_slots: Buffer,
     topk_lens: Buffer,
+    row: Buffer,
+    key: Buffer,
+    index_q: Buffer,
+    index_weights: Buffer,
+    index_values: Buffer,
+    index_factors: Buffer,
+    selected: Buffer,
     caches: Vec<Buffer>,
     compressed: Vec<Buffer>,
+    keys: Vec<Buffer>,
     workspace: Buffer,
+    scores: Buffer,
 }
 
 fn cache(buffer: &Buffer, pages: i64) -> Array<'_> {
     Array::strided(buffer, UINT8, &[pages, BLOCK, ROW_BYTES], &[PAGE_BYTES, ROW_BYTES, 1])
 }
 
+fn key_cache(buffer: &Buffer, pages: i64) -> Array<'_> {
+    Array::strided(buffer, UINT8, &[pages, BLOCK, KEY_BYTES], &[KEY_PAGE_BYTES, KEY_BYTES, 1])
+}
+
 impl Memory {
     fn new(library: &Library, n: i64, stream: &Stream) -> Result<Self, Error> {
         let zeros = |count: i64, bytes: i64| Buffer::zeros((count * bytes) as usize, stream);
-        let caches = |pages: i64| (0..LAYERS).map(|_| zeros(n * pages, PAGE_BYTES)).collect::<Vec<_>>();
+        let caches = |pages: i64, bytes: i64| (0..LAYERS).map(|_| zeros(n * pages, bytes)).collect::<Vec<_>>();
         let integers = |end: i64| (0..end as i32).collect::<Vec<_>>();
         let mut memory = Self {
             n,
             lengths: zeros(n, 4),
             positions: zeros(n, 8),
             slots: zeros(n, 8),
-            selected: zeros(n * TOPK, 4),
+            compressed_slots: zeros(n, 8),
+            seen: zeros(n, 4),
             starts: Buffer::of(&integers(n + 1), stream),
             requests: Buffer::of(&integers(n), stream),
             valid: Buffer::of(&vec![1u8; n as usize], stream),
@@ -82,12 +103,23 @@ impl Memory {
             swa_lens: zeros(n, 4),
             topk_slots: zeros(n * TOPK, 4),
             topk_lens: zeros(n, 4),
-            caches: caches(COLUMNS),
-            compressed: caches(COMPRESSED_COLUMNS),
+            row: Buffer::of(&random_rows(n * DIM), stream),
+            key: Buffer::of(&random_rows(n * INDEX_DIM), stream),
+            index_q: Buffer::of(&random_rows(n * INDEX_HEADS * INDEX_DIM), stream),
+            index_weights: Buffer::of(&vec![1f32 / 64.0; (n * INDEX_HEADS) as usize], stream),
+            index_values: zeros(n * INDEX_HEADS * INDEX_DIM, 1),
+            index_factors: zeros(n * INDEX_HEADS, 4),
+            selected: zeros(n * TOPK, 4),
+            caches: caches(COLUMNS, PAGE_BYTES),
+            compressed: caches(COMPRESSED_COLUMNS, PAGE_BYTES),
+            keys: caches(COMPRESSED_COLUMNS, KEY_PAGE_BYTES),
             workspace: zeros(1, 16),
+            scores: zeros(1, 16),
         };
         let bytes = library.workspace(&memory.decode(0))?;
         memory.workspace = zeros(bytes as i64, 1);
+        let bytes = library.workspace(&memory.selection(0))?;
+        memory.scores = zeros(bytes as i64, 1);
         Ok(memory)
     }
 
@@ -111,19 +143,65 @@ impl Memory {
         }
     }
 
-    fn selection(&self) -> ComputeGlobalTopkIndicesAndLens<'_> {
-        ComputeGlobalTopkIndicesAndLens {
-            topk_indices: Array::packed(&self.selected, INT32, &[self.n, TOPK]),
-            token_to_req_indices: Array::packed(&self.requests, INT32, &[self.n]),
-            block_table: Array::packed(&self.compressed_pages, INT32, &[self.n, COMPRESSED_COLUMNS]),
-            is_valid_token: Array::packed(&self.valid, BOOL, &[self.n]),
-            positions: Array::default(),
-            global_topk_indices: Array::packed(&self.topk_slots, INT32, &[self.n, TOPK]),
-            topk_lens: Array::packed(&self.topk_lens, INT32, &[self.n]),
-            block_size: BLOCK,
-            compact: 1,
-            compress_ratio: 1,
+    /// The rows whose keys score highest, as slots of the compressed cache; keys and rows have the same pages.
+    fn selection(&self, layer: usize) -> IndexerTopk<'_> {
+        let n = self.n;
+        IndexerTopk {
+            q: Array::packed(&self.index_values, UINT8, &[n, 1, INDEX_HEADS, INDEX_DIM]),
+            kv: key_cache(&self.keys[layer], n * COMPRESSED_COLUMNS),
+            weights: Array::packed(&self.index_factors, FLOAT32, &[n, INDEX_HEADS]),
+            context_lens: Array::packed(&self.seen, INT32, &[n]),
+            block_table: Array::packed(&self.compressed_pages, INT32, &[n, COMPRESSED_COLUMNS]),
+            is_valid_token: Array::packed(&self.valid, BOOL, &[n]),
+            slots: Array::packed(&self.topk_slots, INT32, &[n, TOPK]),
+            slot_lens: Array::packed(&self.topk_lens, INT32, &[n]),
+            out: Array::packed(&self.selected, INT32, &[n, TOPK]),
+            workspace: Array::packed(&self.scores, UINT8, &[self.scores.bytes() as i64]),
+            topk: TOPK,
+            max_context_len: NONE,
+            layout: INDEXER_FP8,
+            slot_block_size: NONE,
             pool: 1,
+            candidate_block_size: 8,
+            ..Default::default()
+        }
+    }
+
+    /// The compressed row that a token completes: a result of the compressor.
+    fn insert_compressed(&self, layer: usize) -> QuantizeAndInsertKCache<'_> {
+        QuantizeAndInsertKCache {
+            k: Array::packed(&self.row, BFLOAT16, &[self.n, DIM]),
+            k_cache: cache(&self.compressed[layer], self.n * COMPRESSED_COLUMNS),
+            slot_mapping: Array::packed(&self.compressed_slots, INT64, &[self.n]),
+            block_size: BLOCK,
+            is_ue8m0: 1,
+            layout: DSV4_FP8,
+            min_exponent: NONE,
+        }
+    }
+
+    /// The index key of that row.
+    fn insert_key(&self, layer: usize) -> QuantizeAndInsertKCache<'_> {
+        QuantizeAndInsertKCache {
+            k: Array::packed(&self.key, BFLOAT16, &[self.n, INDEX_DIM]),
+            k_cache: key_cache(&self.keys[layer], self.n * COMPRESSED_COLUMNS),
+            layout: INDEXER_FP8,
+            ..self.insert_compressed(layer)
+        }
+    }
+
+    fn queries(&self) -> FusedIndexerQRopeQuant<'_> {
+        FusedIndexerQRopeQuant {
+            positions: Array::packed(&self.positions, INT64, &[self.n]),
+            index_q: Array::packed(&self.index_q, BFLOAT16, &[self.n, INDEX_HEADS, INDEX_DIM]),
+            index_q_cos_sin_cache: Array::packed(&self.rotation, FLOAT32, &[CONTEXT, ROPE]),
+            index_weights: Array::packed(&self.index_weights, FLOAT32, &[self.n, INDEX_HEADS]),
+            q_values: Array::packed(&self.index_values, UINT8, &[self.n, INDEX_HEADS, INDEX_DIM]),
+            q_weights: Array::packed(&self.index_factors, FLOAT32, &[self.n, INDEX_HEADS]),
+            index_weights_softmax_scale: NO_NUMBER,
+            index_weights_head_scale: NO_NUMBER,
+            quantize: 1,
+            ..Default::default()
         }
     }
 
@@ -179,9 +257,12 @@ impl Memory {
 
     fn step(&self, library: &Library, stream: &Stream) -> Result<(), Error> {
         library.call(&self.windows(), stream)?;
-        library.call(&self.selection(), stream)?;
         for layer in 0..LAYERS {
             library.call(&self.insert(layer), stream)?;
+            library.call(&self.insert_compressed(layer), stream)?;
+            library.call(&self.insert_key(layer), stream)?;
+            library.call(&self.queries(), stream)?;
+            library.call(&self.selection(layer), stream)?;
             library.call(&self.decode(layer), stream)?;
             library.call(&self.rotate_back(), stream)?;
         }
@@ -193,13 +274,19 @@ impl Memory {
         let lengths: Vec<i64> = (0..self.n).map(|r| 1 + (37 + 61 * r) % (CONTEXT / 2) + number).collect();
         let positions: Vec<i64> = lengths.iter().map(|length| length - 1).collect();
         let slots: Vec<i64> = positions.iter().zip(0..).map(|(position, r)| r * COLUMNS * BLOCK + position).collect();
-        let newest = |length: &i64| (1..=TOPK).map(|i| (length / RATIO - i).max(-1) as i32).collect::<Vec<_>>();
-        let selected: Vec<i32> = lengths.iter().flat_map(newest).collect();
+        let seen: Vec<i32> = lengths.iter().map(|length| (length / RATIO) as i32).collect();
+        // The row of a token that completes it, else none; a request's pages are in order.
+        let row = |(length, r): (&i64, i64)| match length % RATIO {
+            0 => r * COMPRESSED_COLUMNS * BLOCK + length / RATIO - 1,
+            _ => -1,
+        };
+        let compressed_slots: Vec<i64> = lengths.iter().zip(0..).map(row).collect();
         let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
         self.lengths.write(&lengths, stream);
         self.positions.write(&positions, stream);
         self.slots.write(&slots, stream);
-        self.selected.write(&selected, stream);
+        self.seen.write(&seen, stream);
+        self.compressed_slots.write(&compressed_slots, stream);
         lengths
     }
 }
