@@ -29,7 +29,7 @@ FILES = {
     "ops/test_sparse_cache.py": "cpu and test_gather and (DSV4_FP8 or DSV41_FP4)",
     "ops/test_candidates.py": "cpu and not published",
     "ops/test_index_rotations.py": "cpu",
-    "ops/test_key_pools.py": "cpu and (test_keys and 4 or rotated or several_requests or rejected_drafts)",
+    "ops/test_key_pools.py": "cpu and (test_keys and 4 or rotated or several_requests or rejected_drafts and cpu-3)",
     "ops/test_latents.py": "cpu and not published",
     "ops/test_linear.py": "cpu and (groups or special or nothing)",
     "ops/test_mxfp4_queries.py": "cpu",

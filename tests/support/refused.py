@@ -127,7 +127,7 @@ def refused(error, text, given, writes=(), get=np.asarray):
 
 
 def contents(value, get=np.asarray):
-    """All numbers, and the bytes of all arrays, that an object is or contains, by path."""
+    """All numbers, and the bytes of all arrays, that an object is or contains, by the first path to each."""
     found = {}
     add(found, value, "", get, set())
     return found
@@ -136,21 +136,22 @@ def contents(value, get=np.asarray):
 def add(found, value, path, get, seen):
     if isinstance(value, int):
         found[path] = value
-    if id(value) in seen:
         return
+    if value is None or isinstance(value, str | float) or id(value) in seen:
+        return
+    seen.add(id(value))
     if hasattr(value, "dtype") and hasattr(value, "strides"):
         if value.shape and value.dtype.kind not in "OU":
             found[path] = np.asarray(get(value)).tobytes()
         return
-    seen.add(id(value))
     for name, member in members(value):
         add(found, member, f"{path}.{name}", get, seen)
 
 
 def members(value):
-    if isinstance(value, Mapping):
-        return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
+    if isinstance(value, dict | Mapping):
+        return list(value.items())
     has_members = type(value).__module__.partition(".")[0] in ("cumla", "types") and not isinstance(value, type)
     return list(getattr(value, "__dict__", {}).items()) if has_members else []
