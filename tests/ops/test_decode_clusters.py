@@ -172,5 +172,8 @@ def test_who_takes_turns_with_clusters(lab, divided, rng, tile):
     own = cumla.DecodePlan(plan.workspace, batch_invariant=True)
     alone = problem.check(lab, plan=own, batch_invariant=True)
     assert_same_bits(first, problem.on(lab, plan=plan), lab)
-    assert [division.cluster for division in divided] == [True, True, False, True]
+    from cumla.kernels.cuda.sparse.kernels import _clusters
+
+    in_clusters = 2 in dict(_clusters(0))  # which emulated devices do not have
+    assert [division.cluster for division in divided] == [True, True, in_clusters, True]
     np.testing.assert_allclose(to_float(first[0]), to_float(alone[0]), atol=2e-3, rtol=2.01 / 128)
