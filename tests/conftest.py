@@ -43,9 +43,6 @@ def wants_gpu(config):
 
 
 def pytest_configure(config):
-    from support import properties
-
-    properties.SEED = config.getoption("--seed")
     config.addinivalue_line("markers", "attention: takes Numba's simulator too long")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     config.addinivalue_line("markers", "sampled: a run of all tests leaves five sixths to the slow tests")
@@ -58,9 +55,17 @@ def pytest_configure(config):
     os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # otherwise results of faults that tests inject would be recorded
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
-    if hasattr(config, "cache"):  # runs share builds of the emulation
-        from emulation import builds
+    if not config.getoption("numprocesses", None):  # a process that starts others runs no tests: it begins sooner
+        prepare(config)
 
+
+def prepare(config):
+    """What tests take from the run: its seed and its folder of builds of the emulation, which runs share."""
+    from emulation import builds
+    from support import properties
+
+    properties.SEED = config.getoption("--seed")
+    if hasattr(config, "cache"):
         builds.keep_in(config.cache.mkdir("emulation"))
 
 
