@@ -98,8 +98,8 @@ def cases_of(records: Iterable[Record]) -> Iterator[Case]:
             start = last + 1
 
 
-def case_of(call: ExportedCall, by: int) -> Case:
-    """The call whose deciding value is `by`."""
+def arguments_of(call: ExportedCall, by: int) -> dict[str, Any]:
+    """The arguments of the call whose deciding value is `by`, on the host."""
     chosen = {call.by: by}
     for name, (first, last) in call.ranges.items():
         if name not in chosen:
@@ -112,6 +112,12 @@ def case_of(call: ExportedCall, by: int) -> Case:
     if "workspace" in arguments:
         shape = arguments["workspace"].shape
         arguments["workspace"] = np.ndarray(shape, np.uint8, bytearray(max(shape[0], 1)), 0, (1,))
+    return arguments
+
+
+def case_of(call: ExportedCall, by: int) -> Case:
+    """The call whose deciding value is `by`, with the reference's results."""
+    arguments = arguments_of(call, by)
     words, place, fills, before = call.fields.values(arguments), 0, [], {}
     for parameter in call.fields.parameters:
         array = arguments.get(parameter.name)

@@ -1,19 +1,21 @@
 """A file's self-test: a case for every kernel, whose results the C runtime compares; `cumla export --test`."""
 
 import ctypes
+import functools
 import re
 
 import numpy as np
 import pytest
 
 from cumla.__main__ import main
-from cumla.bounds import EQUAL, ROUNDED
+from cumla.bounds import EQUAL, ROUNDED, compare
 from cumla.export import library
 from cumla.export.fields import DTYPES
 from cumla.export.file import read
-from cumla.export.self_test import PERIOD, block_of, cases_of, check_of
+from cumla.export.self_test import PERIOD, arguments_of, block_of, cases_of, check_of, contents_of
 from support import runtime
 from support.command_line import error_line
+from support.lab import Lab
 from support.runtime import Runtime
 
 OK, DRIVER_ERROR, WRONG_STRUCT, NOT_SERVED, WRONG_RESULT = 0, 2, 5, 6, 7
@@ -82,6 +84,11 @@ def tested(tmp_path):
     found.close()
 
 
+@functools.cache
+def cases(kind):
+    return tuple(cases_of(runtime.records(kind)))
+
+
 def functions_of(case, records):
     """The kernels of a case's call."""
     record, by = next(x for x in records if x.call is case.call), int(case.name.split()[-1])
@@ -91,19 +98,40 @@ def functions_of(case, records):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_has_a_case_that_is_served(kind, tmp_path):
-    records = runtime.records(kind)
-    cases, stored = list(cases_of(records)), set()
+    records, made_of, stored = runtime.records(kind), cases(kind), set()
     of_file = {launch.function for x in records for sequence in x.sequences for launch in sequence}
-    assert set().union(*(functions_of(case, records) for case in cases)) == of_file
-    for case in cases:
-        assert case.checks, case.name
-        for made in case.checks:  # no result is as a kernel leaves it that computes nothing, or only zeros
-            assert len(np.unique(made.want.astype(np.float64))) > 1 or made.want[0], case.name
+    assert set().union(*(functions_of(case, records) for case in made_of)) == of_file
+    for case in made_of:
+        # Not what a kernel leaves that computes nothing, or only zeros.
+        assert any(len(np.unique(x.want.astype(np.float64))) > 1 or x.want[0] for x in case.checks), case.name
         stored |= {x.block for x in case.fills} | {x.want.tobytes() for x in case.checks}
     assert sum(map(len, stored)) < MOST_STORED
     found = SelfTested(runtime.file(kind), tmp_path / "file")
-    assert found.run() == (OK, len(cases)), found.message
+    assert found.run() == (OK, len(made_of)), found.message
     found.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(24))
+def test_kernels_are_within_the_bounds(emulated, number):
+    """V4's cases on an emulated device, whose SMs have other kernels of some calls."""
+    lab = Lab("cuda", on_device=True, emulated=True)
+    case = cases("v4")[number]
+    arguments = arguments_of(case.call, int(case.name.split()[-1]))
+    arguments.pop("workspace", None)
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    on_device = {name: lab.put(x) for name, x in arrays.items()}
+    case.call.fields.call({**arguments, **on_device, "backend": "cuda"})
+    for check in case.checks:
+        field = case.fills[check.fill].field
+        name = next(x.name for x in case.call.fields.parameters if x.first == field)
+        arrays[name][...] = lab.get(on_device[name])
+        flat = np.frombuffer(contents_of(arrays[name]), check.want.dtype)
+        got = flat[check.first :: check.stride][: len(check.want)]
+        if check.most:
+            assert (got != check.want).sum() <= check.most, name
+        else:
+            assert compare(got, check.want, check.bound)[0], name
 
 
 def test_a_result_that_differs_is_named(tested):
