@@ -152,7 +152,8 @@ class SparseCalls(Maker):
     def pools(self, x: Unread, restart: bool) -> dict[str, Any]:
         """Keys of several tokens, whose states are in a ring for each request."""
         pool = self.model.pool
-        return key_pools.pooled_keys(x, INDEXER_FP8, pool, ring_capacity(0, pool), BFLOAT16, restart)
+        given = key_pools.pooled_keys(x, INDEXER_FP8, pool, ring_capacity(0, pool), BFLOAT16, restart)
+        return given | ({"restart_positions": x.used(self.claims.context, x.size.requests)} if restart else {})
 
     @property
     def index_block(self) -> int:

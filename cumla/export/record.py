@@ -390,7 +390,12 @@ def function_of(launch: Launch) -> Function:
 
 def _sequence(launches: list[Launch]) -> tuple[Any, ...]:
     """What is the same in all launches of a sequence."""
-    return tuple((function_of(x), x.block, x.overlap, _is_map(x)) for x in launches if 0 not in x.grid)
+    return tuple((function_of(x), x.block, x.overlap, _is_map(x), _absent(x)) for x in launches if 0 not in x.grid)
+
+
+def _absent(launch: Launch) -> tuple[bool, ...]:
+    """Which addresses of a launch are 0, such as a plan's where a call has none."""
+    return tuple(not launch.packed_arguments[i] for i in launch.kernel.addresses)
 
 
 def _is_map(launch: Launch) -> tuple[bool, ...]:

@@ -38,6 +38,15 @@ def test_the_modes_have_launches_of_their_own():
     assert found[""] != found[", batch-invariant"]
 
 
+def test_a_plan_begins_to_be_read_where_requests_outnumber_the_sms():
+    """Up to 132 tokens, each has a CTA and the kernel no plan: launches of the same kernels differ in that."""
+    name = "sparse_mla_decode DSV4_FP8, 2 tokens a request, batch-invariant, planned"
+    calls = runtime.some("v4", name, decodes=70)
+    (record,) = runtime.recorded_quickly(calls)
+    assert [last for last, _ in record.segments] == [66, 70]
+    assert_launches_are_those_of_python(calls).close()
+
+
 @pytest.mark.parametrize(("rows", "kind"), [(8191, "few rows"), (8192, "many rows")])
 def test_a_gather_s_rows_decide_its_kernel(rows, kind):
     with_file = Runtime(runtime.file("v4"))
