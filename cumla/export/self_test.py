@@ -257,7 +257,7 @@ class Repeated(Inputs):
         """Of several lists, the last one is empty."""
         lens = np.array(self.rng.integers(0, most + 1, shape))
         lens.flat[-1:] = 0
-        lens.flat[:1] = most
+        lens.flat[:1] = most - most // 4
         return self.put(lens, np.int32)
 
     def table(self, requests: int, positions: int) -> Any:
