@@ -13,7 +13,7 @@ from ..kernels.cuda.dense_attention import BLOCK, HEADS, HOPPER_CACHE_BYTES, MIN
 from ..layout import MLA_BF16
 from ..specs import dense_attention, dense_cache, sparse_attention
 from ..specs.served import Served
-from .maker import INVARIANT, LEAST_COLUMNS, Maker, in_mode, starts, with_plan
+from .maker import LEAST_COLUMNS, Maker, starts, with_plan
 from .record import ExportedCall, Limit
 from .unread import LEAST_PAGES
 
@@ -63,14 +63,11 @@ class DenseCalls(Maker):
         what = f"{name}, {tokens} tokens a request, {sizes}"
         limits = (Limit("k_cache.shape[0]", "k_cache.strides[0]", 0, HOPPER_CACHE_BYTES),) if name == BFLOAT else ()
         ranges = {"context": (least * page, most * page), "pages": (LEAST_PAGES, MOST_DENSE_PAGES)}
-        for mode in (False, True):
-            arguments = in_mode(functools.partial(self.decode, name=name, tokens=tokens), mode)
-            kind = f"{what}{INVARIANT if mode else ''}"
-            for each, of_plan in ((arguments, ""), (functools.partial(with_plan, arguments), ", planned")):
-                yield self.call(
-                    "dense_mla_decode", f"{kind}{of_plan}", "requests", each, "pages", "context", limits=limits,
-                    most=ranges,
-                )  # fmt: skip
+        arguments = functools.partial(self.decode, name=name, tokens=tokens)
+        for each, of_plan in ((arguments, ""), (functools.partial(with_plan, arguments), ", planned")):
+            yield self.call(
+                "dense_mla_decode", f"{what}{of_plan}", "requests", each, "pages", "context", limits=limits, most=ranges
+            )
 
     def decode(self, x: Served, name: str, tokens: int) -> dict[str, Any]:
         size = x.size
