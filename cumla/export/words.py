@@ -89,9 +89,25 @@ def found(word: Samples, fields: Fields, table: bool = True) -> Word | None:
     for field, sizes in fields.addresses:
         rest = word - fields.values[:, field]
         if ((rest >= 0) & (rest <= sizes)).all():  # a row's last part may be empty
-            offset = found(rest, fields._replace(addresses=()), table)
+            offset = of_sizes(rest, fields, table)
             return None if offset is None else offset._replace(base=field)
+    return of_sizes(word, fields, table) or (of_field_and_table(word, fields) if table else None)
+
+
+def of_sizes(word: Samples, fields: Fields, table: bool) -> Word | None:
+    """A constant, a formula of one or two fields, or a table."""
+    if (word == word[0]).all():
+        return Word(add=int(word[0]))
     return of_one(word, fields) or of_two(word, fields) or (of_table(word, fields) if table else None)
+
+
+def of_field_and_table(word: Samples, fields: Fields) -> Word | None:
+    """The sum of a field and a table: CTAs of requests and of tokens, for example."""
+    for field in fields.sizes:
+        rest = of_table(word - fields.values[:, field], fields)
+        if rest is not None:
+            return rest._replace(base=field)
+    return None
 
 
 def of_one(word: Samples, fields: Fields) -> Word | None:

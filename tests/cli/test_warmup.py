@@ -152,17 +152,23 @@ def test_warm_up_reads_a_models_config(tmp_path):
 
     config, fp4 = tmp_path / "config.json", "DSV41_FP8,DSV41_FP4"
     for written, expected in (
-        (V4, Model("v4", 8, 256)),
-        (V4 | {"sliding_window": 64, "index_n_heads": 32}, Model("v4", 8, 256, 64, index_heads=32)),
-        (V41 | {"model_type": "deepseek_v41_text"}, Model("v41", 8, 256, layout=fp4)),
-        ({"model_type": "deepseek_v41", "text_config": V41}, Model("v41", 8, 256, layout=fp4)),
+        (V4, Model("v4", 8, 256, q_rank=128)),
+        (V4 | {"sliding_window": 64, "index_n_heads": 32}, Model("v4", 8, 256, 64, index_heads=32, q_rank=128)),
+        (V41 | {"model_type": "deepseek_v41_text"}, Model("v41", 8, 256, layout=fp4, q_rank=128)),
+        ({"model_type": "deepseek_v41", "text_config": V41}, Model("v41", 8, 256, layout=fp4, q_rank=128)),
         (
             V41 | {"candidate_source_layer_id": 1, "candidate_topk_blocks": 512, "compress_ratios": [0, 2, 2]},
-            Model("v41", 8, 256, layout=fp4, candidate_blocks=512),
+            Model("v41", 8, 256, layout=fp4, candidate_blocks=512, q_rank=128),
         ),
-        (V32, Model("v32", 8, 2048, context=163840)),
-        (V32 | {"model_type": "deepseek_v32", "max_position_embeddings": 4096}, Model("v32", 8, 2048, context=4096)),
-        ({"model_type": "glm5_next", "text_config": FLASH}, Model("glm5_next", 8, 2048, pool=8, index_heads=16)),
+        (V32, Model("v32", 8, 2048, context=163840, q_rank=128)),
+        (
+            V32 | {"model_type": "deepseek_v32", "max_position_embeddings": 4096},
+            Model("v32", 8, 2048, context=4096, q_rank=128),
+        ),
+        (
+            {"model_type": "glm5_next", "text_config": FLASH},
+            Model("glm5_next", 8, 2048, pool=8, index_heads=16, q_rank=128),
+        ),
         (
             {"model_type": "mistral_large4", "text_config": LARGE},
             Model("v32", 8, 2048, index_heads=32, context=1 << 20),
