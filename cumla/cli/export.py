@@ -21,7 +21,7 @@ from ..export.record import ExportError, Program
 from ..kernels.cuda.device import HOPPER, LIMITS, Device
 from ..terminal import Progress, say
 from . import inapplicable
-from .options import MAX_BATCH, MAX_HEADS, MAX_SIZE, add_number
+from .options import MAX_BATCH, add_model, add_number
 from .served_model import Model
 
 T = TypeVar("T")
@@ -34,15 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "needs, for the C runtime (docs: Without Python). No GPU is needed. Exit status 1 if a call's launches follow "
         "from no formula, the file cannot be written, or a result of --test differs."
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--config", type=Path, metavar="FILE",
-        help="config.json of a DeepSeek V3.2, V4 or V4.1, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
-    )  # fmt: skip
-    add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
-    model.add_argument("--kind", choices=KINDS, default="v4", help="without --config (default: v4)")
-    add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
-    add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    add_model(parser, KINDS)
     device = parser.add_argument_group("device")
     device.add_argument("--capability", metavar="X.Y", default="9.0", help="compute capability (default: 9.0)")
     add_number(device, "--sms", 1, 1024, "SMs: 132 of an H100 SXM, H200 or GH200, 114 or 78 of other Hoppers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InputError
@@ -106,6 +107,20 @@ class ListOf:
 
     def __call__(self, text: str) -> list[int]:
         return [self.part(part) for part in text.split(",")]
+
+
+def add_model(parser: argparse.ArgumentParser, kinds: Iterable[str]) -> argparse._ArgumentGroup:
+    """Add the options that say which model's calls are meant, and return their group."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1, GLM-5, Mistral Large 4 or Hy4 model; - for stdin",
+    )  # fmt: skip
+    add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
+    model.add_argument("--kind", choices=tuple(kinds), default="v4", help="without --config (default: v4)")
+    add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
+    add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    return model
 
 
 def add_number(

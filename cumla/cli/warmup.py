@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +40,7 @@ from ..replay.options import (
 from ..specs.self_test import CASES, Case
 from ..terminal import Progress, say
 from . import inapplicable, warm_capability
-from .options import MAX_BATCH, MAX_HEADS, MAX_SIZE, add_number
+from .options import MAX_BATCH, add_model, add_number
 from .selection_calls import Thunk, call_all, find_needed, selection_calls
 from .served_model import Model
 from .serving_calls import compressor_calls, decodes_of_any_number, norm_calls, pooled_key_calls, sparse_calls
@@ -56,15 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "reference. A later process then starts warm: it compiles, tests and waits for nothing. "
         "Exit status 1 if a compiled kernel gives wrong results; the message names it and says what to do."
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--config", type=Path, metavar="FILE",
-        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1, GLM-5 or Hy4 model; - for stdin",
-    )  # fmt: skip
-    add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
-    model.add_argument("--kind", choices=WARM_KINDS, default="v4", help="without --config (default: v4)")
-    add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
-    add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
+    model = add_model(parser, WARM_KINDS)
     model.add_argument(
         "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
         help=f"formats of v4's or v41's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8, of v41 "

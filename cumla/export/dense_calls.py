@@ -90,7 +90,7 @@ class DenseCalls(Maker):
             yield columns, columns
 
     def divides_fully(self, columns: int) -> bool:
-        """Whether one request has as many work ranges as more requests have."""
+        """Whether one request already has the most work ranges that a call has."""
         groups, longest = -(-self.model.heads // HEADS), columns * self.claims.block_size
         most = max(1, self.device.sms // groups)
         return longest > BLOCK * (2 * MIN_PART - 1) and range_count(1, groups, longest, self.device.sms) == most

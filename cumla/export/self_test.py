@@ -28,7 +28,7 @@ SIZES = {"requests": 3, "context": 512, "rows": 200, "tokens": 200, "keys": 200}
 ALIGNMENT = 256  # of arrays in the caller's memory
 MOST_BYTES = 1 << 14  # of stored results of an array
 ROUNDED_CODES = (
-    64  # of so many changed bytes of a cache one may differ: a value between two codes is rounded either way
+    64  # bytes that a call changes, of which one may differ: a value between two codes is rounded either way
 )
 DTYPES = ("uint8", "int8", "bool", "int32", "int64", "bfloat16", "float32", "uint32", "uint16")  # that C compares
 
@@ -238,7 +238,7 @@ class Repeated(Inputs):
         return np.clip(self.rng.standard_normal(shape) / 4, -1, 1)
 
     def rotation(self, positions: int) -> Any:
-        """Powers of two, by which rotations are exact."""
+        """Powers of two: a rotation of such values is exact."""
         return self.put(np.ldexp(1.0, -self.rng.integers(0, 4, (positions, 64))), np.float32)
 
     def index_values(self, *shape: int) -> Any:

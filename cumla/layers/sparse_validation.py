@@ -271,7 +271,7 @@ def check_array(
     call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Any, needed: int, of: str = "tokens",
     writable: bool = False,
 ) -> Any:  # fmt: skip
-    """`Call.array` of at least as many tokens (or what `of` says) as the metadata needs."""
+    """`Call.array` with a row for each token of the metadata, or for each of what `of` names."""
     array = call.array(name, value, dtypes, shape, writable)
     check_rows(name, array, needed, of)
     return array
